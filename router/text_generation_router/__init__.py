@@ -1,0 +1,1 @@
+"""The HTTP server, the continuous-batching loop and all text work."""

@@ -1,0 +1,84 @@
+"""Errors a client can see.
+
+    RouterError
+    ├── ValidationError            422 validation
+    ├── OverloadedError            429 overloaded
+    ├── GenerationError            424 generation
+    ├── IncompleteGenerationError  500 incomplete_generation
+    └── UnhealthyError             503 healthcheck
+
+Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "JSON error shape").
+"""
+
+from typing import ClassVar
+
+
+class RouterError(Exception):
+    """A failure with a status, a type word and one sentence for the user."""
+
+    status_code: ClassVar[int] = 500
+    error_type: ClassVar[str] = "internal"
+    # The `err` label of tgi_request_failure.
+    metric_label: ClassVar[str] = "generation"
+
+    @property
+    def message(self) -> str:
+        """The sentence in the body's `error` field."""
+        return str(self)
+
+
+class ValidationError(RouterError):
+    """The request asks for something that cannot be done; says what and what is allowed."""
+
+    status_code = 422
+    error_type = "validation"
+    metric_label = "validation"
+
+    @property
+    def message(self) -> str:
+        return f"Input validation error: {self}"
+
+
+class OverloadedError(RouterError):
+    """`max_concurrent_requests` requests are already in the house."""
+
+    status_code = 429
+    error_type = "overloaded"
+    metric_label = "overloaded"
+
+    def __init__(self) -> None:
+        super().__init__("Model is overloaded")
+
+
+class GenerationError(RouterError):
+    """A shard failed while it computed this request."""
+
+    status_code = 424
+    error_type = "generation"
+    metric_label = "generation"
+
+    @property
+    def message(self) -> str:
+        return f"Request failed during generation: {self}"
+
+
+class IncompleteGenerationError(RouterError):
+    """The server stopped before the generation ended."""
+
+    status_code = 500
+    error_type = "incomplete_generation"
+    metric_label = "incomplete"
+
+    def __init__(self) -> None:
+        super().__init__("Incomplete generation")
+
+
+class UnhealthyError(RouterError):
+    """The shards do not answer."""
+
+    status_code = 503
+    error_type = "healthcheck"
+    metric_label = "generation"
+
+    def __init__(self) -> None:
+        super().__init__("unhealthy")

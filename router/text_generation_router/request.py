@@ -1,0 +1,109 @@
+"""What the server has promised to compute: values only, frozen, no text work and no transport."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(Enum):
+    """Why a generation ended; the value is the word TGI's API uses."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; defaults change nothing. Ranges are checked by `validation`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    watermark: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether tokens are drawn (then the seed is reported) or the best one is taken."""
+        return (
+            self.do_sample
+            or self.temperature != 1.0
+            or self.top_k != 0
+            or self.top_p < 1.0
+            or self.typical_p < 1.0
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingCriteria:
+    """When a generation ends. Stop strings are matched on text, by the router."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    stop_sequences: tuple[str, ...] = ()
+    ignore_eos_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated request. `input_ids` is never empty and already truncated."""
+
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stopping: StoppingCriteria
+    prefill_logprobs: bool = False
+    top_n_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token with its text. `logprob` is None where it is not defined (the first of a prompt)."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """The ending of a successful generation."""
+
+    text: str
+    generated_tokens: int
+    finish_reason: FinishReason
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Clock readings of one request, `time.perf_counter()` seconds."""
+
+    queued: float
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """The prompt's tokens with their log-probabilities, for requests that asked for them."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token; on the last one of a generation `generated` and `timings` are set."""
+
+    token: Token
+    top_tokens: tuple[Token, ...] = ()
+    generated: GeneratedText | None = None
+    timings: Timings | None = field(default=None)
+
+
+Output = PrefillOutput | TokenOutput

@@ -1,0 +1,95 @@
+"""Paged attention against attention written down plainly, ragged and around block boundaries."""
+
+import math
+
+import pytest
+import torch
+from text_generation_shard.attention.base import create_backend
+from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.kv_cache import CacheShape
+
+BLOCK = 16
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
+CONTEXTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def expected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """The last len(query) tokens attend: [T, heads, head_dim], one (token, head) after another."""
+    out = torch.zeros_like(query)
+    for token in range(len(query)):
+        last = len(key) - len(query) + token
+        first = 0 if window is None else max(0, last - window + 1)
+        for head in range(HEADS):
+            shared = head // (HEADS // KV_HEADS)
+            scores = key[first : last + 1, shared] @ query[token, head]
+            out[token, head] = scores.softmax(0) @ value[first : last + 1, shared]
+    return out
+
+
+def make_batch(contexts: list[int], lengths: list[int], is_decode: bool) -> ForwardBatch:
+    """Rows with disjoint, shuffled blocks."""
+    width = -(-max(contexts) // BLOCK)
+    generator = torch.Generator().manual_seed(1)
+    tables = torch.randperm(len(contexts) * width, generator=generator).view(len(contexts), width)
+    rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+    positions = torch.cat([torch.arange(c - n, c) for c, n in zip(contexts, lengths, strict=True)])
+    offsets = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions),
+        positions=positions,
+        rope_lens=None,
+        slots=tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK,
+        block_tables=tables,
+        context_lens=torch.tensor(contexts),
+        cu_seqlens_q=tuple(offsets),
+        host_context_lens=tuple(contexts),
+        logits_indices=torch.tensor([], dtype=torch.int64),
+        is_decode=is_decode,
+    )
+
+
+def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
+    values = {name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__}
+    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    return ForwardBatch(**moved)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 1, 7, BLOCK, 1000])
+@pytest.mark.parametrize("tail", [1, 5, 10**6], ids=["decode", "continued", "whole"])
+def test_equals_the_definition(window: int | None, tail: int, device: str) -> None:
+    torch.manual_seed(0)
+    backend = create_backend("torch")
+    shape = CacheShape(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
+    backend.allocate(shape, 64, torch.device(device))
+    keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
+    values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
+    lengths = [min(tail, context) for context in CONTEXTS]
+    queries = [torch.randn(length, HEADS, HEAD_DIM) / math.sqrt(HEAD_DIM) for length in lengths]
+    # Everything before the last `length` tokens comes from an earlier pass.
+    whole = to_device(make_batch(CONTEXTS, CONTEXTS, False), device)
+    before = torch.cat(keys).to(device), torch.cat(values).to(device)
+    none = torch.zeros(sum(CONTEXTS), HEADS, HEAD_DIM, device=device)
+    backend.forward(none, *before, 1, None, backend.plan(whole))
+    batch = to_device(make_batch(CONTEXTS, lengths, tail == 1), device)
+    parts = list(zip(keys, values, lengths, strict=True))
+    got = backend.forward(
+        torch.cat(queries).to(device),
+        torch.cat([key[-length:] for key, _, length in parts]).to(device),
+        torch.cat([value[-length:] for _, value, length in parts]).to(device),
+        1,
+        window,
+        backend.plan(batch),
+    )
+    wanted = torch.cat(
+        [expected(q, k, v, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    )
+    torch.testing.assert_close(got.cpu().view_as(wanted), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_unknown_implementation_is_refused() -> None:
+    with pytest.raises(ValueError, match="flashinfer does not exist"):
+        create_backend("flashinfer")

@@ -1,0 +1,271 @@
+"""The engine's bookkeeping: rows, batches, endings, failures, and the same tokens whatever else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
+from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.step import FinishReason, WarmupLimits
+
+from shard.tests.driver import Driver, load_engine
+
+GREEDY: dict[str, Any] = {}
+SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
+PENALISED = {**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    engine.clear(None)
+    return Driver(engine)
+
+
+def alone(driver: Driver, request_id: int, ids: list[int], **options: Any) -> list[int]:
+    driver.add([driver.request(request_id, ids, **options)])
+    driver.run()
+    return driver.tokens[request_id]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED])
+def test_same_tokens_alone_in_a_batch_and_after_preemptions(
+    driver: Driver, sampling: dict[str, Any]
+) -> None:
+    ids, options = list(range(3, 30)), {"max_new_tokens": 40, "ignore_eos_token": True}
+    wanted = alone(driver, 0, ids, sampling=sampling, **options)
+    crowd = [driver.request(n, [n] * (n % 9 + 1), **options) for n in range(1, 31)]
+    driver.add(crowd[:15])
+    driver.add([driver.request(100, ids, sampling=sampling, **options)])
+    driver.step()
+    driver.add(crowd[15:])
+    for _ in range(3):
+        driver.step()
+        driver.step()
+        known = driver.drop(100)
+        driver.step()
+        comeback = driver.request(
+            100, known, num_prompt_tokens=len(ids), sampling=sampling, **options
+        )
+        driver.add([comeback])
+    driver.run()
+    assert driver.tokens[100] == wanted
+    assert len(wanted) == 40
+    assert driver.engine.num_rows_taken == 0
+
+
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+def test_a_preemption_changes_nothing_where_rope_depends_on_length(
+    family: str, checkpoint: Callable[[str], Path]
+) -> None:
+    driver = Driver(load_engine(checkpoint(family)))
+    options = {"max_new_tokens": 40, "ignore_eos_token": True}
+    ids = list(range(3, 50))
+    wanted = alone(driver, 0, ids, **options)
+    driver.add([driver.request(1, ids, **options)])
+    for _ in range(25):
+        driver.step()
+    known = driver.drop(1)
+    assert len(known) > 64, "the original context was passed before the preemption"
+    driver.add([driver.request(1, known, num_prompt_tokens=len(ids), **options)])
+    driver.run()
+    assert driver.tokens[1] == wanted
+
+
+def test_length_end_token_and_ignored_end_token(driver: Driver) -> None:
+    free_run = alone(driver, 0, [5, 6, 7], max_new_tokens=30, ignore_eos_token=True)
+    assert driver.reasons[0] == FinishReason.LENGTH and len(free_run) == 30
+    # Bias makes the end token the best one, always.
+    sampling = {"logit_bias": ((0, 100.0),)}
+    assert alone(driver, 1, [5, 6, 7], sampling=sampling) == [0]
+    assert driver.reasons[1] == FinishReason.EOS_TOKEN
+    ignoring = alone(driver, 2, [5, 6, 7], sampling=sampling, ignore_eos_token=True)
+    assert ignoring == [0] * 8
+    late = alone(driver, 3, [5, 6, 7], sampling=sampling, min_new_tokens=5)
+    assert len(late) == 6 and 0 not in late[:5] and late[5] == 0
+    # The last token allowed is an end token: length wins.
+    assert alone(driver, 4, [5, 6, 7], sampling=sampling, max_new_tokens=1) == [0]
+    assert driver.reasons[4] == FinishReason.LENGTH
+
+
+def test_top_tokens_only_for_who_asked(driver: Driver) -> None:
+    requests = [driver.request(0, [4, 5], top_n_tokens=3), driver.request(1, [4, 5])]
+    result = driver.add(requests)
+    assert result.top_token_counts == [3, 0]
+    assert result.top_token_ids[0] == result.token_ids[0]
+    assert result.top_token_logprobs == sorted(result.top_token_logprobs, reverse=True)
+    driver.run()
+
+
+def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
+    driver.add([driver.request(n, [n + 3] * 4, max_new_tokens=20) for n in range(4)])
+    assert driver.batch_id is not None
+    driver.running = driver.engine.filter(driver.batch_id, [3, 0])
+    assert driver.running == [3, 0]
+    assert driver.engine.num_rows_taken == 2
+    driver.run()
+    assert (len(driver.tokens[3]), len(driver.tokens[1])) == (20, 1)
+
+
+def test_what_does_not_exist_is_refused(driver: Driver) -> None:
+    engine = driver.engine
+    with pytest.raises(BatchError, match="Batch ID 77 not found in cache"):
+        engine.decode([77], [])
+    with pytest.raises(BatchError, match="at least one batch"):
+        engine.decode([], [])
+    with pytest.raises(BatchError, match="Batch ID 78 not found"):
+        engine.prefill(1, [driver.request(0, [3])], 78)
+    driver.add([driver.request(1, [3], max_new_tokens=40)])
+    assert driver.batch_id is not None
+    with pytest.raises(BatchError, match="Batch must have at least one request"):
+        engine.filter(driver.batch_id, [])
+    with pytest.raises(BatchError, match=r"\[9\] are not in batch"):
+        engine.filter(driver.batch_id, [1, 9])
+    with pytest.raises(BatchError, match="is running already"):
+        engine.prefill(2, [driver.request(1, [3])], None)
+    with pytest.raises(BatchError, match="not running"):
+        engine.decode([driver.batch_id], [(55, 3)])
+    with pytest.raises(BatchError, match="exceed 400"):
+        engine.prefill(2, [driver.request(2, [3], max_new_tokens=500)], None)
+    engine.clear(None)
+    assert engine.num_rows_taken == 0
+    engine.clear(12345)
+
+
+def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Driver) -> None:
+    ids = [3] * driver.engine.block_size
+    request = driver.request(0, ids, max_new_tokens=4)
+    bare = driver.engine.prefill(
+        1, [type(request)(**{**fields(request), "block_table": request.block_table[:1]})], None
+    )
+    with pytest.raises(BatchError, match=r"\[0\] have no block"):
+        driver.engine.decode([1], [])
+    assert driver.engine.decode([1], [(0, driver.tables[0][1])]).running_ids == [0]
+    assert bare.running_ids == [0]
+    driver.engine.clear(None)
+
+
+def fields(request: Any) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in type(request).__dataclass_fields__}
+
+
+def test_a_failed_prefill_leaves_everything_as_it_was(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = alone(driver, 0, [9, 8, 7], max_new_tokens=12)
+    driver.add([driver.request(1, [9, 8, 7], max_new_tokens=12)])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device says no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.engine._model, "forward", fail)
+        with pytest.raises(RuntimeError, match="says no"):
+            driver.add([driver.request(2, [4] * 50)])
+        with pytest.raises(RuntimeError, match="says no"):
+            driver.step()
+    assert driver.engine.num_rows_taken == 1
+    driver.run()
+    assert driver.tokens[1] == wanted
+
+
+def test_two_batches_become_one(driver: Driver) -> None:
+    first = driver.engine.prefill(1, [driver.request(1, [4, 5, 6])], None)
+    second = driver.engine.prefill(2, [driver.request(2, [7, 8])], None)
+    assert first.running_ids == [1] and second.running_ids == [2]
+    joined = driver.engine.decode([1, 2], [])
+    assert (joined.batch_id, joined.running_ids) == (1, [1, 2])
+    assert joined.concat_ns is not None
+    with pytest.raises(BatchError, match="Batch ID 2"):
+        driver.engine.decode([2], [])
+    driver.engine.clear(None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(
+    tiny_model_path: Path, engine: Engine, dtype: str, driver: Driver
+) -> None:
+    ids = list(range(3, 60))
+    full = driver.add([driver.request(0, ids, prefill_logprobs=True)])
+    half_driver = Driver(load_engine(tiny_model_path, dtype=dtype))
+    half = half_driver.add([half_driver.request(0, ids, prefill_logprobs=True)])
+    half_driver.run()
+    error = torch.tensor(half.prefill_logprobs[0][1][1:]) - torch.tensor(
+        full.prefill_logprobs[0][1][1:]
+    )
+    assert float(error.abs().mean()) < 0.15
+    driver.run()
+
+
+# Checkpoints and settings that can not be served.
+
+
+def copy_of(path: Path, target: Path, **changes: Any) -> Path:
+    shutil.copytree(path, target)
+    config = json.loads((target / "config.json").read_text())
+    for key, value in changes.items():
+        if value is None:
+            del config[key]
+        else:
+            config[key] = value
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": None}, "has no `model_type`"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized \\(gptq\\)"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"hidden_act": "mish"}, "activation mish is not supported"),
+        ({"rope_parameters": {"rope_type": "weird"}}, "rope type weird"),
+        ({"num_hidden_layers": 4}, "lack model.layers.3"),
+        ({"num_hidden_layers": 2}, "hold unexpected model.layers.2"),
+        ({"intermediate_size": 96}, "not of the same model"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_sentence(
+    tiny_model_path: Path, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    path = copy_of(tiny_model_path, tmp_path / "model", **changes)
+    with pytest.raises(ModelError, match=sentence) as caught:
+        Engine(ShardConfig(model_path=path, device="cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_can_not_be_read_are_one_sentence(
+    tiny_model_path: Path, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    corrupt = copy_of(tiny_model_path, tmp_path / "corrupt")
+    (corrupt / "model.safetensors").write_bytes(b"\xff" * 400)
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        Engine(ShardConfig(model_path=corrupt, device="cpu"))
+    (corrupt / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
+        Engine(ShardConfig(model_path=corrupt, device="cpu"))
+    partial = copy_of(checkpoint("llama-sharded"), tmp_path / "partial")
+    gone = sorted(partial.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ModelError, match=gone.name):
+        Engine(ShardConfig(model_path=partial, device="cpu"))
+
+
+def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
+    with pytest.raises(ModelError, match=r"max_total_tokens=500.*room for 320 tokens"):
+        engine.warmup(WarmupLimits(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
+    with pytest.raises(ModelError, match=r"1000000000000 needs .* GB"):
+        engine.warmup(WarmupLimits(64, 4, max_batch_total_tokens=10**12))
+    result = engine.warmup(WarmupLimits(64, 4))
+    assert result.max_total_tokens == 512 and result.max_input_tokens == 511
+    assert result.num_blocks == 4 * 512 // engine.block_size

@@ -1,0 +1,44 @@
+"""The engine's tokens and log-probabilities are those of transformers, however they are batched."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from integration_tests.checkpoints import FAMILIES
+from integration_tests.oracle import Oracle, ragged_prompts
+from shard.tests.driver import Driver, load_engine
+
+PIECES = (4096, 37)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_equals_transformers(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """16 ragged prompts, four at first, the others joining two steps apart; 4 to 24 new tokens."""
+    path = checkpoint(family)
+    oracle = Oracle(path, family)
+    prompts = [oracle.encode(text) for text in ragged_prompts(path)]
+    wanted = [4 + index * 5 % 21 for index in range(len(prompts))]
+    expected = [
+        oracle.greedy(text, wanted[index]) for index, text in enumerate(ragged_prompts(path))
+    ]
+    logprobs = [oracle.logprobs(ids) for ids in prompts]
+    for budget in PIECES:
+        driver = Driver(load_engine(path, max_prefill_tokens=budget))
+        waiting = [
+            driver.request(index, ids, max_new_tokens=wanted[index], prefill_logprobs=True)
+            for index, ids in enumerate(prompts)
+        ]
+        driver.add(waiting[:4])
+        for request in waiting[4:]:
+            if driver.running:
+                driver.step()
+            driver.add([request])
+        driver.run()
+        assert [driver.tokens[index] for index in range(len(prompts))] == expected
+        for index, ids in enumerate(prompts):
+            served = driver.prefill_logprobs[index]
+            assert len(served) == len(ids)
+            assert served[1:] == pytest.approx(logprobs[index], abs=1e-4)
+        assert driver.engine.num_rows_taken == 0
+        assert sorted(driver.free) == list(range(len(driver.free)))

@@ -1,0 +1,51 @@
+"""What an attention implementation must offer, and the one place that names implementations."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.kv_cache import CacheShape, KVCache
+
+
+class AttentionPlan(Protocol):
+    """What `AttentionBackend.plan` found out about one pass; opaque to everyone else."""
+
+
+class AttentionBackend(Protocol):
+    """Attention of all heads over the paged cache. Owns the cache, keeps nothing of a batch."""
+
+    name: str
+    # Tokens in a block; the router allocates in these units.
+    block_size: int
+
+    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> KVCache:
+        """Make the cache; called again, the former one is dropped first."""
+
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Everything that is the same in all layers of one pass."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        window: int | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Store key and value [T, kv_heads, head_dim], then attend with query [T, heads, head_dim].
+
+        `query` is already scaled; a token sees itself and what came before it in its row, with a
+        `window` only the last `window` of those. Answers [T, heads * head_dim].
+        """
+
+
+def create_backend(name: str) -> AttentionBackend:
+    """`torch` is the reference, and runs on any device. ValueError for another name."""
+    if name == "torch":
+        from text_generation_shard.attention.torch_sdpa import TorchAttention
+
+        return TorchAttention()
+    raise ValueError(f"the attention implementation {name} does not exist; there is: torch")

@@ -1,0 +1,75 @@
+"""Command line of `text-generation-server`: `serve` a model, or `download-weights`."""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+from text_generation_shard import logs
+from text_generation_shard.config import ShardConfig
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; what the user can mend is one ERROR line and exit code 1."""
+    arguments = build_parser().parse_args(argv)
+    logs.set_up(arguments.logger_level, arguments.json_output)
+    try:
+        if arguments.command == "serve":
+            return _serve(arguments)
+        return _download(arguments)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; defaults come from ShardConfig."""
+    parser = argparse.ArgumentParser(prog="text-generation-server", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="load a model and answer on a unix socket")
+    serve.add_argument("model_path", type=Path, help="directory with config.json and weights")
+    serve.add_argument("--uds-path", default=ShardConfig.uds_path)
+    serve.add_argument("--rank", type=int, default=ShardConfig.rank)
+    serve.add_argument("--world-size", type=int, choices=[1], default=ShardConfig.world_size)
+    serve.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
+    serve.add_argument("--device", choices=["cpu", "cuda"])
+    serve.add_argument("--rope-scaling", choices=["linear", "dynamic"])
+    serve.add_argument("--rope-factor", type=float)
+    serve.add_argument(
+        "--cuda-memory-fraction", type=float, default=ShardConfig.cuda_memory_fraction
+    )
+    serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
+    serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
+    download = commands.add_parser("download-weights", help="bring a model to this machine")
+    download.add_argument("model_id", help="hub id or local directory")
+    download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")
+    download.add_argument("--huggingface-hub-cache", type=Path)
+    for command in (serve, download):
+        command.add_argument("--logger-level", default="INFO", type=str.upper)
+        command.add_argument("--json-output", action="store_true")
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    # Importing torch takes seconds; `--help` and downloads do without.
+    from text_generation_shard.server import serve
+
+    names = ShardConfig.__dataclass_fields__
+    return serve(ShardConfig(**{name: getattr(arguments, name) for name in names}))
+
+
+def _download(arguments: argparse.Namespace) -> int:
+    from text_generation_shard.download import resolve_model
+
+    path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
+    print(json.dumps({"model_path": str(path)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What one shard process was told on its command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """Settings of one shard; made once by `cli`, passed to whoever needs it."""
+
+    # Directory with config.json and *.safetensors.
+    model_path: Path
+    # The socket is `{uds_path}-{rank}`.
+    uds_path: str = "/tmp/text-generation-server"
+    # Place of this shard among `world_size`.
+    rank: int = 0
+    # Number of shards the model is split over.
+    world_size: int = 1
+    # float32, float16 or bfloat16; None: float32 on cpu, the checkpoint's own on cuda.
+    dtype: str | None = None
+    # cpu or cuda; None: cuda where there is one.
+    device: str | None = None
+    # Overrides the checkpoint's rope scaling: linear or dynamic.
+    rope_scaling: str | None = None
+    # Factor of `rope_scaling`.
+    rope_factor: float | None = None
+    # Share of the GPU's memory this process may fill.
+    cuda_memory_fraction: float = 1.0
+    # Share of the vocabulary on a watermark's green list.
+    watermark_gamma: float = 0.5
+    # What a watermark adds to the logits of its green list.
+    watermark_delta: float = 2.0
+
+    @property
+    def socket_path(self) -> str:
+        """Path of this shard's unix socket."""
+        return f"{self.uds_path}-{self.rank}"
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all shards, in rank order."""
+        return [f"unix://{self.uds_path}-{rank}" for rank in range(self.world_size)]

@@ -1,0 +1,445 @@
+"""Where the files of a model are: in a local directory, in the hub cache, or still on the hub.
+
+Weights are fetched over plain HTTP into `blobs/<etag>.resumable` of the hub cache, and a download
+that was interrupted goes on where it stopped: huggingface_hub itself has stopped doing that. All
+the rest of the cache (small files, links, references) is huggingface_hub's own work.
+"""
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_NAME = "tokenizer.json"
+SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+HUB_TIMEOUT_S = 10.0
+PROGRESS_S = 3.0
+MAX_HTTP_BYTES = 50 * 10**9
+"""Larger files the hub serves only through huggingface_hub's own transfer, without resuming."""
+PARALLEL_FILES = 4
+
+
+class DownloadError(ValueError):
+    """Why there is no model to serve: what was wrong, what was expected, what to do."""
+
+
+def resolve_model(
+    model_id: str,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """The directory that holds `model_id`, downloaded first if it is nowhere on this machine.
+
+    A directory of that name wins over the hub. `endpoint` is the hub's address, by default the
+    one huggingface_hub is configured for. Raises DownloadError.
+    """
+    directory = Path(model_id).expanduser()
+    if directory.is_dir():
+        logger.info("using local directory %s", directory)
+        if revision is not None:
+            logger.info("the revision %s has no effect on a local directory", revision)
+        _check_directory(directory)
+        _ensure_tokenizer(directory)
+        return directory
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
+        raise DownloadError(
+            f"{model_id} is neither a directory here nor a hub id: give a directory that holds "
+            "config.json and the weights, or a hub id like Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    directory = _HubModel(model_id, revision or "main", cache_dir, endpoint).fetch()
+    _ensure_tokenizer(directory)
+    return directory
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoteFile:
+    """A file of the repository: its blob in the hub cache is called `etag`."""
+
+    name: str
+    size: int
+    etag: str
+
+    @property
+    def is_resumable(self) -> bool:
+        return self.name.endswith(".safetensors") and self.size <= MAX_HTTP_BYTES
+
+
+class _Stopped(Exception):
+    """Another file's download has failed, so this one needn't go on."""
+
+
+class _PartialFile(io.BufferedWriter):
+    """What has arrived of a file, this process's alone; can be made to fail from outside."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        super().__init__(io.FileIO(path, "ab"))
+        self._stop = stop
+        fcntl.flock(self, fcntl.LOCK_EX)
+        self.seek(0, os.SEEK_END)  # another process may have written while this one waited
+
+    def write(self, data: "io._ReadableBuffer") -> int:  # type: ignore[name-defined]
+        """Writes all of it, or raises _Stopped."""
+        if self._stop.is_set():
+            raise _Stopped
+        return super().write(data)
+
+
+class _HubModel:
+    """One revision of a repository, and its place in the hub cache."""
+
+    def __init__(
+        self, repo_id: str, revision: str, cache_dir: Path | None, endpoint: str | None
+    ) -> None:
+        # Imported here because a local directory can do without, and it takes half a second.
+        from huggingface_hub import HfApi, constants
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        for chatty in ("httpx", "httpx2", "urllib3"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+        self._repo_id = repo_id
+        self._revision = revision
+        self._cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+        self._api: HfApi = HfApi(endpoint=endpoint)
+        self._blobs = self._cache_dir / f"models--{repo_id.replace('/', '--')}" / "blobs"
+        self._stop = threading.Event()
+
+    def fetch(self) -> Path:
+        """The snapshot with all that is needed to serve the model; raises DownloadError."""
+        cached = self._cached_snapshot()
+        if cached is not None and cached.name == self._revision:
+            return _found(cached)  # a commit never changes, so the hub needn't be asked
+        try:
+            commit, files = self._list_files()
+        except Exception as error:
+            if cached is None:
+                raise self._explained(error) from error
+            logger.info("%s", self._explained(error))
+            return _found(cached)
+        try:
+            return self._complete(commit, files, cached)
+        except DownloadError:
+            raise
+        except Exception as error:
+            raise self._explained(error) from error
+
+    def _cached_snapshot(self) -> Path | None:
+        """The snapshot of this revision if the cache holds all its weights."""
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(
+            self._repo_id, "config.json", cache_dir=self._cache_dir, revision=self._revision
+        )
+        if not isinstance(config, str):
+            return None
+        snapshot = Path(config).parent
+        try:
+            _check_directory(snapshot)
+        except DownloadError:
+            return None  # it was interrupted, and is completed now
+        return snapshot
+
+    def _list_files(self) -> tuple[str, Mapping[str, _RemoteFile]]:
+        """The commit of the revision and the files at its top level."""
+        info = self._api.model_info(
+            self._repo_id, revision=self._revision, files_metadata=True, timeout=HUB_TIMEOUT_S
+        )
+        files = {
+            sibling.rfilename: _RemoteFile(
+                sibling.rfilename,
+                sibling.size or 0,
+                sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or "",
+            )
+            for sibling in info.siblings or ()
+            if "/" not in sibling.rfilename
+        }
+        if info.sha is None:
+            raise DownloadError(f"the hub names no commit for {self._repo_id}: try again later")
+        return info.sha, files
+
+    def _complete(self, commit: str, files: Mapping[str, _RemoteFile], cached: Path | None) -> Path:
+        """Downloads what the cache lacks; the small files come first, so that a snapshot with all
+        its weights is whole, and the reference last, so that it names a whole snapshot."""
+        snapshot = self._blobs.parent / "snapshots" / commit
+        _check_repository(self._repo_id, files)
+        small = [file for file in files.values() if file.name.endswith(SMALL_SUFFIXES)]
+        absent = [file for file in small if not (snapshot / file.name).exists()]
+        self._download(commit, absent)
+        weights = [files[name] for name in _weight_names(self._repo_id, files, snapshot)]
+        absent_weights = [file for file in weights if not (snapshot / file.name).exists()]
+        if not absent and not absent_weights and snapshot == cached:
+            return _found(snapshot)
+        self._check_space(absent_weights)
+        self._download(commit, absent_weights)
+        reference = self._blobs.parent / "refs" / self._revision
+        if commit != self._revision:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(commit)
+        logger.info("downloaded %s to %s", self._repo_id, snapshot)
+        return snapshot
+
+    def _check_space(self, files: Iterable[_RemoteFile]) -> None:
+        needed = sum(file.size - self._arrived(file) for file in files)
+        free = shutil.disk_usage(self._blobs.parent).free
+        if needed > free:
+            raise DownloadError(
+                f"{self._repo_id} needs another {_gigabytes(needed)} GB and the disk of "
+                f"{self._cache_dir} has {_gigabytes(free)} GB left: free some, or choose another "
+                "disk with --huggingface-hub-cache"
+            )
+
+    def _download(self, commit: str, files: Collection[_RemoteFile]) -> None:
+        """Downloads several files at a time, and says how far it is."""
+        with ThreadPoolExecutor(PARALLEL_FILES) as pool:
+            futures = {pool.submit(self._download_one, commit, file): file for file in files}
+            try:
+                self._follow(futures)
+            finally:
+                self._stop.set()  # after a failure the others are to end as well
+        self._stop.clear()
+
+    def _follow(self, futures: Mapping["Future[None]", _RemoteFile]) -> None:
+        """Returns when all is there; raises the first error."""
+        pending = set(futures)
+        weights = [file for file in futures.values() if file.is_resumable]
+        while pending:
+            done, pending = wait(pending, PROGRESS_S, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if pending and weights:
+                arrived = sum(self._arrived(file) for file in weights)
+                total = sum(file.size for file in weights)
+                what = weights[0].name if len(weights) == 1 else f"{len(weights)} weight files"
+                logger.info(
+                    "downloading %s: %s of %s GB", what, _gigabytes(arrived), _gigabytes(total)
+                )
+
+    def _arrived(self, file: _RemoteFile) -> int:
+        """How many bytes of a file are on this disk."""
+        if (self._blobs / file.etag).exists():
+            return file.size
+        partial = self._partial_path(file)
+        return partial.stat().st_size if partial.exists() else 0
+
+    def _partial_path(self, file: _RemoteFile) -> Path:
+        return self._blobs / f"{file.etag}.resumable"
+
+    def _download_one(self, commit: str, file: _RemoteFile) -> None:
+        from huggingface_hub import hf_hub_download
+
+        if file.is_resumable and not (self._blobs / file.etag).exists():
+            self._download_resumably(commit, file)
+        # For a blob that is there this only adds the link in the snapshot.
+        hf_hub_download(
+            self._repo_id,
+            file.name,
+            revision=commit,
+            cache_dir=self._cache_dir,
+            endpoint=self._api.endpoint,
+        )
+
+    def _download_resumably(self, commit: str, file: _RemoteFile) -> None:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
+
+        self._blobs.mkdir(parents=True, exist_ok=True)
+        path = self._partial_path(file)
+        with _PartialFile(path, self._stop) as partial:
+            if (self._blobs / file.etag).exists():
+                return  # another process has brought it while this one waited for the file
+            if arrived := partial.tell():
+                logger.info("resuming %s at %s GB", file.name, _gigabytes(arrived))
+            http_get(
+                hf_hub_url(self._repo_id, file.name, revision=commit, endpoint=self._api.endpoint),
+                partial,  # type: ignore[arg-type]
+                resume_size=arrived,
+                headers=build_hf_headers() | {"Accept-Encoding": "identity"},
+                expected_size=file.size,
+            )
+            partial.flush()
+            self._check_content(path, file)
+            os.replace(path, self._blobs / file.etag)
+
+    @staticmethod
+    def _check_content(path: Path, file: _RemoteFile) -> None:
+        if len(file.etag) != 64:
+            return  # only large files are named by the hash of their content
+        with path.open("rb") as content:
+            actual = hashlib.file_digest(content, "sha256").hexdigest()
+        if actual != file.etag:
+            path.unlink()
+            raise DownloadError(
+                f"{file.name} arrived damaged and was thrown away: start again to download it anew"
+            )
+
+    def _explained(self, error: Exception) -> DownloadError:
+        """The sentence for whatever went wrong between here and the hub."""
+        from huggingface_hub import errors
+
+        name, hub = self._repo_id, self._api.endpoint
+        if isinstance(error, DownloadError):
+            return error
+        if isinstance(error, errors.GatedRepoError):
+            return DownloadError(
+                f"{name} is gated: accept its conditions at {hub}/{name} and set HF_TOKEN to a "
+                "token of that account"
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return DownloadError(
+                f"{name} has no revision {self._revision}: give --revision a branch, a tag or a "
+                f"commit that {hub}/{name} lists"
+            )
+        if isinstance(error, errors.RepositoryNotFoundError):
+            return DownloadError(
+                f"the hub has no model {name}, or it is private: check the spelling of "
+                "--model-id, or set HF_TOKEN to a token that may read it"
+            )
+        if isinstance(error, errors.HFValidationError):
+            return DownloadError(f"{name} is not a hub id: give one like Qwen/Qwen2.5-0.5B")
+        if isinstance(error, errors.HfHubHTTPError):
+            return self._explained_status(error.response.status_code)
+        if isinstance(error, errors.OfflineModeIsEnabled):
+            return DownloadError(
+                f"{name} is not in the hub cache {self._cache_dir} as a whole, and HF_HUB_OFFLINE "
+                "forbids to download it: unset HF_HUB_OFFLINE or give --model-id a directory"
+            )
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DownloadError(
+                f"the disk of {self._cache_dir} is full: free some space and start again, the "
+                "download goes on where it stopped; or choose another disk with "
+                "--huggingface-hub-cache"
+            )
+        if isinstance(error, OSError) and error.filename is not None:
+            return DownloadError(
+                f"cannot write {error.filename}: {error.strerror}: choose a directory that can be "
+                "written with --huggingface-hub-cache"
+            )
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return DownloadError(
+            f"cannot download {name} from {hub} ({reason}): check the network and start again, "
+            "or give --model-id a directory"
+        )
+
+    def _explained_status(self, status: int) -> DownloadError:
+        if status in (401, 403):
+            return DownloadError(
+                f"the hub refused the access to {self._repo_id} (status {status}): set HF_TOKEN to "
+                "a valid token that may read it"
+            )
+        return DownloadError(
+            f"the hub answered with status {status} for {self._repo_id}: try again later"
+        )
+
+
+def _found(snapshot: Path) -> Path:
+    logger.info("found in the hub cache: %s", snapshot)
+    return snapshot
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f}"
+
+
+def _check_repository(repo_id: str, names: Collection[str]) -> None:
+    """Raises DownloadError if these files can't be a model, before anything is downloaded."""
+    if "config.json" not in names:
+        adapter = " (it is a LoRA adapter)" if "adapter_config.json" in names else ""
+        raise DownloadError(
+            f"{repo_id} has no config.json{adapter}: choose a repository with a transformers model"
+        )
+    if not any(name.endswith(".safetensors") for name in names):
+        raise DownloadError(_no_safetensors(repo_id, names))
+
+
+def _no_safetensors(where: str, names: Iterable[str]) -> str:
+    others = sorted(name for name in names if name.endswith(OTHER_WEIGHTS))
+    there = f"only {', '.join(others[:3])}" if others else "no weights at all"
+    return (
+        f"{where} holds {there}, and pytgi loads *.safetensors: convert the checkpoint with "
+        "transformers (save_pretrained) or choose another one"
+    )
+
+
+def _weight_names(where: str, names: Collection[str], directory: Path) -> list[str]:
+    """The weight files of a model: those its index names, else `model.safetensors`, else all but
+    `consolidated`, which repeats the weights under other names."""
+    if INDEX_NAME in names:
+        try:
+            index = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))
+            wanted = sorted(set(index["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DownloadError(
+                f"{INDEX_NAME} of {where} is not an index of weights ({error}): get it anew"
+            ) from error
+        absent = [name for name in wanted if name not in names]
+        if absent:
+            raise DownloadError(
+                f"{where} lacks weight files that its index names: {', '.join(absent[:3])}"
+                f"{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}: complete it"
+            )
+        return wanted
+    if "model.safetensors" in names:
+        return ["model.safetensors"]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    return [name for name in weights if not name.startswith("consolidated")] or weights
+
+
+def _check_directory(directory: Path) -> None:
+    """Raises DownloadError unless the directory holds a configuration and all its weights."""
+    names = {path.name for path in directory.iterdir() if path.exists()}
+    _check_repository(str(directory), names)
+    _weight_names(str(directory), names, directory)
+
+
+def _ensure_tokenizer(directory: Path) -> None:
+    """Makes the tokenizer.json that the router needs, from a slow tokenizer if there is one."""
+    if (directory / TOKENIZER_NAME).exists():
+        return
+    slow = [name for name in SLOW_TOKENIZERS if (directory / name).exists()]
+    if not slow:
+        raise DownloadError(
+            f"{directory} has no tokenizer: put the model's {TOKENIZER_NAME} beside its weights"
+        )
+    logger.info("converting %s to %s", slow[0], TOKENIZER_NAME)
+    try:
+        with tempfile.TemporaryDirectory() as converted:
+            _convert_tokenizer(directory, Path(converted))
+            target = directory / f"{TOKENIZER_NAME}.{os.getpid()}"
+            shutil.copyfile(Path(converted) / TOKENIZER_NAME, target)
+            os.replace(target, directory / TOKENIZER_NAME)  # whole or not at all
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DownloadError(
+            f"{directory} has no {TOKENIZER_NAME} and {slow[0]} can't be converted to it "
+            f"({reason}): make it with transformers, AutoTokenizer.from_pretrained(...)"
+            ".save_pretrained(...)"
+        ) from error
+
+
+def _convert_tokenizer(source: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    tokenizer.save_pretrained(target)

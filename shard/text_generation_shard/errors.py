@@ -1,0 +1,9 @@
+"""Errors a person can mend; the message is the one sentence they read."""
+
+
+class ModelError(ValueError):
+    """The model can not be served: says what is wrong with it, what was expected, what to do."""
+
+
+class BatchError(ValueError):
+    """A call named a batch or request the shard does not have, or asked for more than it has."""

@@ -1,0 +1,28 @@
+"""The ragged inputs of one forward pass."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass."""
+
+    # [T] token ids and their positions.
+    input_ids: Tensor
+    positions: Tensor
+    # [T] length that decides the rope frequencies; None where the kind of rope asks for none.
+    rope_lens: Tensor | None
+    # [T] where each token's key and value go: block * block_size + offset.
+    slots: Tensor
+    # [R, width] block numbers, and [R] tokens each row sees, those of this pass counted in.
+    block_tables: Tensor
+    context_lens: Tensor
+    # R + 1 offsets into the T tokens, and the values of context_lens, on the host.
+    cu_seqlens_q: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+    # [S] tokens whose logits are wanted.
+    logits_indices: Tensor
+    # Every row has exactly one token.
+    is_decode: bool

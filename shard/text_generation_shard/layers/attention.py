@@ -1,0 +1,68 @@
+"""Self-attention: projections and rotation around an attention backend."""
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
+from text_generation_shard.layers.linear import Linear
+from text_generation_shard.layers.norm import RMSNorm
+from text_generation_shard.layers.rotary import rotate
+from text_generation_shard.models.config import ModelConfig
+from text_generation_shard.weights import Parameters
+
+
+class Attention:
+    """One layer's attention. Queries are scaled here, so that backends need no scale."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: ModelConfig,
+        prefix: str,
+        layer: int,
+        backend: AttentionBackend,
+    ) -> None:
+        self._layer = layer
+        self._backend = backend
+        self._window = config.layer_windows[layer]
+        self._uses_rope = config.layer_uses_rope[layer]
+        self._scale = config.attention_scale
+        # How the projected heads are divided: what turns with the position, and what does not.
+        self._turning_and_value = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
+        self._query_and_key = [config.num_heads, config.num_kv_heads]
+        self._head_dim = config.head_dim
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        names = (
+            {"qkv_proj": query + 2 * kv}
+            if config.fused_projections
+            else {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        )
+        outputs = {f"{prefix}.{name}": rows for name, rows in names.items()}
+        self._qkv = Linear(parameters, outputs, config.hidden_size, config.qkv_bias)
+        out = {f"{prefix}.o_proj": config.hidden_size}
+        self._out = Linear(parameters, out, query, config.output_bias)
+        self._query_norm: RMSNorm | None = None
+        self._key_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self._query_norm = RMSNorm(
+                parameters, f"{prefix}.q_norm", config.head_dim, config.norm_eps
+            )
+            self._key_norm = RMSNorm(
+                parameters, f"{prefix}.k_norm", config.head_dim, config.norm_eps
+            )
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        """hidden [T, hidden_size] → [T, hidden_size]."""
+        heads = self._qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
+        turning, value = torch.split(heads, self._turning_and_value, dim=1)
+        if self._query_norm is not None and self._key_norm is not None:
+            query, key = torch.split(turning, self._query_and_key, dim=1)
+            turning = torch.cat((self._query_norm(query), self._key_norm(key)), dim=1)
+        if self._uses_rope:
+            # Queries and keys turn by the same angles: one call for both.
+            turning = rotate(turning, cos, sin)
+        query, key = torch.split(turning, self._query_and_key, dim=1)
+        attended = self._backend.forward(
+            query * self._scale, key, value, self._layer, self._window, plan
+        )
+        return self._out(attended)

@@ -1,0 +1,49 @@
+"""The gated feed-forward block."""
+
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from text_generation_shard.errors import ModelError
+from text_generation_shard.layers.linear import Linear
+from text_generation_shard.models.config import ModelConfig
+from text_generation_shard.weights import Parameters
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class GatedMLP:
+    """down(act(gate(x)) · up(x)), gate and up in one product."""
+
+    def __init__(self, parameters: Parameters, config: ModelConfig, prefix: str) -> None:
+        size = config.intermediate_size
+        if config.hidden_act not in _ACTIVATIONS:
+            raise ModelError(
+                f"the activation {config.hidden_act} is not supported; supported are "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
+        self._activation = _ACTIVATIONS[config.hidden_act]
+        names = (
+            {"gate_up_proj": 2 * size}
+            if config.fused_projections
+            else {
+                "gate_proj": size,
+                "up_proj": size,
+            }
+        )
+        outputs = {f"{prefix}.{name}": rows for name, rows in names.items()}
+        self._gate_up = Linear(parameters, outputs, config.hidden_size, config.mlp_bias)
+        down = {f"{prefix}.down_proj": config.hidden_size}
+        self._down = Linear(parameters, down, size, config.mlp_bias)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, hidden_size] → [T, hidden_size]."""
+        gate, up = self._gate_up(hidden).chunk(2, dim=-1)
+        return self._down(self._activation(gate) * up)

@@ -1,0 +1,36 @@
+"""One log line per event on standard output, as text or as a JSON object."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, json_output: bool) -> None:
+        super().__init__()
+        self._json_output = json_output
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{self.formatException(record.exc_info)}"
+        target = record.name.partition(".")[0]
+        if self._json_output:
+            return json.dumps(
+                {
+                    "timestamp": moment,
+                    "level": record.levelname,
+                    "target": target,
+                    "message": message,
+                }
+            )
+        return f"{moment} {record.levelname:>5} {target}: {message}"
+
+
+def set_up(level: str, json_output: bool) -> None:
+    """Send records of `level` and above to standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_LineFormatter(json_output))
+    logging.basicConfig(level=level, handlers=[handler], force=True)

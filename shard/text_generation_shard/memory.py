@@ -1,0 +1,70 @@
+"""How much memory there is for the KV cache."""
+
+from pathlib import Path
+
+import torch
+
+from text_generation_shard.errors import ModelError
+from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.step import WarmupLimits
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cpu_bytes() -> int:
+    """What this process may still take: the machine's free memory, or its cgroup's rest if less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _read(path: Path) -> int | None:
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="ascii").strip()
+    return int(text) if text.isdigit() else None
+
+
+def available_cuda_bytes(device: torch.device, fraction: float) -> int:
+    """What this process may still take of `fraction` of the GPU, activations of the largest pass
+    set aside: call it after that pass has run."""
+    free, total = torch.cuda.mem_get_info(device)
+    # What the largest pass needed beyond what is held now will be needed again.
+    headroom = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # 5 % of slack for fragmentation and what libraries allocate on their own.
+    return max(0, int(free + cached - headroom - (1.0 - fraction * 0.95) * total))
+
+
+def cache_size(
+    shape: CacheShape, limits: WarmupLimits, available: int, max_position: int
+) -> tuple[int, int]:
+    """Number of blocks and longest request; ModelError with the numbers if they do not fit."""
+    fitting = available // shape.block_bytes
+    wanted = limits.max_batch_total_tokens
+    if wanted is not None:
+        num_blocks = wanted // shape.block_size
+        if num_blocks > fitting:
+            raise ModelError(
+                f"--max-batch-total-tokens {wanted} needs "
+                f"{num_blocks * shape.block_bytes / 1e9:.1f} GB of KV cache, but there is room for "
+                f"{fitting * shape.block_size} tokens; decrease it"
+            )
+    else:
+        # More than every row at its longest is never used.
+        longest = limits.max_total_tokens or max_position
+        rows = limits.max_batch_size * -(-longest // shape.block_size)
+        num_blocks = min(fitting, rows)
+    tokens = num_blocks * shape.block_size
+    max_total = limits.max_total_tokens or min(max_position, tokens)
+    if max_total > tokens or tokens < 2:
+        raise ModelError(
+            f"Not enough memory to handle `max_total_tokens={max(max_total, 2)}`: the KV cache has "
+            f"room for {tokens} tokens; decrease it or give the server more memory"
+        )
+    return num_blocks, max_total

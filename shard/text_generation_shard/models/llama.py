@@ -1,0 +1,73 @@
+"""Llama and everything of its shape; what differs comes from `ModelConfig`."""
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
+from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.layers.attention import Attention
+from text_generation_shard.layers.embedding import Embedding, LMHead
+from text_generation_shard.layers.mlp import GatedMLP
+from text_generation_shard.layers.norm import RMSNorm
+from text_generation_shard.layers.rotary import RotaryEmbedding
+from text_generation_shard.models.config import ModelConfig
+from text_generation_shard.weights import Parameters
+
+
+class Block:
+    """Attention and feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(
+        self, parameters: Parameters, config: ModelConfig, layer: int, backend: AttentionBackend
+    ) -> None:
+        prefix = f"model.layers.{layer}"
+        size, eps = config.hidden_size, config.norm_eps
+        self._attention = Attention(parameters, config, f"{prefix}.self_attn", layer, backend)
+        self._mlp = GatedMLP(parameters, config, f"{prefix}.mlp")
+        self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
+        self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
+        self._multiplier = config.residual_multiplier
+
+    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+        """[T, hidden_size] → [T, hidden_size]."""
+        attended = self._attention(self._attention_norm(hidden), cos, sin, plan)
+        hidden = torch.add(hidden, attended, alpha=self._multiplier)
+        return torch.add(hidden, self._mlp(self._mlp_norm(hidden)), alpha=self._multiplier)
+
+
+class LlamaModel:
+    """Token ids to hidden states (`forward`) and hidden states to scores (`logits`)."""
+
+    def __init__(
+        self, parameters: Parameters, config: ModelConfig, backend: AttentionBackend
+    ) -> None:
+        self.config = config
+        self._backend = backend
+        self._dtype = parameters.dtype
+        self._embedding = Embedding(
+            parameters, "model.embed_tokens", config.vocab_size, config.hidden_size
+        )
+        self._blocks = [
+            Block(parameters, config, layer, backend) for layer in range(config.num_layers)
+        ]
+        self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
+        self._head = LMHead(parameters, "lm_head", self._embedding, config.tie_word_embeddings)
+        self.rotary = RotaryEmbedding(config.rope, parameters.device)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """The last hidden states [T, hidden_size]; keys and values go into the cache."""
+        plan = self._backend.plan(batch)
+        cos, sin = self.rotary(batch.positions, batch.rope_lens, self._dtype)
+        hidden = self._embedding(batch.input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            hidden = hidden * self.config.embedding_multiplier
+        for block in self._blocks:
+            hidden = block(hidden, cos, sin, plan)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
+        logits = self._head(self._norm(hidden))
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
+        return logits

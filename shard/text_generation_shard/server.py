@@ -1,0 +1,81 @@
+"""The shard process: load the model, listen on the unix socket, stop on a signal."""
+
+import asyncio
+import logging
+import os
+import signal
+from contextlib import suppress
+
+import grpc
+import torch
+from grpc_reflection.v1alpha import reflection
+from text_generation_proto import pb, pb_grpc
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
+from text_generation_shard.errors import ModelError
+from text_generation_shard.interceptor import ExceptionInterceptor
+from text_generation_shard.service import ShardService
+
+logger = logging.getLogger(__name__)
+
+# Prompts and prompt log-probabilities can be long; the socket is local.
+_UNLIMITED = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+]
+# A unix socket's path must fit in sockaddr_un with its closing 0.
+_MAX_PATH_BYTES = 107
+
+
+def serve(config: ShardConfig) -> int:
+    """Serve until SIGTERM or SIGINT (exit code 0) or a fatal device error (1)."""
+    _check_path(config.socket_path)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    engine = Engine(config)
+    return asyncio.run(_serve(engine, config))
+
+
+def _check_path(path: str) -> None:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ModelError(
+            f"the socket path {path} has {len(os.fsencode(path))} bytes, unix sockets allow "
+            f"{_MAX_PATH_BYTES}; choose a shorter --uds-path"
+        )
+
+
+async def _serve(engine: Engine, config: ShardConfig) -> int:
+    stopped = asyncio.Event()
+    exit_code = 0
+
+    def on_fatal() -> None:
+        nonlocal exit_code
+        exit_code = 1
+        logger.error("the device can not go on after this error, the shard stops")
+        stopped.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    service = ShardService(engine, config)
+    server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
+    pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    names = (
+        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
+    with suppress(FileNotFoundError):
+        os.unlink(config.socket_path)
+    try:
+        server.add_insecure_port(f"unix://{config.socket_path}")
+    except RuntimeError as error:
+        raise ModelError(
+            f"can not listen on {config.socket_path} ({error}); choose another --uds-path"
+        ) from error
+    await server.start()
+    logger.info("Server started at unix://%s", config.socket_path)
+    await stopped.wait()
+    await server.stop(grace=0.5)
+    service.close()
+    return exit_code

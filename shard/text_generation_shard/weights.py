@@ -1,0 +1,143 @@
+"""Safetensors files into the tensors a model asked for, one tensor at a time."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from text_generation_shard.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class Parameters:
+    """Owns, until loading is done, the tensors a model is made of, by checkpoint name.
+
+    Layers ask for tensors while they are built; stacked ones are views into one tensor, so loading
+    a part fills its rows of the whole and needs no code of its own.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.nbytes = 0
+        self._slots: dict[str, Tensor] = {}
+        self._ignored: set[str] = set()
+        self._after_load: list[Callable[[], None]] = []
+
+    def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """An uninitialised tensor that the checkpoint's tensor `name` will fill."""
+        return self.add_stacked({name: shape})
+
+    def add_stacked(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """One tensor whose rows are, one after another, the named tensors of the checkpoint."""
+        rows = sum(shape[0] for shape in shapes.values())
+        tail = next(iter(shapes.values()))[1:]
+        whole = torch.empty(rows, *tail, dtype=self.dtype, device=self.device)
+        self.nbytes += whole.nbytes
+        start = 0
+        for name, shape in shapes.items():
+            self._slots[name] = whole[start : start + shape[0]]
+            start += shape[0]
+        return whole
+
+    def ignore(self, name: str) -> None:
+        """The checkpoint may hold `name`; it is not read."""
+        self._ignored.add(name)
+
+    def after_load(self, action: Callable[[], None]) -> None:
+        """Run `action` when every tensor is filled."""
+        self._after_load.append(action)
+
+    def load(self, directory: Path) -> None:
+        """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
+        files = _weight_files(directory)
+        total, done, spoke = len(self._slots), 0, time.monotonic()
+        missing = set(self._slots)
+        unexpected: list[str] = []
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 - not a mapping
+                        if name in missing:
+                            self._fill(name, file.get_tensor(name), path)
+                            missing.discard(name)
+                            done += 1
+                        elif not self._is_ignored(name):
+                            unexpected.append(name)
+                        if time.monotonic() - spoke > 2:
+                            spoke = time.monotonic()
+                            logger.info("loading weights: %d of %d tensors", done, total)
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{path} is not a readable safetensors file ({error}); download it again"
+                ) from error
+        if missing or unexpected:
+            raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
+        logger.info("loading weights: %d of %d tensors", done, total)
+        # The slots are views of weights that packing is about to replace: let go of them.
+        self._slots.clear()
+        for action in self._after_load:
+            action()
+        self._after_load.clear()
+
+    def _fill(self, name: str, tensor: Tensor, path: Path) -> None:
+        slot = self._slots[name]
+        if slot.shape != tensor.shape:
+            raise ModelError(
+                f"{name} in {path.name} has the shape {list(tensor.shape)}, config.json asks for "
+                f"{list(slot.shape)}; config.json and weights are not of the same model"
+            )
+        slot.copy_(tensor)
+
+    def _is_ignored(self, name: str) -> bool:
+        # Old checkpoints carry the rope frequencies, which are computed here.
+        return name in self._ignored or name.endswith("rotary_emb.inv_freq")
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / INDEX_NAME
+    if index.exists():
+        try:
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is not a safetensors index: {error}") from error
+        files = [directory / name for name in names]
+        if absent := [path.name for path in files if not path.exists()]:
+            raise ModelError(
+                f"{directory} lacks weight files that {INDEX_NAME} names: {', '.join(absent)}; "
+                "download the model again"
+            )
+        return files
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{directory} holds no *.safetensors weights; convert the checkpoint to safetensors "
+            "or download it again"
+        )
+    return files
+
+
+def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:
+    def some(names: list[str]) -> str:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
+
+    parts = []
+    if missing:
+        parts.append(f"lack {some(missing)}")
+    if unexpected:
+        parts.append(f"hold unexpected {some(unexpected)}")
+    return (
+        f"the weights in {directory} {' and '.join(parts)}; "
+        "config.json and weights are not of the same model"
+    )
