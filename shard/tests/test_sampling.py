@@ -175,7 +175,7 @@ def test_a_draw_depends_on_seed_and_position_alone(logits: torch.Tensor) -> None
 def test_uniform_numbers_are_uniform_and_independent() -> None:
     seeds = torch.arange(200).repeat_interleave(200) - 100
     numbers = uniform(seeds, torch.arange(200).repeat(200))
-    assert 0 <= float(numbers.min()) and float(numbers.max()) < 1
+    assert float(numbers.min()) >= 0 and float(numbers.max()) < 1
     assert float(numbers.mean()) == pytest.approx(0.5, abs=0.01)
     assert float(numbers.var()) == pytest.approx(1 / 12, abs=0.003)
     grid = numbers.view(200, 200) - 0.5

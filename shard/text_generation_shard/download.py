@@ -5,7 +5,6 @@ that was interrupted goes on where it stopped: huggingface_hub itself has stoppe
 the rest of the cache (small files, links, references) is huggingface_hub's own work.
 """
 
-import errno
 import fcntl
 import hashlib
 import io
@@ -20,10 +19,8 @@ from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+from text_generation_shard.hub_error import explain
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +52,14 @@ def resolve_model(
     one huggingface_hub is configured for. Raises DownloadError.
     """
     directory = Path(model_id).expanduser()
-    if directory.is_dir():
+    if model_id and directory.is_dir():
         logger.info("using local directory %s", directory)
         if revision is not None:
             logger.info("the revision %s has no effect on a local directory", revision)
         _check_directory(directory)
         _ensure_tokenizer(directory)
         return directory
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id):
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_id):
         raise DownloadError(
             f"{model_id} is neither a directory here nor a hub id: give a directory that holds "
             "config.json and the weights, or a hub id like Qwen/Qwen2.5-0.5B-Instruct"
@@ -95,7 +92,11 @@ class _PartialFile(io.BufferedWriter):
     def __init__(self, path: Path, stop: threading.Event) -> None:
         super().__init__(io.FileIO(path, "ab"))
         self._stop = stop
-        fcntl.flock(self, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is downloading %s: waiting for it", path.stem)
+            fcntl.flock(self, fcntl.LOCK_EX)
         self.seek(0, os.SEEK_END)  # another process may have written while this one waited
 
     def write(self, data: "io._ReadableBuffer") -> int:  # type: ignore[name-defined]
@@ -113,7 +114,7 @@ class _HubModel:
     ) -> None:
         # Imported here because a local directory can do without, and it takes half a second.
         from huggingface_hub import HfApi, constants
-        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
         for chatty in ("httpx", "httpx2", "urllib3"):
@@ -121,12 +122,14 @@ class _HubModel:
         self._repo_id = repo_id
         self._revision = revision
         self._cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
-        self._api: HfApi = HfApi(endpoint=endpoint)
+        self._api = HfApi(endpoint=endpoint)
         self._blobs = self._cache_dir / f"models--{repo_id.replace('/', '--')}" / "blobs"
         self._stop = threading.Event()
 
     def fetch(self) -> Path:
         """The snapshot with all that is needed to serve the model; raises DownloadError."""
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
         cached = self._cached_snapshot()
         if cached is not None and cached.name == self._revision:
             return _found(cached)  # a commit never changes, so the hub needn't be asked
@@ -135,12 +138,11 @@ class _HubModel:
         except Exception as error:
             if cached is None:
                 raise self._explained(error) from error
-            logger.info("%s", self._explained(error))
+            if not isinstance(error, OfflineModeIsEnabled):
+                logger.info("%s", self._explained(error))
             return _found(cached)
         try:
             return self._complete(commit, files, cached)
-        except DownloadError:
-            raise
         except Exception as error:
             raise self._explained(error) from error
 
@@ -204,8 +206,8 @@ class _HubModel:
         free = shutil.disk_usage(self._blobs.parent).free
         if needed > free:
             raise DownloadError(
-                f"{self._repo_id} needs another {_gigabytes(needed)} GB and the disk of "
-                f"{self._cache_dir} has {_gigabytes(free)} GB left: free some, or choose another "
+                f"{self._repo_id} needs another {_size(needed)} and the disk of "
+                f"{self._cache_dir} has {_size(free)} left: free some, or choose another "
                 "disk with --huggingface-hub-cache"
             )
 
@@ -223,17 +225,15 @@ class _HubModel:
         """Returns when all is there; raises the first error."""
         pending = set(futures)
         weights = [file for file in futures.values() if file.is_resumable]
+        total = sum(file.size for file in weights)
+        what = weights[0].name if len(weights) == 1 else f"{len(weights)} weight files"
         while pending:
+            if weights:
+                arrived = sum(self._arrived(file) for file in weights)
+                logger.info("downloading %s: %s", what, _size(arrived, total))
             done, pending = wait(pending, PROGRESS_S, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            if pending and weights:
-                arrived = sum(self._arrived(file) for file in weights)
-                total = sum(file.size for file in weights)
-                what = weights[0].name if len(weights) == 1 else f"{len(weights)} weight files"
-                logger.info(
-                    "downloading %s: %s of %s GB", what, _gigabytes(arrived), _gigabytes(total)
-                )
 
     def _arrived(self, file: _RemoteFile) -> int:
         """How many bytes of a file are on this disk."""
@@ -260,22 +260,24 @@ class _HubModel:
         )
 
     def _download_resumably(self, commit: str, file: _RemoteFile) -> None:
-        from huggingface_hub import hf_hub_url
+        from huggingface_hub import get_token, hf_hub_url
         from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers
 
+        token = get_token()
         self._blobs.mkdir(parents=True, exist_ok=True)
         path = self._partial_path(file)
         with _PartialFile(path, self._stop) as partial:
             if (self._blobs / file.etag).exists():
                 return  # another process has brought it while this one waited for the file
-            if arrived := partial.tell():
-                logger.info("resuming %s at %s GB", file.name, _gigabytes(arrived))
+            if partial.tell() > file.size:
+                partial.truncate(0)  # it can't be the beginning of this file
+            if arrived := partial.seek(0, os.SEEK_END):
+                logger.info("resuming %s at %s", file.name, _size(arrived, file.size))
             http_get(
                 hf_hub_url(self._repo_id, file.name, revision=commit, endpoint=self._api.endpoint),
-                partial,  # type: ignore[arg-type]
+                partial,
                 resume_size=arrived,
-                headers=build_hf_headers() | {"Accept-Encoding": "identity"},
+                headers={"authorization": f"Bearer {token}"} if token else {},
                 expected_size=file.size,
             )
             partial.flush()
@@ -295,62 +297,10 @@ class _HubModel:
             )
 
     def _explained(self, error: Exception) -> DownloadError:
-        """The sentence for whatever went wrong between here and the hub."""
-        from huggingface_hub import errors
-
-        name, hub = self._repo_id, self._api.endpoint
         if isinstance(error, DownloadError):
             return error
-        if isinstance(error, errors.GatedRepoError):
-            return DownloadError(
-                f"{name} is gated: accept its conditions at {hub}/{name} and set HF_TOKEN to a "
-                "token of that account"
-            )
-        if isinstance(error, errors.RevisionNotFoundError):
-            return DownloadError(
-                f"{name} has no revision {self._revision}: give --revision a branch, a tag or a "
-                f"commit that {hub}/{name} lists"
-            )
-        if isinstance(error, errors.RepositoryNotFoundError):
-            return DownloadError(
-                f"the hub has no model {name}, or it is private: check the spelling of "
-                "--model-id, or set HF_TOKEN to a token that may read it"
-            )
-        if isinstance(error, errors.HFValidationError):
-            return DownloadError(f"{name} is not a hub id: give one like Qwen/Qwen2.5-0.5B")
-        if isinstance(error, errors.HfHubHTTPError):
-            return self._explained_status(error.response.status_code)
-        if isinstance(error, errors.OfflineModeIsEnabled):
-            return DownloadError(
-                f"{name} is not in the hub cache {self._cache_dir} as a whole, and HF_HUB_OFFLINE "
-                "forbids to download it: unset HF_HUB_OFFLINE or give --model-id a directory"
-            )
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return DownloadError(
-                f"the disk of {self._cache_dir} is full: free some space and start again, the "
-                "download goes on where it stopped; or choose another disk with "
-                "--huggingface-hub-cache"
-            )
-        if isinstance(error, OSError) and error.filename is not None:
-            return DownloadError(
-                f"cannot write {error.filename}: {error.strerror}: choose a directory that can be "
-                "written with --huggingface-hub-cache"
-            )
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        return DownloadError(
-            f"cannot download {name} from {hub} ({reason}): check the network and start again, "
-            "or give --model-id a directory"
-        )
-
-    def _explained_status(self, status: int) -> DownloadError:
-        if status in (401, 403):
-            return DownloadError(
-                f"the hub refused the access to {self._repo_id} (status {status}): set HF_TOKEN to "
-                "a valid token that may read it"
-            )
-        return DownloadError(
-            f"the hub answered with status {status} for {self._repo_id}: try again later"
-        )
+        hub = self._api.endpoint
+        return DownloadError(explain(error, self._repo_id, self._revision, hub, self._cache_dir))
 
 
 def _found(snapshot: Path) -> Path:
@@ -358,8 +308,11 @@ def _found(snapshot: Path) -> Path:
     return snapshot
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f}"
+def _size(count: int, of: int | None = None) -> str:
+    """`1.2 GB`, `3.4 MB`, or `1.2 of 4.9 GB`."""
+    unit, scale = ("GB", 1e9) if (of or count) >= 1e9 else ("MB", 1e6)
+    total = "" if of is None else f" of {of / scale:.1f}"
+    return f"{count / scale:.1f}{total} {unit}"
 
 
 def _check_repository(repo_id: str, names: Collection[str]) -> None:

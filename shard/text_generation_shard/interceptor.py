@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
@@ -11,12 +11,15 @@ from text_generation_shard.errors import BatchError, ModelError
 
 logger = logging.getLogger(__name__)
 
-_Continuation = Callable[
-    [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
-]
+if TYPE_CHECKING:
+    # Generic in the stubs only.
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+else:
+    _Interceptor, _Handler = grpc.aio.ServerInterceptor, grpc.RpcMethodHandler
 
 
-class ExceptionInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class ExceptionInterceptor(_Interceptor):
     """Turns exceptions into INTERNAL with the exception's text. After an error that leaves the
     device unusable, `on_fatal` is called so that the process ends instead of limping on."""
 
@@ -24,7 +27,9 @@ class ExceptionInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
         self._on_fatal = on_fatal
 
     async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         """Wrap unary calls; streaming ones (server reflection) are left alone."""
         handler = await continuation(handler_call_details)

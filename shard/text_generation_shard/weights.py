@@ -118,7 +118,10 @@ def _weight_files(directory: Path) -> list[Path]:
                 "download the model again"
             )
         return files
-    files = sorted(directory.glob("*.safetensors"))
+    whole = directory / "model.safetensors"
+    # Some checkpoints carry the same weights once more, in Meta's or Mistral's own layout.
+    files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
+    files = [path for path in files if not path.name.startswith("consolidated")]
     if not files:
         raise ModelError(
             f"{directory} holds no *.safetensors weights; convert the checkpoint to safetensors "

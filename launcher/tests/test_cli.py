@@ -1,0 +1,59 @@
+"""The command as a user runs it, as far as it gets without starting a child."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*argv: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "text_generation_launcher.cli", *argv],
+        env={"PATH": os.environ["PATH"]} | environment,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--quantize", "awq"], "--quantize is not supported yet"),
+        (["--model-id", "/nowhere"], "--model-id /nowhere does not exist"),
+        (["--shard-uds-path", "/tmp/" + "x" * 110], "is too long"),
+    ],
+)
+def test_a_fatal_error_is_one_error_line_and_exit_code_1(argv, expected):
+    result = run(*argv)
+    assert result.returncode == 1
+    assert result.stderr == ""
+    errors = [line for line in result.stdout.splitlines() if " ERROR " in line]
+    assert len(errors) == 1
+    assert expected in errors[0]
+
+
+def test_a_bad_value_is_exit_code_2():
+    result = run("--port", "x")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+
+
+def test_env_is_printed_and_the_launcher_goes_on():
+    result = run("--env", "--shard-uds-path", "/nowhere/s", "--api-key", "sesame")
+    assert result.returncode == 1
+    for expected in ("Python: 3.", "pytgi: ", "torch: ", "nvidia-smi: ", "cannot write /nowhere"):
+        assert expected in result.stdout
+    assert "sesame" not in result.stdout
+
+
+def test_only_the_standard_library_is_imported():
+    script = (
+        "import sys, text_generation_launcher.cli\n"
+        "names = {name.partition('.')[0] for name in sys.modules}\n"
+        "print(sorted(n for n in names if n not in sys.stdlib_module_names and n[0] != '_'))"
+    )
+    result = subprocess.check_output([sys.executable, "-c", script], text=True)
+    imported = result.strip()
+    assert imported == "['text_generation_launcher']"

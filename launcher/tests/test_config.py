@@ -1,0 +1,176 @@
+import sys
+from pathlib import Path
+
+import pytest
+from text_generation_launcher.config import (
+    EMBEDDED_MODEL_PATH,
+    LauncherConfig,
+    console_script,
+    create_config,
+    log_level,
+)
+from text_generation_launcher.options import InvalidOptions, read_options
+
+
+def create(*argv: str, **environment: str) -> LauncherConfig:
+    return create_config(read_options(argv, environment), environment)
+
+
+def arguments(argv: tuple[str, ...]) -> list[str]:
+    """Without the interpreter and the program."""
+    return list(argv[argv.index(next(a for a in argv if a in ("serve", "download-weights"))) :])
+
+
+def test_the_embedded_model_needs_no_download():
+    config = create()
+    assert config.download is None
+    assert config.model_path == EMBEDDED_MODEL_PATH
+    assert "--model-id=pytgi/embedded" in config.router.argv
+    assert "textwrap.dedent" in config.example_request
+
+
+def test_the_commands_of_a_hub_model():
+    config = create("--model-id", "a/b", "--revision", "v1", "--huggingface-hub-cache", "/c")
+    assert config.model_path is None
+    assert config.download is not None
+    assert arguments(config.download.argv) == [
+        "download-weights",
+        "a/b",
+        "--revision=v1",
+        "--huggingface-hub-cache=/c",
+        "--logger-level",
+        "INFO",
+        "--json-output",
+    ]
+    assert arguments(config.shards[0].argv) == [
+        "serve",
+        "{model_path}",
+        "--uds-path=/tmp/text-generation-server",
+        "--rank=0",
+        "--world-size=1",
+        "--logger-level",
+        "INFO",
+        "--json-output",
+    ]
+    assert list(config.router.argv[-10:]) == [
+        "--master-shard-uds-path=/tmp/text-generation-server-0",
+        "--tokenizer-name={model_path}",
+        "--model-id=a/b",
+        "--revision=v1",
+        "--waiting-served-ratio=0.3",
+        "--hostname=0.0.0.0",
+        "--port=3000",
+        "--logger-level",
+        "INFO",
+        "--json-output",
+    ]
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--rope-factor", "2"], ["--rope-scaling=linear", "--rope-factor=2"]),
+        (["--rope-scaling", "dynamic"], ["--rope-scaling=dynamic", "--rope-factor=1.0"]),
+        (
+            ["--rope-scaling", "dynamic", "--rope-factor", "2"],
+            ["--rope-scaling=dynamic", "--rope-factor=2"],
+        ),
+        ([], []),
+    ],
+)
+def test_rope_scaling(argv, expected):
+    assert [a for a in create(*argv).shards[0].argv if a.startswith("--rope")] == expected
+
+
+def test_the_old_name_of_the_input_limit():
+    assert "--max-input-tokens=7" in create("--max-input-length", "7").router.argv
+
+
+@pytest.mark.parametrize(
+    "argv, environment, expected",
+    [
+        (["--max-input-tokens", "5", "--max-input-length", "5"], {}, "are the same limit"),
+        (["--max-input-tokens", "5", "--max-total-tokens", "5"], {}, "must be less than"),
+        (["--max-input-length", "6", "--max-total-tokens", "5"], {}, "must be less than"),
+        (["--max-total-tokens", "6", "--max-batch-total-tokens", "5"], {}, "must not be more than"),
+        (["--port", "81", "--prometheus-port", "81"], {}, "are both 81"),
+        (["--revision", "v1"], {}, "--revision is given without --model-id"),
+        (["--model-id", "/nowhere"], {}, "--model-id /nowhere does not exist"),
+        (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
+        (["--model-id", __file__], {}, "is a file"),
+        ([], {"ATTENTION": "flashinfer"}, "ATTENTION=flashinfer is not supported yet"),
+        ([], {"PREFIX_CACHING": "true"}, "PREFIX_CACHING=true is not supported yet"),
+        ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL='loud' is not a level"),
+    ],
+)
+def test_what_does_not_fit_together(argv, environment, expected):
+    with pytest.raises(InvalidOptions, match=expected) as caught:
+        create(*argv, **environment)
+    assert "\n" not in str(caught.value)
+
+
+def test_environment_variables_that_ask_for_what_is_done_anyway():
+    create(ATTENTION="torch", PREFIX_CACHING="false")
+    create(ATTENTION="", PREFIX_CACHING="0")
+
+
+def test_a_local_directory_keeps_its_name(tmp_path: Path):
+    config = create("--model-id", str(tmp_path))
+    assert f"--model-id={tmp_path}" in config.router.argv
+    assert config.download is not None
+    assert str(tmp_path) in config.download.argv
+
+
+@pytest.mark.parametrize(
+    "environment, token",
+    [
+        ({}, None),
+        ({"HF_TOKEN": "t"}, "t"),
+        ({"HF_API_TOKEN": "a"}, "a"),
+        ({"HF_API_TOKEN": "a", "HF_TOKEN": "t"}, "t"),
+        ({"HF_API_TOKEN": "a", "HF_TOKEN": ""}, "a"),
+    ],
+)
+def test_only_the_download_gets_the_token(environment, token):
+    config = create("--model-id", "a/b", **environment, API_KEY="k", OMP_NUM_THREADS="1")
+    assert config.download is not None
+    assert config.download.environment.get("HF_TOKEN") == token
+    for command in (config.download, *config.shards, config.router):
+        assert command.environment["OMP_NUM_THREADS"] == "1"
+        assert "HF_API_TOKEN" not in command.environment
+        assert "API_KEY" not in command.environment
+    assert "HF_TOKEN" not in config.shards[0].environment
+    assert "HF_TOKEN" not in config.router.environment
+    assert config.has_api_key
+
+
+@pytest.mark.parametrize(
+    "given, own, passed_on",
+    [
+        ("info", "INFO", "INFO"),
+        ("WARN", "WARN", "WARNING"),
+        ("warning", "WARN", "WARNING"),
+        ("trace", "DEBUG", "DEBUG"),
+        ("", "INFO", "INFO"),
+    ],
+)
+def test_log_level(given, own, passed_on):
+    assert log_level({"LOG_LEVEL": given}) == own
+    config = create(LOG_LEVEL=given)
+    for command in (*config.shards, config.router):
+        assert command.argv[-3:] == ("--logger-level", passed_on, "--json-output")
+        assert "LOG_LEVEL" not in command.environment
+
+
+def test_programs_are_those_of_this_installation(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert console_script("some-program", "some.module") == (
+        sys.executable,
+        "-m",
+        "some.module",
+    )
+    (tmp_path / "some-program").touch()
+    assert console_script("some-program", "some.module") == (
+        sys.executable,
+        str(tmp_path / "some-program"),
+    )

@@ -1,0 +1,224 @@
+import pytest
+from text_generation_launcher.options import (
+    OPTIONS,
+    Child,
+    InvalidOptions,
+    describe,
+    forward,
+    notes,
+    read_options,
+    refuse,
+)
+
+# fmt: off
+TGI_FLAGS = [
+    "model-id", "revision", "validation-workers", "sharded", "num-shard", "quantize",
+    "speculate", "dtype", "kv-cache-dtype", "trust-remote-code", "max-concurrent-requests",
+    "max-best-of", "max-stop-sequences", "max-top-n-tokens", "max-input-tokens",
+    "max-input-length", "max-total-tokens", "waiting-served-ratio",
+    "max-batch-prefill-tokens", "max-batch-total-tokens", "max-waiting-tokens",
+    "max-batch-size", "cuda-graphs", "hostname", "port", "prometheus-port", "shard-uds-path",
+    "master-addr", "master-port", "huggingface-hub-cache", "weights-cache-override",
+    "disable-custom-kernels", "cuda-memory-fraction", "rope-scaling", "rope-factor",
+    "json-output", "otlp-endpoint", "otlp-service-name", "cors-allow-origin", "api-key",
+    "watermark-gamma", "watermark-delta", "ngrok", "ngrok-authtoken", "ngrok-edge",
+    "tokenizer-config-path", "disable-grammar-support", "env", "max-client-batch-size",
+    "lora-adapters", "usage-stats", "payload-limit", "enable-prefill-logprobs",
+    "graceful-termination-timeout",
+]
+# fmt: on
+
+
+def test_every_flag_of_tgi_is_known_and_only_device_is_ours():
+    assert {option.name for option in OPTIONS} == {*TGI_FLAGS, "device"}
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_every_option_does_something():
+    """Nothing is accepted and ignored: it goes to a child, is refused, is said to have no effect,
+    or is the launcher's own."""
+    own = {
+        "model-id",
+        "shard-uds-path",
+        "max-input-length",
+        "json-output",
+        "env",
+        "graceful-termination-timeout",
+    }
+    for option in OPTIONS:
+        ways = [bool(option.to), bool(option.refusal), bool(option.note), option.name in own]
+        assert ways.count(True) == 1, option.name
+
+
+def test_defaults_are_those_of_the_launcher_alone():
+    assert dict(read_options([], {})) == {
+        "shard-uds-path": ("/tmp/text-generation-server",),
+        "waiting-served-ratio": ("0.3",),
+        "hostname": ("0.0.0.0",),
+        "port": ("3000",),
+        "graceful-termination-timeout": ("90",),
+    }
+
+
+@pytest.mark.parametrize(
+    "argv, environment, name, expected",
+    [
+        (["--max-best-of", "3"], {}, "max-best-of", ("3",)),
+        (["--max-best-of=3"], {}, "max-best-of", ("3",)),
+        ([], {"MAX_BEST_OF": "4"}, "max-best-of", ("4",)),
+        (["--max-best-of", "3"], {"MAX_BEST_OF": "4"}, "max-best-of", ("3",)),
+        (["--max-best-of", "3"], {"MAX_BEST_OF": "junk"}, "max-best-of", ("3",)),
+        ([], {"MAX_BEST_OF": ""}, "max-best-of", None),
+        (["-p", "80"], {"PORT": "81"}, "port", ("80",)),
+        ([], {"PORT": "080"}, "port", ("80",)),
+        (["-g", "1.5"], {}, "graceful-termination-timeout", ("1.5",)),
+        (["--json-output"], {}, "json-output", ("true",)),
+        ([], {"JSON_OUTPUT": "true"}, "json-output", ("true",)),
+        ([], {"JSON_OUTPUT": "True"}, "json-output", ("true",)),
+        ([], {"JSON_OUTPUT": "1"}, "json-output", ("true",)),
+        ([], {"JSON_OUTPUT": "false"}, "json-output", None),
+        (["--json-output"], {"JSON_OUTPUT": "false"}, "json-output", ("true",)),
+        (["-e"], {}, "env", ("true",)),
+        ([], {"ENV": "true"}, "env", None),
+        ([], {"HOSTNAME": "4f2a1b"}, "hostname", ("0.0.0.0",)),
+        ([], {"HOSTNAME": "127.0.0.1"}, "hostname", ("127.0.0.1",)),
+        ([], {"HOSTNAME": "::"}, "hostname", ("::",)),
+        (["--hostname", "4f2a1b"], {}, "hostname", ("4f2a1b",)),
+        (
+            ["--cors-allow-origin", "a", "--cors-allow-origin", "b"],
+            {"CORS_ALLOW_ORIGIN": "c"},
+            "cors-allow-origin",
+            ("a", "b"),
+        ),
+        ([], {"CORS_ALLOW_ORIGIN": "c"}, "cors-allow-origin", ("c",)),
+    ],
+)
+def test_flag_and_environment(argv, environment, name, expected):
+    assert read_options(argv, environment).get(name) == expected
+
+
+@pytest.mark.parametrize(
+    "argv, environment, expected",
+    [
+        (["--nonsense"], {}, "unrecognized arguments: --nonsense"),
+        (["--max-best", "3"], {}, "unrecognized arguments: --max-best"),
+        (["--port"], {}, "argument --port/-p: expected one argument"),
+        (["--max-best-of", "x"], {}, "--max-best-of: expected a whole number of at least 1"),
+        (["--max-best-of", "0"], {}, "got '0'"),
+        (["--max-best-of", "-1"], {}, "--max-best-of"),
+        (["--max-best-of", "1.5"], {}, "got '1.5'"),
+        (["--max-best-of", "9" * 5000], {}, "a whole number of at least 1"),
+        (["--max-best-of", "1", "--max-best-of", "2"], {}, "expected once, got 2 times"),
+        (["--port", "0"], {}, "a whole number from 1 to 65535, got '0'"),
+        (["--port", "65536"], {}, "a whole number from 1 to 65535, got '65536'"),
+        (["--dtype", "fp8"], {}, "one of float32, float16, bfloat16, got 'fp8'"),
+        (["--sharded", "maybe"], {}, "true or false, got 'maybe'"),
+        (["--rope-factor", "nan"], {}, "a number above 0, got 'nan'"),
+        (["--rope-factor", "inf"], {}, "a number above 0, got 'inf'"),
+        (["--cuda-memory-fraction", "1.1"], {}, "a number above 0 and at most 1"),
+        (["-g", "-1"], {}, "graceful-termination-timeout"),
+        (["--model-id", ""], {}, "a value that isn't empty"),
+        ([], {"MAX_BEST_OF": "x"}, "environment variable MAX_BEST_OF: expected a whole number"),
+        ([], {"JSON_OUTPUT": "yes"}, "environment variable JSON_OUTPUT: expected true or false"),
+        ([], {"API_KEY": ""}, "environment variable API_KEY: expected a value that isn't empty"),
+    ],
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, capsys):
+    with pytest.raises(SystemExit) as exit:
+        read_options(argv, environment)
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert said.startswith("text-generation-launcher: error: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv, environment, expected",
+    [
+        (["--quantize", "awq"], {}, "--quantize is not supported yet"),
+        ([], {"QUANTIZE": "awq"}, "--quantize is not supported yet"),
+        (["--speculate", "2"], {}, "--speculate"),
+        (["--kv-cache-dtype", "fp8_e5m2"], {}, "--kv-cache-dtype"),
+        (["--trust-remote-code"], {}, "pytgi never runs code from a model repository"),
+        ([], {"TRUST_REMOTE_CODE": "true"}, "pytgi never runs code"),
+        (["--num-shard", "2"], {}, "--num-shard is not supported yet"),
+        (["--sharded", "true"], {}, "--sharded is not supported yet"),
+        (["--cuda-graphs", "1,2,4"], {}, "--cuda-graphs"),
+        (["--weights-cache-override", "/w"], {}, "--weights-cache-override"),
+        (["--lora-adapters", "a/b"], {}, "--lora-adapters"),
+        (["--ngrok"], {}, "--ngrok"),
+        (["--ngrok-authtoken", "t"], {}, "--ngrok-authtoken"),
+        (["--ngrok-edge", "t"], {}, "--ngrok-edge"),
+        (["--otlp-endpoint", "http://x"], {}, "--otlp-endpoint"),
+        (["--otlp-service-name", "x"], {}, "--otlp-service-name"),
+        (["--tokenizer-config-path", "x"], {}, "--tokenizer-config-path"),
+    ],
+)
+def test_what_is_not_supported_is_refused(argv, environment, expected):
+    with pytest.raises(InvalidOptions, match=expected):
+        refuse(read_options(argv, environment))
+
+
+@pytest.mark.parametrize(
+    "argv, environment",
+    [
+        (["--num-shard", "1"], {}),
+        (["--sharded", "false"], {}),
+        (["--cuda-graphs", "0"], {}),
+        (["--speculate", "0"], {}),
+        ([], {"TRUST_REMOTE_CODE": "false", "NGROK": "false", "SHARDED": "0"}),
+    ],
+)
+def test_asking_for_what_is_done_anyway_is_not_refused(argv, environment):
+    values = read_options(argv, environment)
+    refuse(values)
+    assert notes(values) == ()
+
+
+def test_options_without_effect_are_said_to_have_none():
+    argv = ["--usage-stats", "on", "--master-port", "1", "--disable-custom-kernels"]
+    argv += ["--enable-prefill-logprobs", "--master-addr", "x"]
+    values = read_options(argv, {})
+    refuse(values)
+    assert [note.split()[0] for note in notes(values)] == [
+        "--master-addr",
+        "--master-port",
+        "--disable-custom-kernels",
+        "--enable-prefill-logprobs",
+        "--usage-stats",
+    ]
+    assert notes(read_options(["--usage-stats", "off"], {})) == ()
+
+
+def test_secrets_are_never_printed(capsys):
+    values = read_options(["--api-key", "sesame", "--json-output"], {"NGROK_AUTHTOKEN": "x"})
+    said = describe(values)
+    assert "sesame" not in said
+    assert "--api-key <hidden>" in said
+    assert "--json-output" in said.split()
+
+
+def test_forwarding_passes_on_what_was_given_and_nothing_else():
+    argv = ["--dtype", "float32", "--disable-grammar-support", "--revision=-odd"]
+    argv += ["--cors-allow-origin", "a", "--cors-allow-origin", "b"]
+    values = read_options(argv, {})
+    assert forward(values, Child.SHARD) == ("--dtype=float32",)
+    assert forward(values, Child.DOWNLOAD) == ("--revision=-odd",)
+    assert forward(values, Child.ROUTER) == (
+        "--revision=-odd",
+        "--waiting-served-ratio=0.3",
+        "--disable-grammar-support",
+        "--hostname=0.0.0.0",
+        "--port=3000",
+        "--cors-allow-origin=a",
+        "--cors-allow-origin=b",
+    )
+
+
+def test_help_and_version(capsys):
+    for flag, expected in (("--help", "--max-best-of"), ("--version", "pytgi")):
+        with pytest.raises(SystemExit) as exit:
+            read_options([flag], {})
+        assert exit.value.code == 0
+        assert expected in capsys.readouterr().out

@@ -1,0 +1,49 @@
+"""The command `text-generation-launcher`; the only place that reads the process's environment."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from text_generation_launcher.config import create_config, log_level
+from text_generation_launcher.log import Log
+from text_generation_launcher.options import InvalidOptions, describe, notes, read_options
+from text_generation_launcher.process import block_signals
+from text_generation_launcher.supervisor import Supervisor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop. Exit code 0 after a signal, 1 after a failure or for
+    options that don't fit together, 2 for an option that can't be read."""
+    _fill_standard_descriptors()
+    block_signals()
+    environment = dict(os.environ)
+    values = read_options(sys.argv[1:] if argv is None else argv, environment)
+    log = Log("INFO", "json-output" in values)
+    try:
+        log = Log(log_level(environment), "json-output" in values)
+        config = create_config(values, environment)
+    except InvalidOptions as error:
+        log.error(str(error))
+        return 1
+    if "env" in values:
+        from text_generation_launcher.environment import describe_environment
+
+        log.info(describe_environment())
+    log.info(f"Options: {describe(values)}")
+    for note in notes(values):
+        log.info(note)
+    return Supervisor(config, log).run()
+
+
+def _fill_standard_descriptors() -> None:
+    """Opens the null device for a standard stream that was closed, so that no pipe or socket of
+    the launcher gets its number and is written to as if it were the log."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""The launcher's configuration: what is started, with which arguments and environment."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from text_generation_launcher import options
+from text_generation_launcher.log import LEVELS, normalize_level
+from text_generation_launcher.options import Child, InvalidOptions, Values
+from text_generation_launcher.process import Command
+
+EMBEDDED_MODEL_ID = "pytgi/embedded"
+EMBEDDED_MODEL_PATH = Path(__file__).parent / "embedded_model"
+MODEL_PATH = "{model_path}"
+"""Stands in a command for the model's directory, which the download step finds out."""
+
+_PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
+_SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherConfig:
+    """Everything the supervisor needs to know; it knows processes, not models."""
+
+    download: Command | None
+    """Prints the model's directory; None where `model_path` is known."""
+    model_path: Path | None
+    shards: tuple[Command, ...]
+    """One per rank, started together."""
+    router: Command
+    shard_uds_path: str = "/tmp/text-generation-server"
+    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready."""
+    hostname: str = "0.0.0.0"
+    port: int = 3000
+    prometheus_port: int | None = None
+    example_request: str = '{"inputs": "Once upon a time"}'
+    """Body of the request that the ready line suggests."""
+    has_api_key: bool = False
+    termination_timeout_s: float = 90.0
+    """How long the router, then the shards, may take to end."""
+
+
+def console_script(name: str, module: str) -> tuple[str, ...]:
+    """How to run a program of this installation, whether or not PATH knows it."""
+    script = Path(sys.executable).with_name(name)
+    if script.is_file():
+        return (sys.executable, str(script))
+    return (sys.executable, "-m", module)
+
+
+def log_level(environment: Mapping[str, str]) -> str:
+    """LOG_LEVEL as one of LEVELS; raises InvalidOptions."""
+    given = environment.get("LOG_LEVEL") or "info"
+    level = normalize_level(given)
+    if level is None:
+        expected = ", ".join(name.lower() for name in LEVELS)
+        raise InvalidOptions(f"LOG_LEVEL={given!r} is not a level: set it to one of {expected}")
+    return level
+
+
+def create_config(values: Values, environment: Mapping[str, str]) -> LauncherConfig:
+    """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
+    options.refuse(values)
+    _refuse_environment(environment)
+    _check_limits(values)
+    model_id = _model_id(values)
+    inherited = _inherited(environment)
+    logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
+    prefix = values["shard-uds-path"][0]
+    served_id = model_id or EMBEDDED_MODEL_ID
+    prometheus_port = values.get("prometheus-port")
+    return LauncherConfig(
+        download=_download(values, model_id, environment, logging) if model_id else None,
+        model_path=None if model_id else EMBEDDED_MODEL_PATH,
+        shards=(_shard(values, prefix, inherited, logging),),
+        router=_router(values, served_id, prefix, inherited, logging),
+        shard_uds_path=prefix,
+        hostname=values["hostname"][0],
+        port=int(values["port"][0]),
+        prometheus_port=int(prometheus_port[0]) if prometheus_port else None,
+        example_request=_example_request(is_embedded=not model_id),
+        has_api_key="api-key" in values,
+        termination_timeout_s=float(values["graceful-termination-timeout"][0]),
+    )
+
+
+def _refuse_environment(environment: Mapping[str, str]) -> None:
+    attention = environment.get("ATTENTION", "")
+    if attention not in ("", "torch"):
+        raise InvalidOptions(
+            f"ATTENTION={attention} is not supported yet: unset it, attention runs on torch"
+        )
+    if environment.get("PREFIX_CACHING", "").lower() in ("true", "1"):
+        raise InvalidOptions(
+            "PREFIX_CACHING=true is not supported yet: unset it or set it to false"
+        )
+
+
+def _check_limits(values: Values) -> None:
+    """The rules between options that can be checked before a model is loaded."""
+
+    def limit(name: str) -> int | None:
+        return int(values[name][0]) if name in values else None
+
+    if "max-input-tokens" in values and "max-input-length" in values:
+        raise InvalidOptions(
+            "--max-input-tokens and --max-input-length are the same limit: give only the first"
+        )
+    longest_input = limit("max-input-tokens") or limit("max-input-length")
+    longest, batch = limit("max-total-tokens"), limit("max-batch-total-tokens")
+    if longest_input and longest and longest_input >= longest:
+        raise InvalidOptions(
+            f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
+            "which counts the answer as well: lower the first or raise the second"
+        )
+    if longest and batch and longest > batch:
+        raise InvalidOptions(
+            f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
+            "lower the first or raise the second"
+        )
+    if values.get("prometheus-port") == values["port"]:
+        raise InvalidOptions(
+            f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
+            "already, start without --prometheus-port or choose another"
+        )
+
+
+def _model_id(values: Values) -> str:
+    """The directory or hub id that was asked for; empty for the embedded model."""
+    if "model-id" not in values:
+        if "revision" in values:
+            raise InvalidOptions(
+                "--revision is given without --model-id, and the embedded model has no revisions: "
+                "add --model-id or leave --revision away"
+            )
+        return ""
+    given = values["model-id"][0]
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return str(path)
+    if given.startswith(("/", "./", "../", "~")) or given.count("/") > 1 or given.endswith("/"):
+        state = "is a file" if path.is_file() else "does not exist"
+        raise InvalidOptions(
+            f"--model-id {given} {state}: give a directory that holds config.json and the weights, "
+            "or a hub id like Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    return given
+
+
+def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """What every child gets: configuration comes as flags, secrets go only where needed."""
+    kept = {name: value for name, value in environment.items() if name not in _SECRETS}
+    kept.pop("LOG_LEVEL", None)
+    kept["PYTHONUNBUFFERED"] = "1"
+    return kept
+
+
+def _download(
+    values: Values, model_id: str, environment: Mapping[str, str], logging: tuple[str, ...]
+) -> Command:
+    tokens = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    token = next((environment[name] for name in tokens if environment.get(name)), None)
+    hub = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return Command(
+        name="the download",
+        target="text_generation_shard",
+        argv=(
+            *console_script("text-generation-server", "text_generation_shard.cli"),
+            "download-weights",
+            model_id,
+            *options.forward(values, Child.DOWNLOAD),
+            *logging,
+        ),
+        environment=_inherited(environment) | hub | ({"HF_TOKEN": token} if token else {}),
+    )
+
+
+def _shard(
+    values: Values, prefix: str, environment: Mapping[str, str], logging: tuple[str, ...]
+) -> Command:
+    scaling, factor = values.get("rope-scaling"), values.get("rope-factor")
+    rope: Values = {}
+    if scaling or factor:
+        rope = {"rope-scaling": scaling or ("linear",), "rope-factor": factor or ("1.0",)}
+    return Command(
+        name="shard 0",
+        target="text_generation_shard",
+        argv=(
+            *console_script("text-generation-server", "text_generation_shard.cli"),
+            "serve",
+            MODEL_PATH,
+            f"--uds-path={prefix}",
+            "--rank=0",
+            "--world-size=1",
+            *options.forward({**values, **rope}, Child.SHARD),
+            *logging,
+        ),
+        environment=environment,
+    )
+
+
+def _router(
+    values: Values,
+    served_id: str,
+    prefix: str,
+    environment: Mapping[str, str],
+    logging: tuple[str, ...],
+) -> Command:
+    limits: Values = {}
+    if "max-input-length" in values:
+        limits = {"max-input-tokens": values["max-input-length"]}
+    return Command(
+        name="the router",
+        target="text_generation_router",
+        argv=(
+            *console_script("text-generation-router", "text_generation_router.cli"),
+            f"--master-shard-uds-path={prefix}-0",
+            f"--tokenizer-name={MODEL_PATH}",
+            f"--model-id={served_id}",
+            *options.forward({**values, **limits}, Child.ROUTER),
+            *logging,
+        ),
+        environment=environment,
+    )
+
+
+def _example_request(is_embedded: bool) -> str:
+    if is_embedded:
+        return '{"inputs": "What does textwrap.dedent do?", "parameters": {"max_new_tokens": 100}}'
+    return '{"inputs": "What is deep learning?", "parameters": {"max_new_tokens": 20}}'

@@ -1,0 +1,173 @@
+"""One child process: started so that it can't outlive the launcher, its lines relayed."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from text_generation_launcher.log import LogLine, parse_line
+
+RECENT_LINES = 20
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is relayed in pieces, so that a child can't fill the launcher's memory."""
+STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessError(Exception):
+    """A child that can't be started, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a child is started with."""
+
+    name: str
+    """As the log calls it: `shard 0`."""
+    target: str
+    """The log target of its lines that aren't log records."""
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def block_signals() -> None:
+    """From here on signals wait to be taken by `Supervisor`, which sees every one, in order, at a
+    moment of its choice. Called once, in the main thread, before any other thread starts."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+
+
+def _bind_to_parent(prctl: Callable[..., int], parent: int) -> None:
+    """Runs in the child between fork and exec: the kernel kills the child when the launcher's
+    main thread ends, however it ends, also when that has happened already."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class ManagedProcess:
+    """Owns one running child and its two pipes.
+
+    Must be created by the main thread: the kernel ends the child together with the thread that
+    forked it. Every line is handed to `on_line` from a reader thread. While the child starts, an
+    ERROR line is held until the next line: if it was the child's last word, the launcher takes
+    it and says it once, as the reason why everything ends.
+    """
+
+    def __init__(self, command: Command, on_line: Callable[[LogLine], None]) -> None:
+        self.name = command.name
+        self.answer: Mapping[str, object] | None = None
+        """The last JSON object the child printed that isn't a log record."""
+        self._target = command.target
+        self._on_line = on_line
+        self._recent: deque[LogLine] = deque(maxlen=RECENT_LINES)
+        self._held: LogLine | None = None
+        self._is_starting = True
+        self._lock = threading.Lock()
+        self._popen = self._start(command)
+        self._readers = [
+            threading.Thread(target=self._relay, args=(pipe,), daemon=True)
+            for pipe in (self._popen.stdout, self._popen.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _start(command: Command) -> subprocess.Popen[bytes]:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        parent = os.getpid()
+        try:
+            return subprocess.Popen(
+                command.argv,
+                env=command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=lambda: _bind_to_parent(prctl, parent),
+            )
+        except OSError as error:
+            raise ProcessError(
+                f"cannot start {command.name}: {command.argv[0]}: {error.strerror}: "
+                "check the installation and the memory that is free"
+            ) from error
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the child has ended; its exit code is then known."""
+        return self._popen.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, the negative signal number if one killed it, None while it lives."""
+        return self._popen.poll()
+
+    @property
+    def last_message(self) -> str:
+        """What it said last, empty if nothing yet."""
+        with self._lock:
+            return self._recent[-1].message if self._recent else ""
+
+    def last_words(self) -> list[str]:
+        """The one sentence if its last line was an ERROR, else its last RECENT_LINES lines.
+
+        Whoever takes them says them: a line that was held isn't logged any more.
+        """
+        with self._lock:
+            self._held = None
+            lines = list(self._recent)
+        if lines and lines[-1].level == "ERROR":
+            lines = lines[-1:]
+        return [line.message for line in lines]
+
+    def settle(self) -> None:
+        """The child has started: nothing is held back any more."""
+        with self._lock:
+            self._is_starting = False
+            held, self._held = self._held, None
+        if held:
+            self._on_line(held)
+
+    def terminate(self) -> None:
+        """Asks the child to end."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """Ends the child and what it has started, and returns when its last lines are read."""
+        with contextlib.suppress(ProcessLookupError):  # nobody is left in its process group
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+        self.drain()
+
+    def drain(self) -> None:
+        """Waits, at most a second, until the lines that an ended child left are read."""
+        for reader in self._readers:
+            reader.join(timeout=1)
+
+    def _relay(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for data in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
+                # a progress bar rewrites its line: what it shows last counts
+                text = data.decode("utf-8", "replace").rstrip().rsplit("\r", 1)[-1]
+                if text:
+                    self._take(text)
+
+    def _take(self, text: str) -> None:
+        parsed = parse_line(text, self._target)
+        if not isinstance(parsed, LogLine):
+            self.answer = parsed
+            return
+        with self._lock:
+            self._recent.append(parsed)
+            due = [self._held] if self._held else []
+            self._held = parsed if self._is_starting and parsed.level == "ERROR" else None
+            if self._held is None:
+                due.append(parsed)
+        for line in due:
+            self._on_line(line)

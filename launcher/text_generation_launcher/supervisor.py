@@ -1,0 +1,244 @@
+"""What the launcher does, from the first check to the last child's end.
+
+    check -> download -> shards -> router -> ready -> watch -> shut down
+
+Every wait goes through `Supervisor._pause`, which ends it early: by StopRequested when a signal
+asks the launcher to stop, by ChildDied when a child that should run has ended.
+"""
+
+import shlex
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from text_generation_launcher.address import AddressError, SocketClaim, check_port
+from text_generation_launcher.config import MODEL_PATH, LauncherConfig
+from text_generation_launcher.log import Log
+from text_generation_launcher.process import (
+    STOP_SIGNALS,
+    Command,
+    ManagedProcess,
+    ProcessError,
+)
+
+STARTUP_POLL_S = 0.02
+WATCH_POLL_S = 1.0
+"""Only a safety net: a child's end and a signal are noticed at once."""
+WAITING_NOTICE_S = 5.0
+DOWNLOAD_TERMINATION_S = 10.0
+FAILURE_TERMINATION_S = 10.0
+"""After a failure running requests can't end well, so nobody waits long for them."""
+PROBE_TIMEOUT_S = 2.0
+
+
+class StopRequested(Exception):
+    """A signal asked the launcher to stop."""
+
+
+class ChildDied(Exception):
+    """A child that should run has ended; says which, how, and its last words."""
+
+
+class Supervisor:
+    """Owns the children. Used once, from the main thread, after `block_signals()`."""
+
+    def __init__(self, config: LauncherConfig, log: Log) -> None:
+        self._config = config
+        self._log = log
+        self._started_at = time.monotonic()
+        self._download: ManagedProcess | None = None
+        self._shards: list[ManagedProcess] = []
+        self._router: ManagedProcess | None = None
+        self._claim: SocketClaim | None = None
+        self._is_ready = False
+        # nohup asks for a server that outlives its terminal
+        ignored = {s for s in STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
+        self._stop_signals = STOP_SIGNALS - (ignored & {signal.SIGHUP})
+
+    def run(self) -> int:
+        """Serves until a signal or a failure; returns the exit code. No child outlives it."""
+        try:
+            return self._serve()
+        finally:
+            for child in self._children():
+                child.kill()
+            if self._claim:
+                self._claim.close()
+
+    def _serve(self) -> int:
+        try:
+            self._check_addresses()
+            model_path = self._find_model()
+            self._start_shards(model_path)
+            self._start_router(model_path)
+            self._announce()
+            while True:
+                self._pause(WATCH_POLL_S)
+        except StopRequested as request:
+            self._log.info(f"{request}: stopping, a second signal ends everything at once")
+            return 0 if self._shut_down(self._config.termination_timeout_s) else 1
+        except (AddressError, ProcessError, ChildDied) as error:
+            self._log.error(str(error))
+            self._shut_down(FAILURE_TERMINATION_S)
+            return 1
+
+    def _check_addresses(self) -> None:
+        config = self._config
+        check_port(config.hostname, config.port, "--port")
+        if config.prometheus_port is not None:
+            check_port(config.hostname, config.prometheus_port, "--prometheus-port")
+        self._claim = SocketClaim(config.shard_uds_path, len(config.shards))
+
+    def _find_model(self) -> Path:
+        """The model's directory; for a hub model this is where it is downloaded."""
+        if self._config.model_path is not None:
+            return self._config.model_path
+        assert self._config.download is not None
+        self._download = download = ManagedProcess(self._config.download, self._log.write)
+        while download.is_alive:
+            self._pause(STARTUP_POLL_S)
+        download.drain()
+        if download.returncode != 0:
+            raise ChildDied(describe_end(download))
+        download.settle()
+        path = (download.answer or {}).get("model_path")
+        if not isinstance(path, str):
+            raise ProcessError(
+                "the download ended without the model's directory as its last line: "
+                "check that the installed packages are of one version"
+            )
+        self._download = None
+        return Path(path)
+
+    def _start_shards(self, model_path: Path) -> None:
+        for command in self._config.shards:
+            self._shards.append(self._start(command, model_path))
+        assert self._claim is not None
+        for shard, socket_path in zip(self._shards, self._claim.paths, strict=True):
+            self._wait_for(shard, Path(socket_path).exists)
+
+    def _start_router(self, model_path: Path) -> None:
+        self._router = self._start(self._config.router, model_path)
+        self._wait_for(self._router, self._is_healthy)
+
+    def _start(self, command: Command, model_path: Path) -> ManagedProcess:
+        argv = tuple(part.replace(MODEL_PATH, str(model_path)) for part in command.argv)
+        self._log.debug(f"starting {command.name}: {argv[:3]}")
+        filled = Command(command.name, command.target, argv, command.environment)
+        return ManagedProcess(filled, self._log.write)
+
+    def _wait_for(self, child: ManagedProcess, is_ready: Callable[[], bool]) -> None:
+        """Returns when the child is ready; says what it is doing as long as it isn't."""
+        notice_at = time.monotonic() + WAITING_NOTICE_S
+        while not is_ready():
+            self._pause(STARTUP_POLL_S)
+            if time.monotonic() >= notice_at:
+                doing = f": {child.last_message}" if child.last_message else ""
+                self._log.info(f"Waiting for {child.name} to be ready{doing}")
+                notice_at += WAITING_NOTICE_S
+        child.settle()
+
+    def _is_healthy(self) -> bool:
+        # imported here because it takes as long as all the rest, and the children load meanwhile
+        from http.client import HTTPConnection, HTTPException
+
+        host, port = reachable_host(self._config.hostname), self._config.port
+        connection = HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False  # it doesn't listen yet, or not as HTTP
+        finally:
+            connection.close()
+
+    def _announce(self) -> None:
+        self._is_ready = True
+        host = reachable_host(self._config.hostname)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+        command = ["curl", f"{url}/generate", "-H", "Content-Type: application/json"]
+        if self._config.has_api_key:
+            command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
+        command += ["-d", self._config.example_request]
+        elapsed_s = time.monotonic() - self._started_at
+        self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {shlex.join(command)}")
+
+    def _pause(self, seconds: float) -> None:
+        """Waits that long, less if something happens; every wait of the launcher is here."""
+        if stop := self._next_stop_signal(seconds):
+            raise StopRequested(f"received {stop}")
+        # Shards come first: when several ended since the last look, the router's end is taken
+        # for the consequence.
+        for child in (*self._shards, self._router):
+            if child is not None and not child.is_alive:
+                child.drain()
+                raise ChildDied(describe_end(child, self._is_ready))
+
+    def _next_stop_signal(self, seconds: float) -> str:
+        """Waits for a signal; the name of the one that asks to stop, empty for any other end."""
+        received = signal.sigtimedwait(self._stop_signals | {signal.SIGCHLD}, seconds)
+        if received is None or received.si_signo == signal.SIGCHLD:
+            return ""
+        return signal.Signals(received.si_signo).name
+
+    def _children(self) -> list[ManagedProcess]:
+        """Those that were started, in the order in which they are stopped."""
+        return [
+            child for child in (self._download, self._router, *self._shards) if child is not None
+        ]
+
+    def _shut_down(self, timeout_s: float) -> bool:
+        """Ends the router, then the shards, each within the timeout; False if a second signal
+        cut it short (`run` then kills what is left)."""
+        download = [self._download] if self._download else []
+        router = [self._router] if self._router else []
+        return (
+            self._end(download, min(timeout_s, DOWNLOAD_TERMINATION_S))
+            and self._end(router, timeout_s)
+            and self._end(self._shards, timeout_s)
+        )
+
+    def _end(self, children: Sequence[ManagedProcess], timeout_s: float) -> bool:
+        for child in children:
+            child.settle()
+            child.terminate()
+        deadline = time.monotonic() + timeout_s
+        while any(child.is_alive for child in children):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                slow = ", ".join(child.name for child in children if child.is_alive)
+                self._log.info(f"{slow} did not stop within {timeout_s:g} s: killing it")
+                break
+            if stop := self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
+                self._log.info(f"received {stop} again: killing everything")
+                return False
+        for child in children:
+            child.kill()
+        return True
+
+
+def reachable_host(hostname: str) -> str:
+    """An address under which a server that listens on `hostname` answers on this machine."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
+
+
+def describe_end(child: ManagedProcess, was_ready: bool = False) -> str:
+    """How a child ended that should not have, and its last words."""
+    code = child.returncode or 0
+    if code > 0:
+        how = f"{child.name} failed with exit code {code}"
+    elif code == 0:
+        how = f"{child.name} ended unasked with exit code 0"
+    else:
+        how = f"{child.name} was killed by signal {-code} ({signal.strsignal(-code)})"
+        if code == -signal.SIGKILL:
+            how += ", as the system does when memory runs out,"
+    if was_ready:
+        how += " while serving"
+    words = child.last_words()
+    if not words:
+        return f"{how} and printed nothing"
+    if len(words) == 1:
+        return f"{how}: {words[0]}"
+    return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in words)])

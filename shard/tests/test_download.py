@@ -1,0 +1,501 @@
+import errno
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from text_generation_shard import download
+from text_generation_shard.download import DownloadError, resolve_model
+
+COMMIT = "c" * 40
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
+MODEL = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "README.md": b"# a model",
+    "model.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"not wanted",
+    "onnx/model.safetensors": b"not wanted",
+}
+
+
+@dataclass
+class FakeHub:
+    """The endpoints of the hub that a download uses, for the one repository `some/model`."""
+
+    files: dict[str, bytes] = field(default_factory=lambda: dict(MODEL))
+    revisions: tuple[str, ...] = ("main", COMMIT, "refs/pr/1")
+    refusal: tuple[int, str] | None = None
+    """Status and X-Error-Code of every answer."""
+    cut_after: int | None = None
+    """The first answer with a file that long or longer is cut there."""
+    chunk_delay_s: float = 0
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """Method, path and Range of every request."""
+    tokens: set[str | None] = field(default_factory=set)
+    endpoint: str = ""
+
+    def etag(self, name: str) -> str:
+        data = self.files[name]
+        is_large = name.endswith((".safetensors", ".bin"))
+        return (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
+
+    def listing(self) -> bytes:
+        siblings = []
+        for name, data in self.files.items():
+            sibling = {"rfilename": name, "size": len(data), "blobId": self.etag(name)}
+            if name.endswith(".safetensors"):
+                sibling["lfs"] = {"sha256": self.etag(name), "size": len(data), "pointerSize": 1}
+            siblings.append(sibling)
+        return json.dumps({"id": "some/model", "sha": COMMIT, "siblings": siblings}).encode()
+
+    def asked_for(self, name: str) -> list[str | None]:
+        """The Range of each GET of a file."""
+        return [r for method, path, r in self.requests if method == "GET" and path.endswith(name)]
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def fail(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def answer(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub.requests.append((self.command, path, self.headers["Range"]))
+        hub.tokens.add(self.headers["authorization"])
+        if hub.refusal:
+            self.fail(*hub.refusal)
+        elif path.startswith("/api/models/some/model/revision/"):
+            if path.removeprefix("/api/models/some/model/revision/") in hub.revisions:
+                self.send_body(hub.listing(), "listing")
+            else:
+                self.fail(404, "RevisionNotFound")
+        elif path.startswith(f"/some/model/resolve/{COMMIT}/"):
+            name = path.removeprefix(f"/some/model/resolve/{COMMIT}/")
+            self.send_body(hub.files[name], hub.etag(name))
+        else:
+            self.fail(404, "RepoNotFound")
+
+    def send_body(self, data: bytes, etag: str) -> None:
+        start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(data) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        end = len(data)
+        if self.hub.cut_after is not None and end >= self.hub.cut_after:
+            end, self.hub.cut_after = self.hub.cut_after, None
+        for position in range(start, end, 1 << 16):
+            self.wfile.write(data[position : min(position + (1 << 16), end)])
+            time.sleep(self.hub.chunk_delay_s)
+        self.close_connection = end < len(data)
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    fake = FakeHub()
+    handler = type("Handler", (HubHandler,), {"hub": fake})
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: object) -> None:
+            """A client that left is what some tests are about."""
+
+    with Server(("127.0.0.1", 0), handler) as server:
+        fake.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield fake
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="text_generation_shard.download")
+    return caplog
+
+
+def fetch(hub: FakeHub, cache: Path, revision: str | None = None) -> Path:
+    return resolve_model("some/model", revision, cache, hub.endpoint)
+
+
+def error_of(hub: FakeHub, cache: Path, revision: str | None = None) -> str:
+    with pytest.raises(DownloadError) as caught:
+        fetch(hub, cache, revision)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def local_model(path: Path, *names: str) -> Path:
+    path.mkdir(exist_ok=True)
+    for name in names:
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+def partial(hub: FakeHub, cache: Path, name: str = "model.safetensors") -> Path:
+    blobs = cache / "models--some--model" / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    return blobs / f"{hub.etag(name)}.resumable"
+
+
+# --- a local directory
+
+
+def test_a_local_directory_is_used_as_it_is(tmp_path, log):
+    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    assert resolve_model(str(model)) == model
+    assert log.messages == [f"using local directory {model}"]
+
+
+def test_a_local_directory_needs_neither_torch_nor_the_hub(tmp_path):
+    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    script = (
+        "import sys; from text_generation_shard.download import resolve_model\n"
+        f"resolve_model({str(model)!r})\n"
+        "print([m for m in ('torch', 'huggingface_hub', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+def test_the_revision_of_a_local_directory_is_not_ignored_silently(tmp_path, log):
+    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    resolve_model(str(model), "main")
+    assert "the revision main has no effect on a local directory" in log.messages
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "names, index, expected",
+    [
+        (["model.safetensors"], None, "has no config.json"),
+        (["adapter_config.json", "adapter_model.safetensors"], None, "it is a LoRA adapter"),
+        (["config.json"], None, "holds no weights at all"),
+        (["config.json", "pytorch_model.bin"], None, "holds only pytorch_model.bin"),
+        (["config.json", "model.safetensors"], None, "has no tokenizer"),
+        (["config.json", "a.safetensors"], {"weight_map": {"x": "b.safetensors"}}, "b.safetensors"),
+        (["config.json", "a.safetensors"], {"weights": {}}, "is not an index of weights"),
+        (["config.json", "a.safetensors"], [], "is not an index of weights"),
+    ],
+)
+def test_an_incomplete_local_directory(tmp_path, names, index, expected):
+    model = local_model(tmp_path / "m", *names)
+    if index is not None:
+        (model / INDEX).write_text(json.dumps(index))
+    with pytest.raises(DownloadError, match=expected):
+        resolve_model(str(model))
+
+
+@pytest.mark.parametrize("model_id", ["a/b/c", "../nowhere", "", "some model", "/nowhere"])
+def test_what_is_neither_a_directory_nor_a_hub_id(model_id):
+    with pytest.raises(DownloadError, match="neither a directory here nor a hub id"):
+        resolve_model(model_id)
+
+
+# --- a slow tokenizer
+
+
+def test_a_slow_tokenizer_is_converted(tmp_path, log):
+    model = local_model(tmp_path / "m", "model.safetensors")
+    (model / "config.json").write_text('{"model_type": "gpt2"}')
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (model / "vocab.json").write_text('{"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}')
+    (model / "merges.txt").write_text("#version: 0.2\na b\n")
+    before = {path.name for path in model.iterdir()}
+    resolve_model(str(model))
+    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    assert vocabulary["ab"] == 3
+    assert {path.name for path in model.iterdir()} - before == {"tokenizer.json"}
+    assert "converting vocab.json to tokenizer.json" in log.messages
+
+
+def test_a_slow_tokenizer_that_cannot_be_converted(tmp_path):
+    model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.model")
+    with pytest.raises(DownloadError, match=r"tokenizer\.model can't be converted") as caught:
+        resolve_model(str(model))
+    assert "\n" not in str(caught.value)
+    assert not (model / "tokenizer.json").exists()
+
+
+# --- the hub
+
+
+def test_downloads_what_is_needed_and_nothing_else(hub, tmp_path, log):
+    snapshot = fetch(hub, tmp_path)
+    assert sorted(path.name for path in snapshot.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    assert log.messages == [
+        "downloading model.safetensors: 0.0 of 1.0 MB",
+        f"downloaded some/model to {snapshot}",
+    ]
+
+
+def test_the_second_time_it_is_found(hub, tmp_path, log):
+    first = fetch(hub, tmp_path)
+    hub.requests.clear()
+    assert fetch(hub, tmp_path) == first
+    assert log.messages[-1] == f"found in the hub cache: {first}"
+    assert [path for _, path, _ in hub.requests] == ["/api/models/some/model/revision/main"]
+
+
+def test_a_commit_that_is_there_needs_no_hub(hub, tmp_path):
+    first = fetch(hub, tmp_path)
+    hub.requests.clear()
+    assert fetch(hub, tmp_path, COMMIT) == first
+    assert hub.requests == []
+
+
+def test_a_cached_model_is_served_while_the_hub_is_down(hub, tmp_path, log):
+    first = fetch(hub, tmp_path)
+    hub.refusal = (503, "")
+    assert fetch(hub, tmp_path) == first
+    assert log.messages[-2:] == [
+        "the hub answered with status 503 for some/model: try again later",
+        f"found in the hub cache: {first}",
+    ]
+
+
+def test_an_interrupted_snapshot_is_completed(hub, tmp_path):
+    snapshot = fetch(hub, tmp_path)
+    (snapshot / "model.safetensors").unlink()
+    (tmp_path / "models--some--model" / "blobs" / hub.etag("model.safetensors")).unlink()
+    assert fetch(hub, tmp_path) == snapshot
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_small_file_that_is_missing_is_fetched_as_well(hub, tmp_path):
+    snapshot = fetch(hub, tmp_path)
+    (snapshot / "tokenizer.json").unlink()
+    fetch(hub, tmp_path)
+    assert (snapshot / "tokenizer.json").exists()
+
+
+def test_a_pull_request_revision(hub, tmp_path):
+    fetch(hub, tmp_path, "refs/pr/1")
+    reference = tmp_path / "models--some--model" / "refs" / "refs" / "pr" / "1"
+    assert reference.read_text() == COMMIT
+
+
+def test_sharded_weights_are_those_of_the_index(hub, tmp_path):
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    del hub.files["model.safetensors"]
+    hub.files |= {name: WEIGHTS[: 1000 * n] for n, name in enumerate(names, 1)}
+    hub.files["consolidated.safetensors"] = WEIGHTS
+    hub.files[INDEX] = json.dumps({"weight_map": dict(zip("ab", names, strict=True))}).encode()
+    snapshot = fetch(hub, tmp_path)
+    assert {path.name for path in snapshot.glob("*.safetensors")} == set(names)
+    assert hub.asked_for("consolidated.safetensors") == []
+
+
+def test_a_file_goes_on_where_another_process_stopped(hub, tmp_path, log):
+    partial(hub, tmp_path).write_bytes(WEIGHTS[:700_000])
+    snapshot = fetch(hub, tmp_path)
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.asked_for("model.safetensors") == ["bytes=700000-"]
+    assert "resuming model.safetensors at 0.7 of 1.0 MB" in log.messages
+
+
+def test_what_is_longer_than_the_file_is_not_its_beginning(hub, tmp_path):
+    partial(hub, tmp_path).write_bytes(WEIGHTS + b"more")
+    assert (fetch(hub, tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_cut_connection_is_taken_up_again(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    hub.cut_after = 700_000
+    snapshot = fetch(hub, tmp_path)
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    first, second = hub.asked_for("model.safetensors")
+    assert first is None
+    assert second is not None and second.startswith("bytes=")
+
+
+def test_a_killed_download_is_resumed(hub, tmp_path):
+    hub.files["model.safetensors"] = WEIGHTS * 40
+    hub.chunk_delay_s = 0.005
+    script = (
+        "from pathlib import Path; from text_generation_shard.download import resolve_model\n"
+        f"resolve_model('some/model', None, Path({str(tmp_path)!r}), {hub.endpoint!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    path = partial(hub, tmp_path)
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    arrived = path.stat().st_size
+    assert 0 < arrived < len(WEIGHTS) * 40
+    hub.chunk_delay_s = 0
+    snapshot = fetch(hub, tmp_path)
+    assert hub.asked_for("model.safetensors")[-1] == f"bytes={arrived}-"
+    assert (snapshot / "model.safetensors").stat().st_size == len(WEIGHTS) * 40
+
+
+def test_progress(hub, tmp_path, log, monkeypatch):
+    monkeypatch.setattr(download, "PROGRESS_S", 0.05)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    hub.chunk_delay_s = 0.02
+    fetch(hub, tmp_path)
+    said = [m for m in log.messages if m.startswith("downloading model.safetensors: ")]
+    assert len(set(said)) > 2
+    assert all(m.endswith(" of 1.0 MB") for m in said)
+
+
+def test_the_token_is_sent(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    fetch(hub, tmp_path)
+    assert hub.tokens == {"Bearer secret"}
+
+
+# --- what can go wrong with the hub
+
+
+@pytest.mark.parametrize(
+    "status, code, expected",
+    [
+        (401, "RepoNotFound", "the hub has no model some/model, or it is private"),
+        (404, "RepoNotFound", "the hub has no model some/model, or it is private"),
+        (403, "GatedRepo", "some/model is gated: accept its conditions"),
+        (401, "GatedRepo", "some/model is gated: accept its conditions"),
+        (403, "", "the hub refused the access to some/model (status 403)"),
+        (500, "", "the hub answered with status 500"),
+    ],
+)
+def test_a_refusal_of_the_hub(hub, tmp_path, status, code, expected):
+    hub.refusal = (status, code)
+    assert expected in error_of(hub, tmp_path)
+
+
+def test_a_revision_that_does_not_exist(hub, tmp_path):
+    assert "some/model has no revision v9" in error_of(hub, tmp_path, "v9")
+
+
+def test_no_network(hub, tmp_path):
+    hub.endpoint = "http://127.0.0.1:1"
+    assert "cannot download some/model from http://127.0.0.1:1" in error_of(hub, tmp_path)
+
+
+def test_offline(hub, tmp_path):
+    script = (
+        "import logging; logging.basicConfig(level='INFO', format='%(message)s')\n"
+        "from pathlib import Path; from text_generation_shard.download import *\n"
+        f"try: resolve_model('some/model', None, Path({str(tmp_path)!r}), {hub.endpoint!r})\n"
+        "except DownloadError as error: print(error)"
+    )
+
+    def run() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ).stdout
+
+    assert "HF_HUB_OFFLINE forbids to download it" in run()
+    assert hub.requests == []
+    snapshot = fetch(hub, tmp_path)
+    hub.requests.clear()
+    assert run() == f"found in the hub cache: {snapshot}\n"
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    "gone, added, expected",
+    [
+        ("config.json", {}, "some/model has no config.json"),
+        ("model.safetensors", {}, "some/model holds only pytorch_model.bin"),
+        ("README.md", {INDEX: b'{"weight_map": {"a": "b.safetensors"}}'}, "lacks weight files"),
+        ("tokenizer.json", {}, "has no tokenizer"),
+    ],
+)
+def test_a_repository_that_is_no_model(hub, tmp_path, gone, added, expected):
+    del hub.files[gone]
+    hub.files |= added
+    assert expected in error_of(hub, tmp_path)
+
+
+def test_a_disk_that_is_too_small_is_noticed_first(hub, tmp_path, monkeypatch):
+    usage = download.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
+    assert "needs another 1.0 MB and the disk of" in error_of(hub, tmp_path)
+    assert hub.asked_for("model.safetensors") == []
+
+
+def test_a_disk_that_fills_up(hub, tmp_path, monkeypatch):
+    def write(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(download._PartialFile, "write", write)
+    assert "is full: free some space and start again" in error_of(hub, tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_write_error_of_the_system_itself(hub, tmp_path):
+    partial(hub, tmp_path).symlink_to("/dev/full")
+    assert "is full: free some space and start again" in error_of(hub, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(hub, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write" in error_of(hub, tmp_path / "file")
+
+
+def test_a_damaged_file_is_thrown_away(hub, tmp_path):
+    path = partial(hub, tmp_path)
+    path.write_bytes(b"x" * 1000)
+    assert "model.safetensors arrived damaged" in error_of(hub, tmp_path)
+    assert not path.exists()
+    assert fetch(hub, tmp_path).is_dir()
+
+
+def test_after_one_failure_the_other_files_stop(hub, tmp_path, monkeypatch):
+    names = ["a.safetensors", "b.safetensors"]
+    del hub.files["model.safetensors"]
+    hub.files |= {"a.safetensors": WEIGHTS * 100, "b.safetensors": WEIGHTS}
+    hub.files[INDEX] = json.dumps({"weight_map": dict(zip("ab", names, strict=True))}).encode()
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    hub.chunk_delay_s = 0.01  # the whole of a would take 16 s
+    partial(hub, tmp_path, "b.safetensors").write_bytes(b"x" * len(WEIGHTS))
+    started = time.monotonic()
+    assert "b.safetensors arrived damaged" in error_of(hub, tmp_path)
+    assert time.monotonic() - started < 8
