@@ -1,0 +1,214 @@
+"""A whole router on a real port, on top of shards that write a scripted text."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from text_generation_router.app import create_app
+from text_generation_router.cli import bind, server_config
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import GenerationError
+from text_generation_router.request import FinishReason
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import CachedBatch, StepResult
+from text_generation_router.services import Services, assemble
+from text_generation_router.tokenizer import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+BOS_ID, EOS_ID = 256, 257
+VOCAB_SIZE = 258
+BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def write_tokenizer(directory: Path) -> None:
+    """One token per byte, `<s>` in front; ids of bytes are places in the sorted alphabet."""
+    vocabulary = {character: place for place, character in enumerate(BYTE_ALPHABET)}
+    tokenizer = FastTokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS_ID)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+class ScriptedShards:
+    """Writes `script` (token ids) over and over until `max_new_tokens`; logprob −0.1 × place."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        self.script = script
+        self.delay_s = 0.0
+        self.failure: GenerationError | None = None
+        self.is_stuck = False
+        self.rows: dict[int, int] = {}
+        self._entries: dict[int, Entry] = {}
+        self._batches: dict[int, list[int]] = {}
+
+    async def prefill(
+        self, batch_id: int, entries: Sequence[Entry], cached_batch_id: int | None
+    ) -> StepResult:
+        await self._pause()
+        for entry in entries:
+            self.rows[entry.id] = len(entry.token_ids)
+            self._entries[entry.id] = entry
+        ids = [entry.id for entry in entries]
+        cached = [] if cached_batch_id is None else self._batches.pop(cached_batch_id)
+        kept = batch_id if cached_batch_id is None else cached_batch_id
+        result = self._step(kept, ids, cached)
+        prompts = {
+            entry.id: [float("nan"), *(-0.25 for _ in entry.request.input_ids[1:])]
+            for entry in entries
+            if entry.request.prefill_logprobs
+        }
+        return replace(result, prefill_logprobs=prompts)
+
+    async def decode(
+        self, batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
+    ) -> StepResult:
+        await self._pause()
+        ids = [request_id for batch_id in batch_ids for request_id in self._batches.pop(batch_id)]
+        return self._step(batch_ids[0], ids, [])
+
+    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        for request_id in set(self._batches[batch_id]) - set(request_ids):
+            del self.rows[request_id]
+        self._batches[batch_id] = list(request_ids)
+        return CachedBatch(batch_id, tuple(request_ids))
+
+    async def clear_cache(self, batch_id: int | None) -> None:
+        for known in list(self._batches) if batch_id is None else [batch_id]:
+            for request_id in self._batches.pop(known, []):
+                del self.rows[request_id]
+
+    async def health(self) -> None:
+        if self.is_stuck:
+            await asyncio.sleep(3600)
+        if self.failure is not None:
+            raise self.failure
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        if self.failure is not None:
+            raise self.failure
+
+    def _step(self, batch_id: int, ids: list[int], others: list[int]) -> StepResult:
+        tokens, logprobs, reasons, top_counts, top_ids, running = [], [], [], [], [], []
+        for request_id in ids:
+            place = self.rows[request_id]
+            request = self._entries[request_id].request
+            tokens.append(self.script[place % len(self.script)])
+            logprobs.append(-0.1 * (place + 1))
+            self.rows[request_id] = place + 1
+            is_end = place + 1 >= request.stopping.max_new_tokens
+            reason = FinishReason.LENGTH if is_end else None
+            if tokens[-1] == EOS_ID and not request.stopping.ignore_eos_token:
+                reason = FinishReason.EOS_TOKEN
+            reasons.append(reason)
+            top_counts.append(request.top_n_tokens)
+            top_ids += range(request.top_n_tokens)
+            if reason is None:
+                running.append(request_id)
+            else:
+                del self.rows[request_id]
+        batch = None
+        if others or running:
+            self._batches[batch_id] = [*others, *running]
+            batch = CachedBatch(batch_id, tuple(self._batches[batch_id]))
+        top = (top_counts, top_ids, [-0.5] * len(top_ids)) if top_ids else ((), (), ())
+        return StepResult(ids, tokens, logprobs, reasons, batch, *top)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running router and a client for it."""
+
+    services: Services
+    shards: ScriptedShards
+    client: httpx.AsyncClient
+    port: int
+
+    async def settle(self) -> None:
+        """Waits until nothing runs, then asserts that nothing was lost."""
+        for _ in range(200):
+            if self.services.infer.free_permits == self.services.config.max_concurrent_requests:
+                break
+            await asyncio.sleep(0.01)
+        assert self.services.infer.free_permits == self.services.config.max_concurrent_requests
+        for _ in range(200):
+            if not self.shards.rows:
+                break
+            await asyncio.sleep(0.01)
+        assert not self.shards.rows
+        self.services.batcher.integrity()
+        assert self.services.metrics.kv_blocks_used.value == 0
+
+
+def script_of(text: str) -> list[int]:
+    """The byte ids of a text."""
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    (pair,) = spelled.pre_tokenize_str(text)
+    return [BYTE_ALPHABET.index(character) for character in pair[0]]
+
+
+def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> Services:
+    """Services on top of shards that write `text`; puts a tokenizer into `directory`."""
+    write_tokenizer(directory)
+    config = RouterConfig(tokenizer_name=str(directory), **options)
+    shards = ScriptedShards(script_of(text))
+    info = ShardInfo(
+        dtype="float32",
+        device_type="cpu",
+        block_size=16,
+        attention_impl="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=4096,
+        version="0",
+        rank=0,
+        world_size=1,
+    )
+    warmup = WarmupResult(
+        num_blocks=1024,
+        max_input_tokens=config.max_input_tokens or 4095,
+        max_total_tokens=config.max_total_tokens or 4096,
+        kv_cache_bytes=0,
+        weights_bytes=0,
+    )
+    return assemble(config, shards, Tokenizer.load(directory), info, warmup)
+
+
+@asynccontextmanager
+async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncIterator[Server]:
+    """Runs the router in this event loop, and checks at the end that nothing was lost."""
+    services = assemble_scripted(directory, text, **options)
+    listener = bind("127.0.0.1", 0)
+    # Small, so that a client that does not read is noticed soon.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    port = listener.getsockname()[1]
+    config = server_config(create_app(services.config, services))
+    config.load()
+    server = uvicorn.Server(config)
+    # What `Server.serve` does, without its signal handlers and its sleeps.
+    server.lifespan = config.lifespan_class(config)
+    await server.startup(sockets=[listener])
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
+            assert isinstance(services.shards, ScriptedShards)
+            running = Server(services, services.shards, client, port)
+            yield running
+            await running.settle()
+    finally:
+        for listening in server.servers:
+            listening.close()
+        await server.lifespan.shutdown()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)

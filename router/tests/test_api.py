@@ -1,0 +1,454 @@
+"""The routes of a running server: bodies to the byte, headers, statuses."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from text_generation_router.api import body, info
+from text_generation_router.app import create_app
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.batcher import Batcher
+
+from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path, "hé!") as server:
+        yield server
+
+
+async def test_generate(server: Server) -> None:
+    request = {"inputs": "né", "parameters": {"max_new_tokens": 3}}
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 200
+    assert response.text == '{"generated_text":"hé"}'
+    headers = response.headers
+    assert headers["content-type"] == "application/json"
+    assert headers["x-compute-type"] == "1-cpu"
+    assert headers["x-compute-characters"] == "2"
+    assert headers["x-prompt-tokens"] == "4"
+    assert headers["x-generated-tokens"] == "3"
+    assert re.fullmatch(r"\d+\.\d+", headers["x-compute-time"])
+    for name in ("total-time", "validation-time", "queue-time", "inference-time"):
+        assert headers[f"x-{name}"].isdecimal()
+    assert headers["x-time-per-token"].isdecimal()
+
+
+async def test_generate_with_details(server: Server) -> None:
+    parameters = {"max_new_tokens": 2, "decoder_input_details": True, "top_n_tokens": 1}
+    request = {"inputs": "n", "parameters": parameters}
+    response = await server.client.post("/generate", json=request)
+    assert response.text == (
+        '{"generated_text":"h\ufffd","details":{"finish_reason":"length","generated_tokens":2,'
+        '"seed":null,"prefill":[{"id":256,"text":"<s>","logprob":null},'
+        '{"id":77,"text":"n","logprob":-0.25}],'
+        '"tokens":[{"id":71,"text":"h","logprob":-0.1,"special":false},'
+        '{"id":127,"text":"\ufffd","logprob":-0.2,"special":false}],'
+        '"top_tokens":[[{"id":0,"text":"!","logprob":-0.5,"special":false}],'
+        '[{"id":0,"text":"!","logprob":-0.5,"special":false}]]}}'
+    )
+
+
+async def test_sampling_tells_its_seed(server: Server) -> None:
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1, "details": True, "top_k": 3}}
+    response = await server.client.post("/generate", json=request)
+    assert isinstance(response.json()["details"]["seed"], int)
+    request["parameters"] |= {"seed": 2**64 - 1}
+    response = await server.client.post("/generate", json=request)
+    assert response.json()["details"]["seed"] == 2**64 - 1
+
+
+async def test_best_of(server: Server) -> None:
+    parameters = {"max_new_tokens": 1, "best_of": 2, "do_sample": True, "details": True}
+    parameters |= {"return_full_text": True}
+    response = await server.client.post("/generate", json={"inputs": "n", "parameters": parameters})
+    details = response.json()["details"]
+    assert response.json()["generated_text"] == "nh"
+    assert list(details)[-1] == "best_of_sequences"
+    (loser,) = details["best_of_sequences"]
+    assert loser["generated_text"] == "nh"
+    assert list(loser) == ["generated_text", *list(details)[:-1]]
+    assert loser["seed"] != details["seed"]
+    assert server.services.metrics.request_count.value() == 1
+    assert server.services.metrics.request_success.value() == 2
+
+
+async def test_best_of_needs_a_permit_each(tmp_path: Path) -> None:
+    async with serve(tmp_path, max_concurrent_requests=1) as server:
+        request = {"inputs": "n", "parameters": {"best_of": 2, "do_sample": True}}
+        response = await server.client.post("/generate", json=request)
+        assert response.status_code == 429
+        assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+
+
+async def test_stream(server: Server) -> None:
+    parameters = {"max_new_tokens": 3, "details": True, "return_full_text": True}
+    request = {"inputs": "n", "parameters": parameters}
+    response = await server.client.post("/generate_stream", json=request)
+    assert response.status_code == 200
+    assert response.text == (
+        'data: {"index":1,"token":{"id":71,"text":"h","logprob":-0.1,"special":false},'
+        '"generated_text":null,"details":null}\n\n'
+        'data: {"index":2,"token":{"id":127,"text":"","logprob":-0.2,"special":false},'
+        '"generated_text":null,"details":null}\n\n'
+        'data: {"index":3,"token":{"id":102,"text":"é","logprob":-0.3,"special":false},'
+        '"generated_text":"nhé","details":{"finish_reason":"length","generated_tokens":3,'
+        '"seed":null,"input_length":2}}\n\n'
+    )
+    expected = {
+        "content-type": "text/event-stream",
+        "cache-control": "no-cache",
+        "x-compute-type": "1-cpu",
+        "x-compute-characters": "1",
+        "x-accel-buffering": "no",
+    }
+    assert expected.items() <= dict(response.headers).items()
+    assert "x-compute-time" not in response.headers and "connection" not in response.headers
+
+
+async def test_stream_with_top_tokens_and_without_details(server: Server) -> None:
+    server.shards.script = [EOS_ID]
+    request = {"inputs": "n", "parameters": {"top_n_tokens": 1}}
+    response = await server.client.post("/generate_stream", json=request)
+    assert response.text == (
+        'data: {"index":1,"token":{"id":257,"text":"</s>","logprob":-0.1,"special":true},'
+        '"top_tokens":[{"id":0,"text":"!","logprob":-0.5,"special":false}],'
+        '"generated_text":"","details":null}\n\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
+        (
+            {"decoder_input_details": True},
+            "`decoder_input_details` == true is not supported when streaming tokens",
+        ),
+        ({"top_k": -1}, "`top_k` must be strictly positive"),
+    ],
+)
+async def test_stream_errors_are_events(
+    server: Server, parameters: dict[str, object], sentence: str
+) -> None:
+    request = {"inputs": "n", "parameters": parameters}
+    response = await server.client.post("/generate_stream", json=request)
+    assert response.status_code == 200
+    assert response.text == (
+        f'data: {{"error":"Input validation error: {sentence}","error_type":"validation"}}\n\n'
+    )
+    assert server.services.metrics.request_failure.value(err="validation") == 1
+
+
+async def test_compat(server: Server) -> None:
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
+    response = await server.client.post("/", json=request)
+    assert response.text == '[{"generated_text":"nh"}]'
+    assert response.headers["x-generated-tokens"] == "1"
+    request["parameters"]["return_full_text"] = False
+    assert (await server.client.post("/", json=request)).text == '[{"generated_text":"h"}]'
+    response = await server.client.post("/", json=request | {"stream": True})
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.text.startswith('data: {"index":1,')
+    request["parameters"]["top_k"] = 0
+    response = await server.client.post("/", json=request)
+    assert response.status_code == 422 and response.json()["error_type"] == "validation"
+
+
+async def test_tokenize(server: Server) -> None:
+    response = await server.client.post("/tokenize", json={"inputs": "aé€\0"})
+    assert response.json() == [
+        {"id": 256, "text": "", "start": 0, "stop": 0},
+        {"id": script_of("a")[0], "text": "a", "start": 0, "stop": 1},
+        *({"id": i, "text": "é", "start": 1, "stop": 3} for i in script_of("é")),
+        *({"id": i, "text": "€", "start": 3, "stop": 6} for i in script_of("€")),
+        {"id": script_of("\0")[0], "text": "\0", "start": 6, "stop": 7},
+    ]
+    assert len((await server.client.post("/tokenize", json={"inputs": ""})).json()) == 1
+    assert server.services.metrics.request_count.value() == 0
+
+
+async def test_info(server: Server) -> None:
+    response = await server.client.get("/info")
+    known = response.json()
+    assert list(known)[:14] == [
+        "model_id",
+        "model_sha",
+        "model_pipeline_tag",
+        "max_concurrent_requests",
+        "max_best_of",
+        "max_stop_sequences",
+        "max_input_tokens",
+        "max_total_tokens",
+        "validation_workers",
+        "max_client_batch_size",
+        "router",
+        "version",
+        "sha",
+        "docker_label",
+    ]
+    assert known["router"] == "text-generation-router"
+    assert known["max_batch_total_tokens"] == known["num_blocks"] * known["block_size"] == 16384
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
+async def test_health(server: Server, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = await server.client.get(path)
+    assert (response.status_code, response.content) == (200, b"")
+    assert (await server.client.head(path)).status_code == 200
+    server.shards.failure = GenerationError("gone")
+    response = await server.client.get(path)
+    assert response.status_code == 503
+    assert response.text == '{"error":"unhealthy","error_type":"healthcheck"}'
+    server.shards.failure = None
+    monkeypatch.setattr(info, "HEALTH_TIMEOUT_S", 0.05)
+    server.shards.is_stuck = True
+    assert (await server.client.get(path)).status_code == 503
+    server.shards.is_stuck = False
+    assert (await server.client.get(path)).status_code == 200
+
+
+async def test_metrics(server: Server) -> None:
+    await server.client.post("/generate", json={"inputs": "n", "parameters": {"max_new_tokens": 2}})
+    await server.client.post("/generate", json={"inputs": ""})
+    response = await server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = response.text.splitlines()
+    for line in (
+        "tgi_request_count 2",
+        "tgi_request_success 1",
+        'tgi_request_failure{err="validation"} 1',
+        "tgi_request_duration_count 1",
+        "tgi_request_validation_duration_count 1",
+        "tgi_request_queue_duration_count 1",
+        "tgi_request_inference_duration_count 1",
+        "tgi_request_mean_time_per_token_duration_count 1",
+        "tgi_request_generated_tokens_sum 2",
+        "tgi_request_input_length_sum 2",
+        "tgi_request_max_new_tokens_sum 2",
+    ):
+        assert line in lines or line + ".0" in lines, line
+
+
+async def test_docs_need_no_network(server: Server) -> None:
+    for path in ("/docs", "/docs/"):
+        page = await server.client.get(path, follow_redirects=True)
+        assert "https://" not in page.text
+        for asset in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+            assert (await server.client.get(asset)).status_code == 200
+    schema = (await server.client.get("/api-doc/openapi.json")).json()
+    assert schema["info"]["title"] == "Text Generation Inference"
+    assert schema["info"]["license"]["name"] == "Apache 2.0"
+
+
+@pytest.mark.parametrize("path", ["/nope", "/generate/", "/v1/nope", "/redoc"])
+async def test_unknown_path(server: Server, path: str) -> None:
+    response = await server.client.get(path)
+    assert (response.status_code, response.content) == (404, b"")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/generate", "POST"),
+        ("POST", "/info", "GET,HEAD"),
+        ("PUT", "/", "GET,HEAD,POST"),
+    ],
+)
+async def test_wrong_method(server: Server, method: str, path: str, allowed: str) -> None:
+    response = await server.client.request(method, path)
+    assert (response.status_code, response.content) == (405, b"")
+    assert response.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer wrong", 401),
+        ("Bearer KEY-é", 401),
+        ("Basic Key-é", 401),
+        ("Key-é", 401),
+        ("Bearer Key-é", 422),
+        ("bearer Key-é", 422),
+    ],
+)
+async def test_api_key(tmp_path: Path, header: str | None, status: int) -> None:
+    headers = {} if header is None else {"authorization": header.encode()}
+    async with serve(tmp_path, api_key="Key-é") as server:
+        for path in ("/", "/generate", "/generate_stream", "/tokenize"):
+            response = await server.client.post(path, json={}, headers=headers)
+            assert response.status_code == status
+            assert status != 401 or response.content == b""
+        for path in ("/", "/health", "/info", "/metrics", "/docs"):
+            assert (await server.client.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origins", "granted"), [((), "*"), (("https://a.example",), "https://a.example")]
+)
+async def test_cors(tmp_path: Path, origins: tuple[str, ...], granted: str) -> None:
+    headers = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type, authorization",
+    }
+    async with serve(tmp_path, cors_allow_origin=origins) as server:
+        response = await server.client.options("/generate", headers=headers)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == granted
+        assert "authorization" in response.headers["access-control-allow-headers"].lower()
+        response = await server.client.get("/info", headers={"origin": "https://b.example"})
+        assert response.headers.get("access-control-allow-origin") == ("*" if not origins else None)
+
+
+@pytest.mark.parametrize(("port", "status"), [(9000, 404), (3000, 200)])
+async def test_metrics_port_serves_metrics_only(tmp_path: Path, port: int, status: int) -> None:
+    services = assemble_scripted(tmp_path, prometheus_port=9000)
+    app = create_app(services.config, services)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url=f"http://a:{port}", verify=False
+    ) as client:
+        assert (await client.get("/info")).status_code == status
+        assert "tgi_request_count" in (await client.get("/metrics")).text
+
+
+BAD_BODIES = [
+    (JSON, b"", 400, "the body is empty"),
+    (JSON, b'{"inputs": "x"', 400, "unexpected end of data"),
+    (JSON, b'{"inputs": "\xff"}', 400, "not valid UTF-8"),
+    (JSON, b'{"inputs": "\\ud800"}', 400, "surrogate"),
+    (JSON, b'{"inputs": NaN}', 400, "unexpected"),
+    (JSON, b'{"inputs": "x", "parameters": {"top_p": Infinity}}', 400, "unexpected"),
+    (JSON, b"[" * 5000, 400, "depth"),
+    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e400}}', 422, "number out of range"),
+    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e39}}', 422, "32-bit float"),
+    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e-320}}', 422, "strictly positive"),
+    (JSON, b'{"inputs": "x", "parameters": {"seed": -1}}', 422, "`parameters.seed`"),
+    (JSON, b'{"inputs": "x", "parameters": {"seed": 1e9}}', 422, "`parameters.seed`"),
+    (JSON, b'{"inputs": "x", "parameters": {"stop": ["a", 1]}}', 422, "`parameters.stop.1`"),
+    (JSON, b'{"inputs": "x", "parameters": null}', 422, "`parameters`"),
+    (JSON, b'{"inputs": 7}', 422, "`inputs`: Input should be a valid string. Given: 7"),
+    (JSON, b'{"input": "x"}', 422, "`inputs`: Field required"),
+    (JSON, b"null", 422, "`body`"),
+    (JSON, b"[]", 422, "`body`"),
+    (JSON, b'"x"', 422, "`body`"),
+    ({}, b'{"inputs": "x"}', 415, "Expected request with `Content-Type: application/json`"),
+    ({"content-type": "text/plain"}, b'{"inputs": "x"}', 415, "Content-Type"),
+    ({"content-type": "application/jsonx"}, b'{"inputs": "x"}', 415, "Content-Type"),
+]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/tokenize"])
+async def test_bad_bodies(server: Server, path: str) -> None:
+    for headers, content, status, words in BAD_BODIES:
+        if path == "/tokenize" and words == "strictly positive":
+            continue
+        response = await server.client.post(path, content=content, headers=headers)
+        if path == "/generate_stream" and words == "strictly positive":
+            assert response.status_code == 200 and words in response.text
+            continue
+        assert response.status_code == status, content
+        assert response.json()["error_type"] == "validation"
+        assert words in response.json()["error"]
+        assert "\n" not in response.json()["error"] and len(response.json()["error"]) < 300
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json", "APPLICATION/JSON; charset=utf-8", "application/vnd.api+json"],
+)
+async def test_json_content_types(server: Server, content_type: str) -> None:
+    content = b'{"inputs": "a\\u0000b", "unknown": {"a": 1}, "parameters": {"max_new_tokens": 1}}'
+    headers = {"content-type": content_type}
+    response = await server.client.post("/generate", content=content, headers=headers)
+    assert response.json() == {"generated_text": "h"}
+
+
+async def test_hundred_stop_sequences(server: Server) -> None:
+    request = {"inputs": "n", "parameters": {"stop": [f"s{i}" for i in range(100)]}}
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 422
+    assert response.json() == {
+        "error": "Input validation error: `stop` supports up to 4 stop sequences. Given: 100",
+        "error_type": "validation",
+    }
+
+
+async def test_large_bodies(server: Server) -> None:
+    content = b'{"inputs": "' + b"x" * 10_000_000 + b'"}'
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), 500_000):
+            yield content[start : start + 500_000]
+
+    for sent in (content, chunks()):
+        response = await server.client.post("/generate", content=sent, headers=JSON)
+        assert response.status_code == 413
+        assert response.json()["error_type"] == "validation"
+        assert "2000000 bytes" in response.json()["error"]
+    response = await server.client.post("/generate", content=content[:99_000] + b'"}', headers=JSON)
+    assert response.status_code == 422
+    assert "`inputs` tokens + `max_new_tokens` must be <= 4096" in response.json()["error"]
+
+
+async def test_lying_content_length(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(length: int, content: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = "POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + content)
+        status = await reader.readline()
+        writer.close()
+        return status
+
+    assert b" 413 " in await answer(10**12, b"{}")
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
+    assert b" 408 " in await answer(100, b"{}")
+
+
+async def test_generation_failure(server: Server) -> None:
+    server.shards.failure = GenerationError("Server error: out of memory")
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 5}}
+    response = await server.client.post("/generate", json=request)
+    assert response.status_code == 424
+    assert response.json() == {
+        "error": "Request failed during generation: Server error: out of memory",
+        "error_type": "generation",
+    }
+    server.shards.failure = None
+    stream = server.client.stream("POST", "/generate_stream", json={"inputs": "n"})
+    server.shards.delay_s = 0.01
+    async with stream as response:
+        lines = response.aiter_lines()
+        assert json.loads((await anext(lines))[5:])["index"] == 1
+        server.shards.failure = GenerationError("Server error: late")
+        *_, last, _ = [line async for line in lines]
+    assert json.loads(last[5:])["error_type"] == "generation"
+    assert server.services.metrics.request_failure.value(err="generation") == 2
+    server.shards.failure = None
+
+
+async def test_bug_is_an_internal_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Batcher, request: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(Batcher, "submit", broken)
+    told = {
+        "error": "The server failed on this request; its log says why",
+        "error_type": "internal",
+    }
+    response = await server.client.post("/generate", json={"inputs": "n"})
+    assert response.status_code == 500
+    assert response.json() == told
+    response = await server.client.post("/generate_stream", json={"inputs": "n"})
+    assert response.status_code == 200
+    assert json.loads(response.text[5:]) == told
+    assert server.services.metrics.request_failure.value(err="generation") == 2

@@ -1,0 +1,256 @@
+"""Flags, and the one line that a failed start leaves."""
+
+import dataclasses
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from text_generation_router import cli, services
+from text_generation_router.cli import create_parser, main
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import GenerationError
+from text_generation_router.services import StartError, check_tokenizer, check_warmup
+from text_generation_router.tokenizer import Tokenizer
+
+from router.tests.serving import write_tokenizer
+
+INFO = ShardInfo("float32", "cpu", 16, "fake", 258, 4096, "0", 0, 1)
+WARMUP = WarmupResult(512, 4095, 4096, 0, 0)
+
+
+def config(**options: object) -> RouterConfig:
+    return RouterConfig(tokenizer_name="dir", **options)
+
+
+def test_every_field_is_a_flag_with_its_default() -> None:
+    options = vars(create_parser().parse_args(["--tokenizer-name", "dir"]))
+    assert options.pop("command") is None
+    assert RouterConfig(**options) == config()
+
+
+def test_flags_are_read() -> None:
+    line = (
+        "--tokenizer-name d --model-id m --revision r --port 0 --prometheus-port 9 --hostname ::1 "
+        "--max-batch-size 3 --waiting-served-ratio 0.3 --disable-grammar-support --json-output "
+        "--cors-allow-origin https://a --cors-allow-origin https://b --logger-level warning"
+    )
+    options = vars(create_parser().parse_args(line.split()))
+    del options["command"]
+    read = RouterConfig(**options)
+    assert (read.served_model_id, read.revision, read.port) == ("m", "r", 0)
+    assert (read.prometheus_port, read.hostname, read.batch_rows) == (9, "::1", 3)
+    assert read.waiting_served_ratio == 0.3
+    assert read.disable_grammar_support and read.json_output
+    assert list(read.cors_allow_origin) == ["https://a", "https://b"]
+    assert read.logger_level == "WARNING"
+
+
+def test_every_field_says_what_it_is() -> None:
+    for field in dataclasses.fields(RouterConfig):
+        assert field.metadata["help"].endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"validation_workers": 0}, "`--validation-workers` must be >= 1. Given: 0"),
+        ({"max_batch_size": 0}, "`--max-batch-size` must be >= 1. Given: 0"),
+        ({"waiting_served_ratio": float("nan")}, "`--waiting-served-ratio` must be >= 0"),
+        ({"port": 65536}, "`--port` must be <= 65535. Given: 65536"),
+        ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
+        ({"api_key": ""}, "`--api-key` must not be empty"),
+        (
+            {"max_input_tokens": 9, "max_total_tokens": 9},
+            "`max_input_tokens` must be < `max_total_tokens`. Given: 9 and 9",
+        ),
+    ],
+)
+def test_values_that_can_not_be(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        config(**options)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_print_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["print-schema"])
+    schema = json.loads(capsys.readouterr().out)
+    operations = {
+        operation["operationId"] for path in schema["paths"].values() for operation in path.values()
+    }
+    assert operations == {
+        "compat_generate",
+        "generate",
+        "generate_stream",
+        "get_model_info",
+        "health",
+        "metrics",
+        "tokenize",
+    }
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().out.splitlines()
+    _, level, target, message = line.split(maxsplit=3)
+    assert (level, target) == ("ERROR", "text_generation_router:")
+    return message
+
+
+def fail(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--tokenizer-name", "dir", "--hostname", "127.0.0.1", *arguments])
+    assert caught.value.code == 1
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        fail("--port", str(port))
+    assert error_line(capsys).startswith(
+        f"Can not listen on 127.0.0.1 port {port}: Address already in use; choose another"
+    )
+
+
+def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+    fail("--hostname", "256.256.256.256")
+    assert error_line(capsys).startswith("Can not listen on 256.256.256.256 port 3000: ")
+
+
+def test_bad_value(capsys: pytest.CaptureFixture[str]) -> None:
+    fail("--max-batch-size", "0")
+    assert error_line(capsys) == "`--max-batch-size` must be >= 1. Given: 0"
+
+
+def test_tokenizer_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "--tokenizer-name is required" in capsys.readouterr().err
+
+
+def test_a_bug_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def start(config: RouterConfig) -> AsyncIterator[None]:
+        raise KeyError("x")
+        yield
+
+    monkeypatch.setattr(cli, "start", start)
+    fail("--port", "0")
+    assert error_line(capsys) == "The router failed: KeyError: 'x'"
+
+
+class FakeClient:
+    """Shards that do what they are told until they fail."""
+
+    def __init__(self, fails_at: str = "", warmup: WarmupResult = WARMUP) -> None:
+        self.calls: list[str] = []
+        self._fails_at = fails_at
+        self._warmup = warmup
+
+    async def connect(self, path: str) -> "FakeClient":
+        if self._fails_at == "connect":
+            raise ConnectionError("nobody there")
+        return self
+
+    async def clear_cache(self, batch_id: int | None) -> None:
+        self._note("clear_cache")
+
+    async def info(self) -> ShardInfo:
+        self._note("info")
+        return INFO
+
+    async def warmup(self, **limits: int | None) -> WarmupResult:
+        self._note("warmup")
+        return self._warmup
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self._fails_at:
+            raise GenerationError("Server error: no")
+
+
+async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    monkeypatch.setattr(services, "ShardedClient", client)
+    write_tokenizer(tmp_path)
+    async with services.start(RouterConfig(tokenizer_name=str(tmp_path))) as started:
+        assert client.calls == ["clear_cache", "info", "warmup"]
+        assert started.scheduler_limits.max_batch_total_tokens == 512 * 16
+        assert started.limits.max_input_tokens == 4095
+        assert started.scheduler_limits.max_batch_size == 128
+    assert client.calls[-1] == "close"
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "sentence"),
+    [
+        ("connect", "Unable to connect to the Python model shards: nobody there"),
+        ("clear_cache", "Unable to clear the Python model shards cache: Server error: no"),
+        ("info", "Unable to get the Python model shards info: Server error: no"),
+        ("warmup", "Unable to warmup the Python model shards: Server error: no"),
+        ("", "The model directory {} has no tokenizer.json"),
+    ],
+)
+async def test_start_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str, sentence: str
+) -> None:
+    client = FakeClient(fails_at)
+    monkeypatch.setattr(services, "ShardedClient", client)
+    with pytest.raises(StartError) as caught:
+        async with services.start(RouterConfig(tokenizer_name=str(tmp_path))):
+            pytest.fail("it started")
+    assert str(caught.value).startswith(sentence.format(tmp_path))
+    assert (client.calls[-1:] == ["close"]) is (fails_at != "connect")
+
+
+def test_tokenizer_must_fit(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    check_tokenizer(tokenizer, INFO)
+    with pytest.raises(StartError, match="token ids up to 257, but the model has only 257"):
+        check_tokenizer(tokenizer, dataclasses.replace(INFO, vocab_size=257))
+
+
+@pytest.mark.parametrize(
+    ("options", "warmup", "sentence"),
+    [
+        (
+            {"max_total_tokens": 5000},
+            {},
+            "`max_total_tokens` must be <= 4096 for this model. Given: 5000",
+        ),
+        (
+            {"max_input_tokens": 5000},
+            {},
+            "`max_input_tokens` must be <= 4095 for this model. Given: 5000",
+        ),
+        (
+            {},
+            {"max_input_tokens": 4096},
+            "`max_input_tokens` must be < `max_total_tokens`. Given: 4096 and 4096",
+        ),
+        (
+            {},
+            {"num_blocks": 255},
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. Given: 4096 and 4080",
+        ),
+        (
+            {"max_batch_prefill_tokens": 100},
+            {"num_blocks": 255},
+            "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 4096 and 4080",
+        ),
+    ],
+)
+def test_limits_must_fit(options: dict[str, int], warmup: dict[str, int], sentence: str) -> None:
+    check_warmup(config(), INFO, WARMUP)
+    with pytest.raises(StartError) as caught:
+        check_warmup(config(**options), INFO, dataclasses.replace(WARMUP, **warmup))
+    assert str(caught.value) == f"Argument validation error: {sentence}"

@@ -1,0 +1,211 @@
+"""Clients that leave, clients that do not read, and a server that is told to stop."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from text_generation_router import cli
+from text_generation_router.api import sse
+from text_generation_router.config import RouterConfig
+from text_generation_router.services import Services
+
+from router.tests.serving import ScriptedShards, Server, assemble_scripted, serve
+
+LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path, max_concurrent_requests=2) as server:
+        yield server
+
+
+async def started(server: Server) -> None:
+    while not server.shards.rows:
+        await asyncio.sleep(0.005)
+
+
+def dropped(server: Server) -> int:
+    return server.services.metrics.request_failure.value(err="dropped")
+
+
+async def test_client_leaves_a_stream(server: Server) -> None:
+    server.shards.delay_s = 0.005
+    async with server.client.stream("POST", "/generate_stream", json=LONG) as response:
+        await anext(response.aiter_lines())
+    await server.settle()
+    assert dropped(server) == 1
+
+
+async def test_client_leaves_while_it_waits(server: Server) -> None:
+    server.shards.delay_s = 0.005
+    call = asyncio.create_task(server.client.post("/generate", json=LONG))
+    await started(server)
+    call.cancel()
+    await asyncio.wait((call,))
+    await server.settle()
+    assert dropped(server) == 1
+
+
+async def test_client_leaves_one_of_best_of(server: Server) -> None:
+    server.shards.delay_s = 0.005
+    parameters = LONG["parameters"] | {"best_of": 2, "do_sample": True}
+    request = LONG | {"parameters": parameters}
+    call = asyncio.create_task(server.client.post("/generate", json=request))
+    await started(server)
+    call.cancel()
+    await asyncio.wait((call,))
+    await server.settle()
+    assert dropped(server) == 2
+
+
+async def test_others_go_on_when_one_leaves(server: Server) -> None:
+    server.shards.delay_s = 0.005
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 30}}
+    stays = asyncio.create_task(server.client.post("/generate", json=request))
+    async with server.client.stream("POST", "/generate_stream", json=LONG) as response:
+        await anext(response.aiter_lines())
+    assert (await stays).json() == {"generated_text": "hello " * 5}
+
+
+async def test_permits_run_out_and_come_back(server: Server) -> None:
+    server.shards.delay_s = 0.005
+    async with (
+        server.client.stream("POST", "/generate_stream", json=LONG) as first,
+        server.client.stream("POST", "/generate_stream", json=LONG) as second,
+    ):
+        # Kept, because a response is closed with its iterator.
+        lines = [first.aiter_lines(), second.aiter_lines()]
+        for of_one in lines:
+            await anext(of_one)
+        response = await server.client.post("/generate", json=LONG)
+        assert response.status_code == 429
+        assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+        response = await server.client.post("/generate_stream", json=LONG)
+        assert response.status_code == 200
+        assert response.text == (
+            'data: {"error":"Model is overloaded","error_type":"overloaded"}\n\n'
+        )
+    await server.settle()
+    server.shards.delay_s = 0.0
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
+    assert (await server.client.post("/generate", json=request)).status_code == 200
+    assert server.services.metrics.request_failure.value(err="overloaded") == 2
+
+
+async def test_client_that_never_reads(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.2)
+    caplog.set_level(logging.WARNING)
+    content = json.dumps(LONG).encode()
+    head = (
+        "POST /generate_stream HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.sendall(head.encode() + content)
+        await started(server)
+        await server.settle()
+        while "A client read nothing" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert dropped(server) == 1
+    assert "Traceback" not in caplog.text
+
+
+async def test_keep_alive(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    server.shards.delay_s = 0.2
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
+    response = await server.client.post("/generate_stream", json=request)
+    assert response.text.startswith(":\n\n:\n\n")
+    assert response.text.replace(":\n\n", "").startswith('data: {"index":1,')
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@asynccontextmanager
+async def serve_until_sigterm(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Runs what `main` runs, on scripted shards, and waits at the end until it has returned."""
+    services = assemble_scripted(directory, hostname="127.0.0.1", port=0)
+    assert isinstance(services.shards, ScriptedShards)
+    services.shards.delay_s = 0.02
+
+    @asynccontextmanager
+    async def start(config: RouterConfig) -> AsyncIterator[Services]:
+        yield services
+
+    listener = cli.bind("127.0.0.1", 0)
+    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(cli, "bind", lambda hostname, port: listener)
+    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    serving = asyncio.create_task(cli.serve(services.config))
+    async with httpx.AsyncClient(base_url=base_url, verify=False) as client:
+        while True:
+            try:
+                await client.get("/health")
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.02)
+        yield client
+    await serving
+    services.batcher.integrity()
+    assert services.infer.free_permits == services.config.max_concurrent_requests
+
+
+async def test_running_streams_outlive_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
+) -> None:
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 60}}
+    async with (
+        serve_until_sigterm(tmp_path, monkeypatch) as client,
+        client.stream("POST", "/generate_stream", json=request) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+        rest = [line async for line in lines if line]
+    assert json.loads(rest[-1][5:])["generated_text"] == "hello " * 10
+
+
+async def test_late_requests_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
+) -> None:
+    monkeypatch.setattr(cli, "GRACEFUL_SHUTDOWN_S", 0.3)
+    async with serve_until_sigterm(tmp_path, monkeypatch) as client:
+        waiting = asyncio.create_task(client.post("/generate", json=LONG))
+        async with client.stream("POST", "/generate_stream", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            rest = [line async for line in lines if line]
+        assert rest[-1] == (
+            'data: {"error":"Incomplete generation stream",'
+            '"error_type":"incomplete_generation_stream"}'
+        )
+        answer = await waiting
+        assert answer.status_code == 500
+        assert answer.json() == {
+            "error": "Incomplete generation",
+            "error_type": "incomplete_generation",
+        }

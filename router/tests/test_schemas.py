@@ -1,0 +1,126 @@
+"""How bodies are typed: literally, with TGI's treatment of null and of absence."""
+
+import struct
+
+import orjson
+import pytest
+from pydantic import ValidationError
+from text_generation_router.api.schemas import CompatGenerateRequest, GenerateRequest
+from text_generation_router.validation import GenerateParameters
+
+
+def parse(parameters: str) -> GenerateParameters:
+    body = orjson.loads(f'{{"inputs": "x", "parameters": {parameters}}}')
+    return GenerateRequest.model_validate(body).to_parameters()
+
+
+def test_absent_parameters_sample_and_empty_ones_do_not() -> None:
+    assert GenerateRequest.model_validate({"inputs": "x"}).to_parameters().do_sample is True
+    assert parse("{}").do_sample is False
+    assert parse("{}") == GenerateParameters(inputs="x", return_full_text=False)
+
+
+def test_every_field() -> None:
+    asked = parse(
+        '{"best_of": 2, "temperature": 1, "repetition_penalty": 2, "frequency_penalty": -1,'
+        '"presence_penalty": 0.5, "top_k": 3, "top_p": 0.5, "typical_p": 0.25, "do_sample": true,'
+        '"max_new_tokens": 4294967295, "min_new_tokens": 1, "ignore_eos_token": true,'
+        '"return_full_text": true, "stop": ["a", ""], "truncate": 7, "watermark": true,'
+        '"details": true, "decoder_input_details": true, "seed": 18446744073709551615,'
+        '"top_n_tokens": 5, "logit_bias": {"42": -100, "7": 0.5}, "grammar": {"type": "regex"},'
+        '"adapter_id": "a", "surprise": [1]}'
+    )
+    assert asked == GenerateParameters(
+        inputs="x",
+        best_of=2,
+        temperature=1.0,
+        repetition_penalty=2.0,
+        frequency_penalty=-1.0,
+        presence_penalty=0.5,
+        top_k=3,
+        top_p=0.5,
+        typical_p=0.25,
+        do_sample=True,
+        max_new_tokens=2**32 - 1,
+        min_new_tokens=1,
+        ignore_eos_token=True,
+        return_full_text=True,
+        stop=("a", ""),
+        truncate=7,
+        watermark=True,
+        details=True,
+        decoder_input_details=True,
+        seed=2**64 - 1,
+        top_n_tokens=5,
+        logit_bias=((42, -100.0), (7, 0.5)),
+        grammar={"type": "regex"},
+        adapter_id="a",
+    )
+
+
+NULLABLE = [
+    *("best_of", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("top_k", "top_p", "typical_p", "max_new_tokens", "min_new_tokens", "return_full_text"),
+    *("truncate", "seed", "top_n_tokens", "grammar", "adapter_id", "logit_bias"),
+]
+
+
+def test_null_is_absence_for_optional_fields() -> None:
+    assert parse(orjson.dumps(dict.fromkeys(NULLABLE)).decode()) == parse("{}")
+
+
+WRONG = [
+    *(f'{{"{name}": null}}' for name in ("stop", "do_sample", "details", "watermark")),
+    '{"decoder_input_details": null}',
+    '{"ignore_eos_token": null}',
+    *(f'{{"{name}": -1}}' for name in ("seed", "max_new_tokens", "truncate", "best_of")),
+    *(f'{{"{name}": 1.0}}' for name in ("seed", "max_new_tokens", "top_k", "top_n_tokens")),
+    *(f'{{"{name}": "1"}}' for name in ("seed", "temperature", "top_p", "details", "stop")),
+    '{"seed": 18446744073709551616}',
+    '{"max_new_tokens": 4294967296}',
+    '{"top_k": 2147483648}',
+    '{"temperature": true}',
+    '{"seed": true}',
+    '{"do_sample": 1}',
+    '{"temperature": 1e39}',
+    '{"stop": [1]}',
+    '{"stop": "a"}',
+    '{"grammar": "a"}',
+    '{"adapter_id": 1}',
+    '{"logit_bias": {"a": 1}}',
+    '{"logit_bias": {"-1": 1}}',
+    '{"logit_bias": {"01": 1}}',
+    '{"logit_bias": {"²": 1}}',
+    '{"logit_bias": {"1": "1"}}',
+    '{"logit_bias": [1]}',
+    "null",
+    "[]",
+    '"x"',
+]
+
+
+@pytest.mark.parametrize("parameters", WRONG)
+def test_wrong_types(parameters: str) -> None:
+    with pytest.raises(ValidationError):
+        parse(parameters)
+
+
+def test_floats_are_32_bit() -> None:
+    assert parse('{"temperature": 0.1}').temperature == struct.unpack("<f", b"\xcd\xcc\xcc=")[0]
+    assert parse('{"temperature": 1e-320}').temperature == 0.0
+
+
+@pytest.mark.parametrize("stream", ["null", "1", '"true"'])
+def test_stream_is_a_boolean(stream: str) -> None:
+    with pytest.raises(ValidationError):
+        CompatGenerateRequest.model_validate(orjson.loads(f'{{"inputs":"x","stream":{stream}}}'))
+
+
+def test_compat_returns_the_full_text_unless_told_otherwise() -> None:
+    def full_text(body: dict[str, object]) -> bool | None:
+        request = CompatGenerateRequest.model_validate(body)
+        return request.to_parameters(return_full_text=True).return_full_text
+
+    assert full_text({"inputs": "x"}) is True
+    assert full_text({"inputs": "x", "parameters": {"return_full_text": None}}) is True
+    assert full_text({"inputs": "x", "parameters": {"return_full_text": False}}) is False

@@ -1,0 +1,208 @@
+"""The client against real gRPC servers on unix sockets, one per rank."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from text_generation_proto import pb, pb_grpc
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.batcher import TURNS_TO_SEND
+from text_generation_router.scheduler.shards import CachedBatch
+
+from router.tests.test_translate import make_entry
+
+
+class Rank(pb_grpc.TextGenerationServiceServicer):
+    """Answers with its rank, remembers what it was asked, and fails on request."""
+
+    def __init__(self, rank: int, urls: list[str]) -> None:
+        self._rank = rank
+        self._urls = urls
+        self.asked: list[Any] = []
+        self.failure: tuple[grpc.StatusCode, str] | None = None
+        self.delay_s = 0.0
+        self.num_answered = 0
+        self.stop: Callable[[None], Awaitable[None]]
+
+    async def _answer(self, request: Any, context: Any, response: Any) -> Any:
+        self.asked.append(request)
+        await asyncio.sleep(self.delay_s)
+        self.num_answered += 1
+        if self.failure is not None:
+            await context.abort(*self.failure)
+        return response
+
+    async def ServiceDiscovery(self, request: Any, context: Any) -> Any:
+        return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+    async def Info(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context, pb.InfoResponse(rank=self._rank))
+
+    async def Health(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context, pb.HealthResponse())
+
+    async def Warmup(self, request: Any, context: Any) -> Any:
+        return await self._answer(
+            request, context, pb.WarmupResponse(num_blocks=9 - self._rank, kv_cache_bytes=10)
+        )
+
+    async def Prefill(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context, self._step(request.batch.id))
+
+    async def Decode(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context, self._step(request.batch_ids[0]))
+
+    async def FilterBatch(self, request: Any, context: Any) -> Any:
+        batch = pb.CachedBatch(id=request.batch_id, request_ids=request.request_ids)
+        return await self._answer(request, context, pb.FilterBatchResponse(batch=batch))
+
+    async def ClearCache(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context, pb.ClearCacheResponse())
+
+    def _step(self, batch_id: int) -> pb.StepResponse:
+        return pb.StepResponse(
+            generations=pb.Generations(
+                request_ids=[11], token_ids=[self._rank], logprobs=[0.0], finish_reasons=[0]
+            ),
+            batch=pb.CachedBatch(id=batch_id, request_ids=[11]),
+        )
+
+
+@asynccontextmanager
+async def serving(directory: Path, num: int) -> AsyncIterator[tuple[ShardedClient, list[Rank]]]:
+    urls = [f"unix://{directory}/shard-{rank}" for rank in range(num)]
+    ranks = [Rank(rank, urls) for rank in range(num)]
+    servers = []
+    for rank, url in zip(ranks, urls, strict=True):
+        server = grpc.aio.server()
+        pb_grpc.add_TextGenerationServiceServicer_to_server(rank, server)
+        server.add_insecure_port(url)
+        await server.start()
+        rank.stop = server.stop
+        servers.append(server)
+    client = await ShardedClient.connect(f"{directory}/shard-0", timeout_s=10)
+    try:
+        yield client, ranks
+    finally:
+        await client.close()
+        for server in servers:
+            await server.stop(None)
+
+
+CALLS: list[Callable[[ShardedClient], Any]] = [
+    lambda client: client.prefill(3, [make_entry()], None),
+    lambda client: client.decode([3], [(11, 5)]),
+    lambda client: client.filter_batch(3, [11]),
+    lambda client: client.clear_cache(3),
+    lambda client: client.health(),
+    lambda client: client.info(),
+    lambda client: client.warmup(100, 8),
+]
+
+
+async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -> None:
+    async with serving(tmp_path, 3) as (client, ranks):
+        answers = [await call(client) for call in CALLS]
+        assert all(len(rank.asked) == len(CALLS) for rank in ranks)
+        assert ranks[0].asked == ranks[1].asked == ranks[2].asked
+    prefill, decode, kept, _, _, info, warmup = answers
+    assert prefill.token_ids == decode.token_ids == (0,) and info.rank == 0
+    assert kept == CachedBatch(3, (11,))
+    assert (warmup.num_blocks, warmup.kv_cache_bytes) == (7, 30)
+
+
+async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1) as (client, [rank]):
+        await client.prefill(3, [make_entry()], None)
+        await client.prefill(4, [make_entry()], 3)
+        await client.clear_cache(None)
+        await client.clear_cache(0)
+        await client.warmup(100, 8)
+        await client.warmup(100, 8, 10, 20, 30)
+    given = [{field.name for field, _ in request.ListFields()} for request in rank.asked]
+    assert given == [
+        {"batch"},
+        {"batch", "cached_batch_id"},
+        set(),
+        {"id"},
+        {"max_prefill_tokens", "max_batch_size"},
+        {field.name for field in pb.WarmupRequest.DESCRIPTOR.fields},
+    ]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_failure_of_any_rank_is_a_generation_error(
+    tmp_path: Path, call: Callable[[ShardedClient], Any], failing: int
+) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        ranks[failing].failure = (grpc.StatusCode.INTERNAL, "out of luck")
+        ranks[1 - failing].delay_s = 0.02
+        with pytest.raises(GenerationError) as error:
+            await call(client)
+        assert str(error.value) == "Server error: out of luck"
+        # The call is over for every rank: none of them is still busy with it.
+        assert ranks[1 - failing].num_answered == 1
+
+
+async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1) as (client, [rank]):
+        rank.failure = (grpc.StatusCode.UNAVAILABLE, "going away")
+        with pytest.raises(GenerationError) as error:
+            await client.health()
+        assert str(error.value) == "Could not connect to Text Generation server: going away"
+        await rank.stop(None)
+        with pytest.raises(GenerationError, match="Could not connect to Text Generation server: "):
+            await client.health()
+
+
+async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1) as (client, [rank]):
+        rank.delay_s = 5
+        call = asyncio.create_task(client.decode([3], []))
+        while not rank.asked:
+            await asyncio.sleep(0.001)
+        await client.close()
+        with pytest.raises(GenerationError, match="Could not connect"):
+            await asyncio.wait_for(call, 1)
+
+
+async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None:
+    """Otherwise the router's text work would delay the shards instead of hiding behind them."""
+    asked = threading.Event()
+
+    class Shard(pb_grpc.TextGenerationServiceServicer):
+        def ServiceDiscovery(self, request: Any, context: Any) -> Any:
+            return pb.ServiceDiscoveryResponse(urls=["unix:unused"])
+
+        def Decode(self, request: Any, context: Any) -> Any:
+            asked.set()
+            return pb.StepResponse()
+
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads)
+        pb_grpc.add_TextGenerationServiceServicer_to_server(Shard(), server)
+        server.add_insecure_port(f"unix://{tmp_path}/shard")
+        server.start()
+        client = await ShardedClient.connect(f"{tmp_path}/shard", timeout_s=10)
+        call = asyncio.create_task(client.decode([3], []))
+        for _ in range(TURNS_TO_SEND):
+            await asyncio.sleep(0)
+        assert asked.wait(5), "the loop stands still, and the call is not there"
+        await call
+        await client.close()
+        server.stop(None).wait()
+
+
+async def test_nobody_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        GenerationError, match=r"no answer from the shards at .*/nobody within 0.1 s"
+    ):
+        await ShardedClient.connect(f"{tmp_path}/nobody", timeout_s=0.1)

@@ -1,0 +1,61 @@
+"""The bytes of events."""
+
+import struct
+
+import pytest
+from text_generation_router.api.generate import _float32
+from text_generation_router.api.sse import error_event, event, events
+from text_generation_router.errors import (
+    GenerationError,
+    IncompleteGenerationError,
+    OverloadedError,
+    RouterError,
+    ValidationError,
+)
+
+
+def test_event() -> None:
+    payload = {"index": 1, "text": "a\nb\r\u2028é", "logprob": float("nan")}
+    expected = 'data: {"index":1,"text":"a\\nb\\r\u2028é","logprob":null}\n\n'
+    assert event(payload) == expected.encode()
+    assert events([{"a": 1}, {"b": 2}]) == b'data: {"a":1}\n\ndata: {"b":2}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "error_type"),
+    [
+        (ValidationError("no"), "Input validation error: no", "validation"),
+        (OverloadedError(), "Model is overloaded", "overloaded"),
+        (GenerationError("oh"), "Request failed during generation: oh", "generation"),
+        (
+            IncompleteGenerationError(),
+            "Incomplete generation stream",
+            "incomplete_generation_stream",
+        ),
+    ],
+)
+def test_error_event(error: RouterError, sentence: str, error_type: str) -> None:
+    expected = f'data: {{"error":"{sentence}","error_type":"{error_type}"}}\n\n'
+    assert error_event(error) == expected.encode()
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        (0.1, 0.1),
+        (-1.0, -1.0),
+        (0.0, 0.0),
+        (-0.33333334, -0.33333334),
+        (-1.1920929e-07, -1.1920929e-7),
+        (16777216.0, 16777216.0),
+        (3.4028235e38, 3.4028235e38),
+    ],
+)
+def test_logprobs_are_the_shortest_that_read_back(value: float, printed: float) -> None:
+    (as_float32,) = struct.unpack("<f", struct.pack("<f", value))
+    assert _float32(as_float32) == printed
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
+def test_undefined_logprobs_are_null(value: float | None) -> None:
+    assert _float32(value) is None

@@ -1,0 +1,241 @@
+"""Encoding, and the law that decoding rests on, for every kind of decoder."""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_generation_router.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.trainers import BpeTrainer
+
+CORPUS = ["Hello world, naïve café!", "日本語のテキスト 😀😀", "def f(x):\n    return x\n\n"] * 3
+
+
+def byte_level() -> FastTokenizer:
+    """GPT-2's and Llama 3's kind: every byte has a character."""
+    tokenizer = FastTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("\n\n  ", normalized=False), "ça va"])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def byte_fallback() -> FastTokenizer:
+    """Llama 2's kind: sentencepiece with a token for each byte and a stripped first space."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefghi", "▁a", "▁b", "ab", "▁▁", "é", "�"]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "▁")]
+    tokenizer = FastTokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def metaspace() -> FastTokenizer:
+    """T5's kind: sentencepiece without bytes."""
+    pieces = ["<unk>", "▁", *"abcdefghi", "▁a", "▁b", "ab", "▁▁"]
+    tokenizer = FastTokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def word_piece() -> FastTokenizer:
+    """BERT's kind: continuations are marked, words are not."""
+    pieces = ["[UNK]", "a", "b", "##a", "##b", "ab", ",", "'", "n't", "##!"]
+    tokenizer = FastTokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def no_decoder() -> FastTokenizer:
+    """Words, joined by spaces."""
+    return FastTokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+
+
+FAST = {
+    make.__name__: make() for make in (byte_level, byte_fallback, metaspace, word_piece, no_decoder)
+}
+TOKENIZERS = {name: Tokenizer(fast, {}, num_workers=1) for name, fast in FAST.items()}
+BYTE_TOKEN = re.compile(r"<0x(..)>")
+
+
+def stream(name: str, ids: Sequence[int]) -> str:
+    decoder = TOKENIZERS[name].stream_decoder()
+    return "".join(map(decoder.step, ids)) + decoder.flush()
+
+
+def decode(name: str, ids: Sequence[int]) -> str:
+    return FAST[name].decode(list(ids), skip_special_tokens=False)
+
+
+def prompt_of(name: str) -> list[int]:
+    """Something to continue, whose text is whole."""
+    return FAST[name].encode("ab").ids
+
+
+@pytest.mark.parametrize("name", sorted(FAST))
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_stream_is_the_decoding_of_the_whole(name: str, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, TOKENIZERS[name].vocab_size + 2), max_size=30))
+    if name == "byte_fallback":
+        ids = [i for i in ids if not BYTE_TOKEN.fullmatch(FAST[name].id_to_token(i) or "")]
+    prompt = prompt_of(name)
+    assert decode(name, prompt) + stream(name, ids) == decode(name, prompt + ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(), name=st.sampled_from(["byte_level", "byte_fallback"]))
+def test_any_text_survives(text: str, name: str) -> None:
+    ids = FAST[name].encode(text).ids
+    if name == "byte_fallback" and text:
+        # What the normalizer of the sentencepiece kind does to a text.
+        text = " " + text.replace("▁", " ")
+    assert stream(name, ids) == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 275), max_size=30))
+def test_bytes_that_are_no_character_do_not_spoil_their_neighbours(ids: list[int]) -> None:
+    """The library replaces a whole run of bytes for one that is wrong; in a stream the bytes before
+    it have been shown, so here only the wrong ones are replaced."""
+    fast = FAST["byte_fallback"]
+    whole = b""
+    for token in map(fast.id_to_token, ids):
+        match = BYTE_TOKEN.fullmatch(token or "")
+        whole += bytes.fromhex(match[1]) if match else (token or "").replace("▁", " ").encode()
+    shown = stream("byte_fallback", ids)
+    assert shown == whole.decode(errors="replace")
+    library = decode("byte_fallback", [*prompt_of("byte_fallback"), *ids])
+    if "�" not in library:
+        assert "ab" + shown == library
+
+
+def test_each_id_has_its_own_text() -> None:
+    ids = FAST["byte_fallback"].encode(" a€").ids
+    texts = TOKENIZERS["byte_fallback"].decode_each([*ids, 10_000])
+    assert texts == [" ", " a", "�", "�", "�", ""]
+    assert TOKENIZERS["word_piece"].decode_each([1, 3]) == [" a", "a"]
+
+
+async def test_encode() -> None:
+    fast = byte_level()
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", fast.token_to_id("<s>"))]
+    )
+    fast.enable_truncation(2)
+    fast.enable_padding(length=9)
+    tokenizer = Tokenizer(fast, {}, num_workers=1)
+    encoding = await tokenizer.encode("caf€ 😀 x")
+    assert encoding.ids[0] == fast.token_to_id("<s>")
+    assert encoding.special_tokens_mask == (1, *[0] * (len(encoding.ids) - 1))
+    assert stream("byte_level", encoding.ids[1:]) == "caf€ 😀 x"
+    # Offsets count characters, not bytes.
+    assert max(end for _, end in encoding.offsets) == len("caf€ 😀 x")
+    assert (await tokenizer.encode("caf€ 😀 x", add_special_tokens=False)).ids == encoding.ids[1:]
+    assert (await tokenizer.encode("", add_special_tokens=False)).ids == ()
+
+
+async def test_encode_leaves_the_event_loop_free() -> None:
+    long = asyncio.create_task(TOKENIZERS["byte_level"].encode("word " * 50_000))
+    turns = 0
+    while not long.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 5
+    assert len((await long).ids) > 50_000
+
+
+async def test_text_that_is_not_unicode_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="surrogates"):
+        await TOKENIZERS["byte_level"].encode("a\ud800b")
+
+
+# ---- Loading ----
+
+
+def save(fast: FastTokenizer, directory: Path, **files: object) -> Path:
+    fast.save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_special_tokens_come_from_all_three_files(tmp_path: Path) -> None:
+    fast = byte_level()
+    fast.add_tokens(["<config>", "<map>", "<extra>", "<id>", "<plain>"])
+    tokenizer = Tokenizer.load(
+        save(
+            fast,
+            tmp_path,
+            tokenizer_config={
+                "bos_token": {"content": "<config>", "lstrip": False},
+                "eos_token": None,
+                "additional_special_tokens": ["<extra>", "<not in the vocabulary>"],
+                "added_tokens_decoder": {
+                    str(fast.token_to_id("<id>")): {"content": "<id>", "special": True},
+                    str(fast.token_to_id("<plain>")): {"content": "<plain>", "special": False},
+                },
+            },
+            special_tokens_map={"unk_token": "<map>"},
+        )
+    )
+    special = [t for t, i in fast.get_vocab().items() if tokenizer.is_special(i)]
+    assert sorted(special) == ["</s>", "<config>", "<extra>", "<id>", "<map>", "<s>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<config>", None)
+    assert tokenizer.vocab_size == fast.get_vocab_size()
+
+
+def test_tokenizer_json_is_enough(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(byte_level(), tmp_path))
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (None, None)
+    assert tokenizer.is_special(byte_level().token_to_id("</s>"))
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({}, "has no tokenizer.json"),
+        ({"tokenizer.json": "{"}, "tokenizer.json cannot be read"),
+        ({"tokenizer.json": "{}"}, "tokenizer.json cannot be read"),
+        ({"tokenizer_config.json": "{", "tokenizer.json": None}, "config.json is not valid JSON"),
+        ({"tokenizer_config.json": "[]", "tokenizer.json": None}, "must hold a JSON object"),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(
+    tmp_path: Path, files: dict[str, str | None], sentence: str
+) -> None:
+    save(byte_level(), tmp_path)
+    if "tokenizer.json" not in files:
+        (tmp_path / "tokenizer.json").unlink()
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(sentence)) as error:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

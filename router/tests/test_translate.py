@@ -1,0 +1,160 @@
+"""Values to messages and back; and that no field of the contract was forgotten."""
+
+import math
+
+from google.protobuf.message import Message
+from text_generation_proto import pb
+from text_generation_router.client import translate
+from text_generation_router.request import FinishReason, Request, SamplingParams, StoppingCriteria
+from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.blocks import BlockTable
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import CachedBatch
+
+from router.tests.scheduling import make_tokenizer
+
+REQUEST = Request(
+    input_ids=(5, 6, 7),
+    sampling=SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        top_p=0.25,
+        typical_p=0.75,
+        do_sample=True,
+        seed=2**64 - 1,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=2.0,
+        watermark=True,
+        logit_bias=((8, -100.0), (9, 1.5)),
+    ),
+    stopping=StoppingCriteria(20, 4, ("stop",), True),
+    prefill_logprobs=True,
+    top_n_tokens=2,
+)
+
+
+def make_entry() -> Entry:
+    entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
+    entry.block_table = BlockTable(16, [4, 2])
+    return entry
+
+
+def unset_fields(message: Message) -> set[str]:
+    return {field.name for field in message.DESCRIPTOR.fields} - {
+        field.name for field, _ in message.ListFields()
+    }
+
+
+def test_a_request_goes_over_whole() -> None:
+    batch = translate.to_batch(3, [make_entry()])
+    [request] = batch.requests
+    assert (batch.id, request.id) == (3, 11)
+    assert list(request.input_ids) == [5, 6, 7] and request.num_prompt_tokens == 3
+    assert list(request.block_table) == [4, 2]
+    assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
+    parameters = request.parameters
+    for name in ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "watermark"):
+        assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
+    for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+        assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
+    assert list(parameters.logit_bias_ids) == [8, 9]
+    assert list(parameters.logit_bias_values) == [-100.0, 1.5]
+    stopping = request.stopping_parameters
+    assert (stopping.max_new_tokens, stopping.min_new_tokens) == (20, 4)
+    assert stopping.ignore_eos_token
+    # Whatever is added to the contract must be filled in: only a cached prefix is not yet.
+    assert unset_fields(request) == {"num_cached_tokens"}
+    assert unset_fields(parameters) == unset_fields(stopping) == set()
+
+
+def test_a_preempted_request_brings_what_it_has_generated() -> None:
+    entry = make_entry()
+    entry.token_ids += [21, 22]
+    [request] = translate.to_batch(3, [entry]).requests
+    assert list(request.input_ids) == [5, 6, 7, 21, 22] and request.num_prompt_tokens == 3
+    assert not request.prefill_logprobs, "they were delivered with the first token"
+
+
+def test_decode() -> None:
+    request = translate.to_decode([4], [(11, 7), (12, 8)])
+    assert list(request.batch_ids) == [4]
+    assert list(request.grown_request_ids) == [11, 12] and list(request.grown_block_ids) == [7, 8]
+
+
+def test_a_step_comes_back_as_columns() -> None:
+    response = pb.StepResponse(
+        generations=pb.Generations(
+            request_ids=[1, 2, 3],
+            token_ids=[10, 20, 30],
+            logprobs=[-0.5, math.nan, -2.0],
+            finish_reasons=[
+                pb.FINISH_REASON_NONE,
+                pb.FINISH_REASON_LENGTH,
+                pb.FINISH_REASON_EOS_TOKEN,
+            ],
+            top_token_counts=[2, 0, 1],
+            top_token_ids=[10, 11, 30],
+            top_token_logprobs=[-0.5, -1.5, -2.0],
+        ),
+        batch=pb.CachedBatch(id=4, request_ids=[1]),
+        prefill_logprobs=[pb.PrefillLogprobs(request_id=1, logprobs=[math.nan, -0.25])],
+        forward_ns=100,
+        decode_ns=10,
+        concat_ns=0,
+    )
+    step = translate.from_step(response)
+    assert (step.request_ids, step.token_ids) == ((1, 2, 3), (10, 20, 30))
+    assert step.logprobs[::2] == (-0.5, -2.0) and math.isnan(step.logprobs[1])
+    assert step.finish_reasons == (None, FinishReason.LENGTH, FinishReason.EOS_TOKEN)
+    assert step.batch == CachedBatch(4, (1,))
+    assert list(step.top_tokens()) == [((10, 11), (-0.5, -1.5)), ((), ()), ((30,), (-2.0,))]
+    assert math.isnan(step.prefill_logprobs[1][0]) and step.prefill_logprobs[1][1] == -0.25
+    assert (step.forward_ns, step.decode_ns, step.concat_ns) == (100, 10, 0)
+
+
+def test_a_step_that_leaves_nobody() -> None:
+    step = translate.from_step(pb.StepResponse())
+    assert step.batch is None and step.concat_ns is None and list(step.top_tokens()) == []
+
+
+def test_every_finish_reason_is_known() -> None:
+    for reason in pb.FinishReason.values():
+        generations = pb.Generations(finish_reasons=[reason])
+        assert (
+            len(translate.from_step(pb.StepResponse(generations=generations)).finish_reasons) == 1
+        )
+
+
+def test_what_fits_is_what_fits_on_every_rank() -> None:
+    ranks = [
+        pb.WarmupResponse(
+            num_blocks=blocks,
+            max_input_tokens=100,
+            max_total_tokens=200,
+            kv_cache_bytes=1000,
+            weights_bytes=500,
+        )
+        for blocks in (8, 6)
+    ]
+    warmup = translate.from_warmup(ranks)
+    assert (warmup.num_blocks, warmup.max_input_tokens, warmup.max_total_tokens) == (6, 100, 200)
+    assert (warmup.kv_cache_bytes, warmup.weights_bytes) == (2000, 1000)
+
+
+def test_info() -> None:
+    response = pb.InfoResponse(
+        dtype="float32",
+        device_type="cpu",
+        block_size=16,
+        attention_impl="torch",
+        vocab_size=100,
+        max_model_len=2048,
+        version="1",
+        rank=1,
+        world_size=2,
+    )
+    info = translate.from_info(response)
+    assert unset_fields(response) == set()
+    for name in info.__dataclass_fields__:
+        assert getattr(info, name) == getattr(response, name)

@@ -1,0 +1,200 @@
+"""Every rule, its sentence, and the order in which they are tried."""
+
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from text_generation_router.api.schemas import GenerateParametersBody
+from text_generation_router.errors import ValidationError
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Request
+from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.validation import (
+    GenerateParameters,
+    Limits,
+    Validation,
+    check_best_of,
+    check_stream,
+)
+
+from router.tests.serving import BOS_ID, script_of, write_tokenizer
+
+LIMITS = Limits(
+    max_best_of=2,
+    max_stop_sequences=4,
+    max_top_n_tokens=5,
+    max_input_tokens=9,
+    max_total_tokens=12,
+    vocab_size=258,
+)
+
+
+@pytest.fixture
+def validation(tmp_path: Path) -> Validation:
+    write_tokenizer(tmp_path)
+    return Validation(LIMITS, Tokenizer.load(tmp_path), Metrics(9, 12))
+
+
+async def validate(validation: Validation, inputs: str = "ab", **asked: object) -> Request:
+    return await validation.validate(GenerateParameters(inputs=inputs, **asked))
+
+
+REFUSED = [
+    ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+    ({"temperature": 0.0}, "`temperature` must be strictly positive"),
+    ({"temperature": math.nan}, "`temperature` must be strictly positive"),
+    ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
+    ({"repetition_penalty": math.nan}, "`repetition_penalty` must be strictly positive"),
+    ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"frequency_penalty": math.nan}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+    ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+    ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"top_p": math.nan}, "`top_p` must be > 0.0 and < 1.0"),
+    ({"typical_p": 1.5}, "`typical_p` must be > 0.0 and < 1.0"),
+    ({"top_k": 0}, "`top_k` must be strictly positive"),
+    ({"top_k": -5}, "`top_k` must be strictly positive"),
+    ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+    ({"stop": ("x",) * 100}, "`stop` supports up to 4 stop sequences. Given: 100"),
+    (
+        {"seed": 1, "best_of": 2, "do_sample": True},
+        "`seed` must not be set when `best_of` > 1",
+    ),
+    ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+    (
+        {"logit_bias": ((258, 1.0),)},
+        "`logit_bias` must name token ids below 258, the size of the vocabulary. Given: 258",
+    ),
+    (
+        {"logit_bias": ((7, 101.0),)},
+        "`logit_bias` must be >= -100.0 and <= 100.0. Given: 101.0 for 7",
+    ),
+    ({"inputs": ""}, "`inputs` cannot be empty"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 9. Given: 0"),
+    ({"truncate": 10}, "`truncate` must be strictly positive and less than 9. Given: 10"),
+    (
+        {"max_new_tokens": 10},
+        "`inputs` tokens + `max_new_tokens` must be <= 12. "
+        "Given: 3 `inputs` tokens and 10 `max_new_tokens`",
+    ),
+    (
+        {"inputs": "a" * 9, "max_new_tokens": 1},
+        "`inputs` must have less than 9 tokens. Given: 10",
+    ),
+    (
+        {"inputs": "a" * 11},
+        "`inputs` tokens + `max_new_tokens` must be <= 12. "
+        "Given: 12 `inputs` tokens and 1 `max_new_tokens`",
+    ),
+    (
+        {"min_new_tokens": 3, "max_new_tokens": 2},
+        "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
+    ),
+    ({"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),
+    (
+        {"adapter_id": "my-lora"},
+        "`adapter_id` 'my-lora' is not served; this server has no adapters; remove `adapter_id`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
+async def test_refused(validation: Validation, asked: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        await validate(validation, **asked)
+    assert str(caught.value) == sentence
+    assert caught.value.message == f"Input validation error: {sentence}"
+
+
+async def test_first_failing_rule_is_told(validation: Validation) -> None:
+    asked: dict[str, object] = {"adapter_id": "x", "inputs": "", "top_k": 0, "temperature": 0.0}
+    for expected in ("temperature", "top_k", "inputs", "adapter_id"):
+        with pytest.raises(ValidationError, match=f"`{expected}`"):
+            await validate(validation, **asked)
+        del asked[expected]
+
+
+async def test_limits_are_inclusive(validation: Validation) -> None:
+    request = await validate(
+        validation,
+        inputs="a" * 8,
+        max_new_tokens=3,
+        min_new_tokens=3,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        top_p=0.99,
+        stop=("a",) * 4,
+        top_n_tokens=5,
+        truncate=9,
+        logit_bias=((257, -100.0),),
+    )
+    assert len(request.input_ids) == 9
+    assert request.stopping.max_new_tokens == 3
+    assert request.sampling.logit_bias == ((257, -100.0),)
+
+
+async def test_defaults(validation: Validation) -> None:
+    request = await validate(validation)
+    assert request.input_ids == (BOS_ID, *script_of("ab"))
+    assert request.stopping.max_new_tokens == 9, "all that fits"
+    assert request.top_n_tokens == 0
+    assert not request.sampling.is_sampling
+    assert request.sampling.top_p == request.sampling.typical_p == 1.0
+
+
+async def test_truncate_keeps_the_last_ids(validation: Validation) -> None:
+    request = await validate(validation, inputs="abcdefghijklmnopqrstuvwxyz", truncate=3)
+    assert request.input_ids == tuple(script_of("xyz"))
+    assert request.stopping.max_new_tokens == 9
+
+
+async def test_seed_is_kept_or_drawn(validation: Validation) -> None:
+    assert (await validate(validation, seed=2**64 - 1)).sampling.seed == 2**64 - 1
+    drawn = {(await validate(validation)).sampling.seed for _ in range(4)}
+    assert len(drawn) == 4
+
+
+async def test_lengths_are_measured(validation: Validation, tmp_path: Path) -> None:
+    metrics = Metrics(9, 12)
+    validation = Validation(LIMITS, Tokenizer.load(tmp_path), metrics)
+    await validate(validation, max_new_tokens=2)
+    with pytest.raises(ValidationError):
+        await validate(validation, max_new_tokens=20)
+    assert metrics.request_input_length.count() == 1
+    assert metrics.request_max_new_tokens.count() == 1
+
+
+@pytest.mark.parametrize("best_of", [0, 2])
+def test_stream_takes_no_best_of(best_of: int) -> None:
+    with pytest.raises(ValidationError, match="`best_of` != 1 is not supported when streaming"):
+        check_stream(GenerateParameters(inputs="x", best_of=best_of))
+
+
+def test_stream_takes_no_decoder_input_details() -> None:
+    check_stream(GenerateParameters(inputs="x", best_of=1))
+    with pytest.raises(ValidationError, match="`decoder_input_details` == true is not supported"):
+        check_stream(GenerateParameters(inputs="x", decoder_input_details=True))
+
+
+@pytest.mark.parametrize(
+    ("best_of", "max_best_of", "sentence"),
+    [
+        (2, 1, "`best_of` != 1 is not allowed for this endpoint"),
+        (3, 2, "`best_of` must be > 0 and <= 2. Given: 3"),
+        (0, 2, "`best_of` must be > 0 and <= 2. Given: 0"),
+    ],
+)
+def test_best_of(best_of: int, max_best_of: int, sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        check_best_of(best_of, Limits(**{**_values(LIMITS), "max_best_of": max_best_of}))
+    assert str(caught.value) == sentence
+
+
+def test_body_and_parameters_have_the_same_fields() -> None:
+    known = {field.name for field in fields(GenerateParameters)}
+    assert known - {"inputs", "add_special_tokens"} == set(GenerateParametersBody.model_fields)
+
+
+def _values(limits: Limits) -> dict[str, int]:
+    return {field.name: getattr(limits, field.name) for field in fields(limits)}

@@ -1,0 +1,286 @@
+"""POST /generate, /generate_stream and /, with TGI's fields in TGI's order."""
+
+import asyncio
+import logging
+import struct
+from collections.abc import AsyncIterator, Coroutine
+from math import isfinite
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.schemas import (
+    CompatGenerateRequest,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    StreamResponse,
+)
+from text_generation_router.api.sse import EventStream, error_event, events
+from text_generation_router.errors import RouterError
+from text_generation_router.infer import GenerateResult, Generation
+from text_generation_router.request import Token, TokenOutput
+from text_generation_router.services import Services
+from text_generation_router.validation import GenerateParameters
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Json = dict[str, Any]
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The body is not JSON"),
+        (413, "The body is too large"),
+        (415, "The body does not say that it is JSON"),
+        (422, "Input validation error"),
+        (424, "Generation error"),
+        (429, "Model is overloaded"),
+        (500, "Incomplete generation"),
+    )
+}
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Lines `data: {…}`; what goes wrong after the body was read is one too.",
+        "content": {
+            "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
+        },
+    }
+}
+
+router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
+
+
+async def services_of(request: Request) -> Services:
+    """The services of the app that got this request."""
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services
+
+
+ServicesDependency = Annotated[Services, Depends(services_of)]
+
+
+@router.post(
+    "/generate",
+    summary="Generate tokens",
+    response_model=GenerateResponse,
+    responses=ERRORS,
+)
+async def generate(
+    body: GenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate tokens."""
+    services.metrics.request_count.inc()
+    return await _generate(body.to_parameters(), request, services, in_list=False)
+
+
+@router.post(
+    "/generate_stream",
+    summary="Generate a stream of token using Server-Sent Events",
+    status_code=200,
+    response_class=EventStream,
+    response_model=StreamResponse,
+    responses=_EVENTS | ERRORS,
+)
+async def generate_stream(body: GenerateRequest, services: ServicesDependency) -> Response:
+    """Generate a stream of tokens using Server-Sent Events."""
+    services.metrics.request_count.inc()
+    return _generate_stream(body.to_parameters(), services)
+
+
+@router.post(
+    "/",
+    summary="Generate tokens if `stream == false` or a stream of token if `stream == true`",
+    response_model=list[GenerateResponse],
+    responses=ERRORS,
+)
+async def compat_generate(
+    body: CompatGenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate tokens, or a stream of tokens if `stream` is true."""
+    services.metrics.request_count.inc()
+    # What TGI does for a model whose task the Hub does not know otherwise.
+    asked = body.to_parameters(return_full_text=True)
+    if body.stream:
+        return _generate_stream(asked, services)
+    return await _generate(asked, request, services, in_list=True)
+
+
+async def _generate(
+    asked: GenerateParameters, request: Request, services: Services, in_list: bool
+) -> Response:
+    """The whole answer; a client that leaves meanwhile ends the generation."""
+    outcome = await _unless_disconnected(request, services.infer.generate_best_of(asked))
+    if outcome is None:
+        return Response(status_code=499)
+    best, others = outcome
+    answer: Json = {"generated_text": _full_text(best.ending.generated.text, asked)}
+    if asked.details or asked.decoder_input_details:
+        answer["details"] = _details(best, others, asked)
+    return Response(
+        orjson.dumps([answer] if in_list else answer),
+        media_type="application/json",
+        headers=_timing_headers(best, asked, services),
+    )
+
+
+def _generate_stream(asked: GenerateParameters, services: Services) -> Response:
+    """The stream; whatever goes wrong from here on is an event."""
+    return EventStream(
+        _stream(asked, services),
+        headers={
+            "x-compute-type": services.compute_type,
+            "x-compute-characters": str(len(asked.inputs)),
+        },
+    )
+
+
+async def _stream(asked: GenerateParameters, services: Services) -> AsyncIterator[bytes]:
+    """Events as they become ready, those ready together in one chunk."""
+    index = 0
+    try:
+        async with services.infer.start(asked, is_stream=True) as generation:
+            async for outputs in generation:
+                tokens = [output for output in outputs if isinstance(output, TokenOutput)]
+                payloads = [
+                    _stream_payload(place, output, generation, asked)
+                    for place, output in enumerate(tokens, start=index + 1)
+                ]
+                index += len(tokens)
+                yield events(payloads)
+    except RouterError as error:
+        yield error_event(error)
+    except Exception:
+        logger.exception("A stream failed; this is a bug in the router")
+        yield error_event(RouterError("The server failed on this request; its log says why"))
+
+
+def _stream_payload(
+    index: int, output: TokenOutput, generation: Generation, asked: GenerateParameters
+) -> Json:
+    payload: Json = {"index": index, "token": _token(output.token)}
+    if output.top_tokens:
+        payload["top_tokens"] = [_token(token) for token in output.top_tokens]
+    generated = output.generated
+    payload["generated_text"] = None if generated is None else _full_text(generated.text, asked)
+    payload["details"] = None
+    if generated is not None and asked.details:
+        payload["details"] = {
+            "finish_reason": generated.finish_reason.value,
+            "generated_tokens": generated.generated_tokens,
+            "seed": generated.seed,
+            "input_length": generation.prompt_tokens,
+        }
+    return payload
+
+
+def _details(best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters) -> Json:
+    details = _sequence(best)
+    if others:
+        details["best_of_sequences"] = [
+            {"generated_text": _full_text(other.ending.generated.text, asked), **_sequence(other)}
+            | _top_tokens(other)
+            for other in others
+        ]
+    return details | _top_tokens(best)
+
+
+def _sequence(result: GenerateResult) -> Json:
+    generated = result.ending.generated
+    return {
+        "finish_reason": generated.finish_reason.value,
+        "generated_tokens": generated.generated_tokens,
+        "seed": generated.seed,
+        "prefill": [
+            {"id": token.id, "text": token.text, "logprob": _float32(token.logprob)}
+            for token in result.prefill
+        ],
+        "tokens": [_token(token) for token in result.tokens],
+    }
+
+
+def _top_tokens(result: GenerateResult) -> Json:
+    """The key is absent when there is nothing to tell."""
+    if not result.top_tokens:
+        return {}
+    return {"top_tokens": [[_token(token) for token in step] for step in result.top_tokens]}
+
+
+def _token(token: Token) -> Json:
+    return {
+        "id": token.id,
+        "text": token.text,
+        "logprob": _float32(token.logprob),
+        "special": token.special,
+    }
+
+
+_pack_float32 = struct.Struct("f").pack
+
+
+def _float32(value: float | None) -> float | None:
+    """A 32-bit float as the shortest decimal that reads back as the same 32 bits, as TGI prints."""
+    if value is None or not isfinite(value):
+        return None
+    bits = _pack_float32(value)
+    shortest = float(f"{value:.8g}")
+    if _pack_float32(shortest) != bits:
+        return float(f"{value:.9g}")
+    for digits in (7, 6):
+        shorter = float(f"{value:.{digits}g}")
+        if _pack_float32(shorter) != bits:
+            break
+        shortest = shorter
+    return shortest
+
+
+def _full_text(text: str, asked: GenerateParameters) -> str:
+    return asked.inputs + text if asked.return_full_text else text
+
+
+def _timing_headers(
+    result: GenerateResult, asked: GenerateParameters, services: Services
+) -> dict[str, str]:
+    """Where the time went; whole milliseconds, but x-compute-time in seconds."""
+    durations = result.ending.durations
+    milliseconds = {
+        "x-total-time": durations.total_s,
+        "x-validation-time": durations.validation_s,
+        "x-queue-time": durations.queue_s,
+        "x-inference-time": durations.inference_s,
+        "x-time-per-token": durations.time_per_token_s,
+    }
+    return {
+        "x-compute-type": services.compute_type,
+        "x-compute-time": f"{durations.total_s:.9f}",
+        "x-compute-characters": str(len(asked.inputs)),
+        **{name: str(int(seconds * 1000)) for name, seconds in milliseconds.items()},
+        "x-prompt-tokens": str(result.prompt_tokens),
+        "x-generated-tokens": str(result.ending.generated.generated_tokens),
+    }
+
+
+async def _unless_disconnected(
+    request: Request, work: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """The result of `work`, or None after cancelling it because the client left."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return None
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has gone. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,130 @@
+"""GET /health, /ping, /, /info and /metrics, and POST /tokenize."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import accumulate
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.generate import ERRORS, ServicesDependency
+from text_generation_router.api.schemas import (
+    ErrorResponse,
+    GenerateRequest,
+    InfoResponse,
+    TokenizedToken,
+)
+from text_generation_router.config import VERSION
+from text_generation_router.errors import UnhealthyError
+from text_generation_router.metrics import CONTENT_TYPE
+from text_generation_router.tokenizer import Encoding
+
+HEALTH_TIMEOUT_S = 5
+
+_UNHEALTHY: dict[int | str, dict[str, Any]] = {
+    503: {"model": ErrorResponse, "description": "Service not ready"}
+}
+
+router = APIRouter(tags=["Text Generation Inference"])
+body_router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+def _get(path: str, **options: Any) -> Callable[[Handler], Handler]:
+    """A GET route that answers HEAD as well, as TGI's do."""
+
+    def register(handler: Handler) -> Handler:
+        router.add_api_route(path, handler, methods=["GET"], **options)
+        router.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+        return handler
+
+    return register
+
+
+@_get("/", include_in_schema=False)
+@_get("/ping", include_in_schema=False)
+@_get("/health", summary="Health check method", response_class=Response, responses=_UNHEALTHY)
+async def health(services: ServicesDependency) -> Response:
+    """200 while every shard takes work and the scheduler runs."""
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            is_healthy = await services.batcher.probe()
+    except TimeoutError:
+        is_healthy = False
+    if not is_healthy:
+        raise UnhealthyError
+    return Response()
+
+
+@_get("/info", summary="Text Generation Inference endpoint info", response_model=InfoResponse)
+async def get_model_info(services: ServicesDependency) -> Response:
+    """What this server is and what it allows."""
+    config, limits, shard = services.config, services.limits, services.info
+    scheduler = services.scheduler_limits
+    answer = InfoResponse(
+        model_id=config.served_model_id,
+        model_sha=config.revision,
+        model_pipeline_tag=None,
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=config.validation_workers,
+        max_client_batch_size=config.max_client_batch_size,
+        router="text-generation-router",
+        version=VERSION,
+        sha=None,
+        docker_label=None,
+        max_batch_total_tokens=scheduler.max_batch_total_tokens,
+        max_batch_prefill_tokens=scheduler.max_batch_prefill_tokens,
+        max_batch_size=scheduler.max_batch_size,
+        waiting_served_ratio=scheduler.waiting_served_ratio,
+        max_waiting_tokens=scheduler.max_waiting_tokens,
+        model_dtype=shard.dtype,
+        model_device_type=shard.device_type,
+        model_vocab_size=shard.vocab_size,
+        num_shard=shard.world_size,
+        block_size=scheduler.block_size,
+        num_blocks=scheduler.num_blocks,
+        attention_impl=shard.attention_impl,
+    )
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+@_get("/metrics", summary="Prometheus metrics scrape endpoint", response_class=Response)
+async def metrics(services: ServicesDependency) -> Response:
+    """Every metric in Prometheus' text format."""
+    return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+@body_router.post(
+    "/tokenize",
+    summary="Tokenize inputs",
+    response_model=list[TokenizedToken],
+    responses=ERRORS,
+)
+async def tokenize(body: GenerateRequest, services: ServicesDependency) -> Response:
+    """The tokens of the inputs with their byte offsets."""
+    encoding = await services.tokenizer.encode(body.inputs)
+    # A prompt of megabytes must not stop the streams of others.
+    content = await asyncio.to_thread(_render_tokens, body.inputs, encoding)
+    return Response(content, media_type="application/json")
+
+
+def _render_tokens(text: str, encoding: Encoding) -> bytes:
+    byte_offsets = [0, *accumulate(len(character.encode()) for character in text)]
+    return orjson.dumps(
+        [
+            {
+                "id": token_id,
+                "text": text[start:stop],
+                "start": byte_offsets[start],
+                "stop": byte_offsets[stop],
+            }
+            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+    )

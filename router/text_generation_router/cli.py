@@ -1,0 +1,182 @@
+"""`text-generation-router`: flags to `RouterConfig`, start-up in order, HTTP until SIGTERM."""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+import types
+from contextlib import AsyncExitStack
+from typing import Any, get_args, get_origin, get_type_hints
+
+import orjson
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from text_generation_router.app import create_app
+from text_generation_router.config import RouterConfig, flag, flags
+from text_generation_router.logs import configure_logs
+from text_generation_router.scheduler.batcher import Batcher
+from text_generation_router.services import StartError, start
+
+# Requests may go on for so long after SIGTERM; the launcher's own patience is 90 s by default.
+GRACEFUL_SHUTDOWN_S = 80
+# Their clients then have so long to take what is left.
+LAST_WORDS_S = 5
+# An idle connection is kept for so long: longer than the pools of usual proxies and clients.
+KEEP_ALIVE_S = 75
+
+logger = logging.getLogger("text_generation_router")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the router until SIGTERM; a start-up that fails is one ERROR line and exit code 1."""
+    parser = create_parser()
+    options = vars(parser.parse_args(arguments))
+    if options.pop("command") == "print-schema":
+        app = create_app(RouterConfig(tokenizer_name=""))
+        print(orjson.dumps(app.openapi(), option=orjson.OPT_INDENT_2).decode())
+        return
+    if options["tokenizer_name"] is None:
+        parser.error("--tokenizer-name is required: the directory with the model's tokenizer.json")
+    configure_logs(options["logger_level"], options["json_output"])
+    try:
+        config = RouterConfig(**options)
+        uvloop.run(serve(config))
+    except KeyboardInterrupt:
+        logger.info("Interrupted before the server was up")
+    except (StartError, ValueError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+    except Exception as error:
+        logger.error("The router failed: %s: %s", type(error).__name__, error)
+        logger.debug("Where it failed", exc_info=error)
+        sys.exit(1)
+
+
+def create_parser() -> argparse.ArgumentParser:
+    """One flag per field of `RouterConfig`, with its default."""
+    parser = argparse.ArgumentParser(
+        prog="text-generation-router",
+        description="HTTP front and scheduler of pytgi.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("command", nargs="?", choices=["print-schema"], help="Print the OpenAPI.")
+    hints = get_type_hints(RouterConfig)
+    for name, default, text, keywords in flags():
+        if default is dataclasses.MISSING:
+            default = None
+        keywords = {**_parsing(hints[name]), **keywords}
+        parser.add_argument(flag(name), default=default, help=text, **keywords)
+    return parser
+
+
+async def serve(config: RouterConfig) -> None:
+    """Takes the port, starts everything behind it, listens, and ends in order on SIGTERM."""
+    async with AsyncExitStack() as stack:
+        sockets = [stack.enter_context(bind(config.hostname, config.port))]
+        if config.prometheus_port is not None:
+            sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
+        services = await stack.enter_async_context(start(config))
+        server = Server(server_config(create_app(config, services)), services.batcher)
+        # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _announce)
+        address, port = sockets[0].getsockname()[:2]
+        logger.info("Serving %s on %s port %d", config.served_model_id, address, port)
+        logger.info("Connected")
+        await server.serve(sockets=sockets)
+
+
+class Server(uvicorn.Server):
+    """Lets running requests finish when it is told to stop, and after a while ends them."""
+
+    def __init__(self, config: uvicorn.Config, batcher: Batcher) -> None:
+        super().__init__(config)
+        self._batcher = batcher
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections and returns when the last one is closed."""
+        logger.info("signal received, starting graceful shutdown")
+        deadline = asyncio.create_task(self._end_late_requests())
+        await super().shutdown(sockets)
+        deadline.cancel()
+
+    async def _end_late_requests(self) -> None:
+        await asyncio.sleep(GRACEFUL_SHUTDOWN_S)
+        logger.warning("Requests still run after %d s; they are ended now", GRACEFUL_SHUTDOWN_S)
+        await self._batcher.close()
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn runs the app: no access log, no headers of its own but the date."""
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S + LAST_WORDS_S,
+    )
+
+
+def bind(hostname: str, port: int) -> socket.socket:
+    """A socket that nobody else gets and that does not listen yet. Raises StartError."""
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # Without the protocol, asyncio does not turn TCP_NODELAY on and every answer waits 40 ms.
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise StartError(
+            f"Can not listen on {hostname} port {port}: {error.strerror}; choose another with "
+            "--port, --prometheus-port or --hostname"
+        ) from error
+    return listener
+
+
+def _announce(number: int, frame: types.FrameType | None) -> None:
+    """Runs when uvicorn hands its signal on, after the last response."""
+    logger.info("Stopped by %s", signal.Signals(number).name)
+
+
+class _Append(argparse.Action):
+    """Collects the values of a flag that is given several times."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
+
+
+def _parsing(hint: Any) -> dict[str, Any]:
+    """What argparse needs to know to make a value of this type."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if get_origin(hint) is tuple:
+        return {"action": _Append}
+    if get_origin(hint) is types.UnionType:
+        (hint,) = (part for part in get_args(hint) if part is not types.NoneType)
+    return {"type": hint}
+
+
+if __name__ == "__main__":
+    main()

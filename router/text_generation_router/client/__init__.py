@@ -1,0 +1,1 @@
+"""The gRPC client of the shards."""

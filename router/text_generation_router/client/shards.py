@@ -1,0 +1,150 @@
+"""The shards over gRPC: every call goes to all ranks, rank 0's tokens count."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
+
+import grpc
+from text_generation_proto import pb, pb_grpc
+
+from text_generation_router.client import translate
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import CachedBatch, StepResult
+
+__all__ = ["ShardInfo", "ShardedClient", "WarmupResult"]
+
+_Response = TypeVar("_Response")
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A unix socket is on this machine, whatever http_proxy says.
+    ("grpc.enable_http_proxy", 0),
+]
+_HEALTH_TIMEOUT_S = 5.0
+
+
+class ShardedClient:
+    """Owns one channel per rank; implements `scheduler.shards.Shards`.
+
+    A call returns when all ranks have answered, so that no rank is still busy with a failed step
+    when the next one begins. Failures are GenerationError in TGI's words.
+    """
+
+    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+        self._channels = channels
+        self._stubs = [_stub(channel) for channel in channels]
+
+    @classmethod
+    async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
+        """Asks the shard that listens on `master_uds_path` for the others and connects to all.
+
+        Raises GenerationError, with a sentence for the user, if they are not there in time.
+        """
+        channels = [_open(f"unix:{master_uds_path}")]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await channels[0].channel_ready()
+                request = pb.ServiceDiscoveryRequest()
+                urls = (await _stub(channels[0]).ServiceDiscovery(request)).urls
+                channels += [_open(url) for url in urls[1:]]
+                await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            await asyncio.gather(*(channel.close(None) for channel in channels))
+            raise GenerationError(
+                f"no answer from the shards at {master_uds_path} within {timeout_s:g} s; "
+                "start text-generation-server first, or give its --master-shard-uds-path"
+            ) from error
+        return cls(channels)
+
+    async def close(self) -> None:
+        """Closes the channels; calls under way fail."""
+        await asyncio.gather(*(channel.close(None) for channel in self._channels))
+
+    async def info(self) -> ShardInfo:
+        """What rank 0 says about itself."""
+        [response, *_] = await _all(stub.Info(pb.InfoRequest()) for stub in self._stubs)
+        return translate.from_info(response)
+
+    async def warmup(
+        self,
+        max_prefill_tokens: int,
+        max_batch_size: int,
+        max_input_tokens: int | None = None,
+        max_total_tokens: int | None = None,
+        max_batch_total_tokens: int | None = None,
+    ) -> WarmupResult:
+        """Allocates the KV cache; None leaves a limit to the shards. All in tokens or rows."""
+        request = pb.WarmupRequest(
+            max_prefill_tokens=max_prefill_tokens,
+            max_batch_size=max_batch_size,
+            max_input_tokens=max_input_tokens,
+            max_total_tokens=max_total_tokens,
+            max_batch_total_tokens=max_batch_total_tokens,
+        )
+        return translate.from_warmup(await _all(stub.Warmup(request) for stub in self._stubs))
+
+    async def health(self) -> None:
+        """Returns while every shard takes work."""
+        request = pb.HealthRequest()
+        await _all(stub.Health(request, timeout=_HEALTH_TIMEOUT_S) for stub in self._stubs)
+
+    async def prefill(
+        self, batch_id: int, entries: Sequence[Entry], cached_batch_id: int | None
+    ) -> StepResult:
+        """See `Shards.prefill`."""
+        batch = translate.to_batch(batch_id, entries)
+        request = pb.PrefillRequest(batch=batch, cached_batch_id=cached_batch_id)
+        [response, *_] = await _all(stub.Prefill(request) for stub in self._stubs)
+        return translate.from_step(response)
+
+    async def decode(
+        self, batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
+    ) -> StepResult:
+        """See `Shards.decode`."""
+        request = translate.to_decode(batch_ids, grown_blocks)
+        [response, *_] = await _all(stub.Decode(request) for stub in self._stubs)
+        return translate.from_step(response)
+
+    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        """See `Shards.filter_batch`."""
+        request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids)
+        [response, *_] = await _all(stub.FilterBatch(request) for stub in self._stubs)
+        return translate.from_cached_batch(response.batch)
+
+    async def clear_cache(self, batch_id: int | None) -> None:
+        """See `Shards.clear_cache`."""
+        request = pb.ClearCacheRequest(id=batch_id)
+        await _all(stub.ClearCache(request) for stub in self._stubs)
+
+
+def _open(url: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
+
+
+def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
+    return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
+    """The answers of all ranks in order, or the failure of the first that failed."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    responses = []
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise _generation_error(answer) from answer
+        responses.append(answer)
+    return responses
+
+
+def _generation_error(error: BaseException) -> BaseException:
+    """What a failed call means to a client; failures that are no RPC's stay as they are."""
+    if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
+        return GenerationError("Could not connect to Text Generation server: channel closed")
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return error
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return GenerationError(f"Could not connect to Text Generation server: {error.details()}")
+    return GenerationError(f"Server error: {error.details()}")

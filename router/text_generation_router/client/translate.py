@@ -1,0 +1,149 @@
+"""Between the router's values and the messages of generate.proto; nothing else reads those."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from text_generation_proto import pb
+
+from text_generation_router.request import FinishReason, SamplingParams, StoppingCriteria
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import CachedBatch, StepResult
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_NONE: None,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a shard is; lengths in tokens. See InfoResponse in generate.proto."""
+
+    dtype: str
+    device_type: str
+    block_size: int
+    attention_impl: str
+    vocab_size: int
+    max_model_len: int
+    version: str
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupResult:
+    """What the shards have room for, after Warmup; the limits are as given or as decided."""
+
+    num_blocks: int
+    max_input_tokens: int
+    max_total_tokens: int
+    kv_cache_bytes: int
+    weights_bytes: int
+
+
+def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
+    """New rows, ready for Prefill."""
+    return pb.Batch(id=batch_id, requests=[_to_request(entry) for entry in entries])
+
+
+def _to_request(entry: Entry) -> pb.Request:
+    assert entry.block_table is not None
+    request = entry.request
+    return pb.Request(
+        id=entry.id,
+        input_ids=entry.input_ids,
+        num_prompt_tokens=len(request.input_ids),
+        num_cached_tokens=0,
+        block_table=entry.block_table.block_ids,
+        parameters=_to_parameters(request.sampling),
+        stopping_parameters=_to_stopping(request.stopping),
+        prefill_logprobs=entry.wants_prefill_logprobs,
+        top_n_tokens=request.top_n_tokens,
+    )
+
+
+def _to_parameters(sampling: SamplingParams) -> pb.NextTokenChooserParameters:
+    return pb.NextTokenChooserParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        do_sample=sampling.do_sample,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        watermark=sampling.watermark,
+        logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
+        logit_bias_values=[bias for _, bias in sampling.logit_bias],
+    )
+
+
+def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
+    return pb.StoppingCriteriaParameters(
+        max_new_tokens=stopping.max_new_tokens,
+        min_new_tokens=stopping.min_new_tokens,
+        ignore_eos_token=stopping.ignore_eos_token,
+    )
+
+
+def to_decode(
+    batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
+) -> pb.DecodeRequest:
+    """One step for the rows of the batches, with the blocks that were added to their tables."""
+    return pb.DecodeRequest(
+        batch_ids=batch_ids,
+        grown_request_ids=[request_id for request_id, _ in grown_blocks],
+        grown_block_ids=[block_id for _, block_id in grown_blocks],
+    )
+
+
+def from_step(response: pb.StepResponse) -> StepResult:
+    """The answer to Prefill or Decode."""
+    generations = response.generations
+    return StepResult(
+        request_ids=tuple(generations.request_ids),
+        token_ids=tuple(generations.token_ids),
+        logprobs=tuple(generations.logprobs),
+        finish_reasons=tuple(_FINISH_REASONS[r] for r in generations.finish_reasons),
+        batch=from_cached_batch(response.batch) if response.batch.request_ids else None,
+        top_token_counts=tuple(generations.top_token_counts),
+        top_token_ids=tuple(generations.top_token_ids),
+        top_token_logprobs=tuple(generations.top_token_logprobs),
+        prefill_logprobs={p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        forward_ns=response.forward_ns,
+        decode_ns=response.decode_ns,
+        concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
+    )
+
+
+def from_cached_batch(batch: pb.CachedBatch) -> CachedBatch:
+    """A receipt for rows."""
+    return CachedBatch(batch.id, tuple(batch.request_ids))
+
+
+def from_info(response: pb.InfoResponse) -> ShardInfo:
+    """What one shard says about itself."""
+    return ShardInfo(
+        dtype=response.dtype,
+        device_type=response.device_type,
+        block_size=response.block_size,
+        attention_impl=response.attention_impl,
+        vocab_size=response.vocab_size,
+        max_model_len=response.max_model_len,
+        version=response.version,
+        rank=response.rank,
+        world_size=response.world_size,
+    )
+
+
+def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
+    """What all ranks have room for: the least of each limit, the sum of the bytes."""
+    return WarmupResult(
+        num_blocks=min(r.num_blocks for r in responses),
+        max_input_tokens=min(r.max_input_tokens for r in responses),
+        max_total_tokens=min(r.max_total_tokens for r in responses),
+        kv_cache_bytes=sum(r.kv_cache_bytes for r in responses),
+        weights_bytes=sum(r.weights_bytes for r in responses),
+    )

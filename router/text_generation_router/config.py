@@ -1,0 +1,119 @@
+"""What the router is told at start-up. Each default exists here and nowhere else."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from typing import Any
+
+VERSION = version("pytgi")
+LOGGER_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def _option(default: Any, text: str, minimum: int | None = None, **argparse: Any) -> Any:
+    """A field with its help text, its smallest legal value and what argparse needs besides."""
+    metadata = {"help": text, "minimum": minimum, "argparse": argparse}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """All settings of the router; the names are TGI's flags with underscores.
+
+    Raises ValueError with one sentence when a value can not be used.
+    """
+
+    tokenizer_name: str = field(
+        metadata={"help": "Directory that holds the model's tokenizer.json.", "argparse": {}}
+    )
+    model_id: str | None = _option(None, "Name shown by /info; default: the tokenizer name.")
+    revision: str | None = _option(None, "Revision of the model, shown by /info as model_sha.")
+    master_shard_uds_path: str = _option(
+        "/tmp/text-generation-server-0", "Unix socket of the shard with rank 0."
+    )
+    hostname: str = _option("0.0.0.0", "Address to listen on.")
+    port: int = _option(3000, "Port to listen on; 0 takes a free one.", 0)
+    prometheus_port: int | None = _option(None, "Serve /metrics on this port as well.", 0)
+    max_concurrent_requests: int = _option(
+        128, "Requests in the house at once; one more is answered 429.", 1
+    )
+    max_best_of: int = _option(2, "Largest `best_of` a request can ask for.", 1)
+    max_stop_sequences: int = _option(4, "Most `stop` strings a request can carry.", 0)
+    max_top_n_tokens: int = _option(5, "Largest `top_n_tokens` a request can ask for.", 0)
+    max_input_tokens: int | None = _option(
+        None, "Longest prompt in tokens; default: the shard decides.", 1
+    )
+    max_total_tokens: int | None = _option(
+        None, "Longest prompt plus answer in tokens; default: the shard decides.", 2
+    )
+    waiting_served_ratio: float = _option(
+        1.2, "Running requests are paused when this many times as many are waiting.", 0
+    )
+    max_batch_prefill_tokens: int = _option(4096, "Prompt tokens computed in one prefill.", 1)
+    max_batch_total_tokens: int | None = _option(
+        None, "Tokens of KV cache for all running requests; default: as many as fit.", 1
+    )
+    max_waiting_tokens: int = _option(
+        20, "Steps after which waiting requests are let in, whatever the ratio says.", 0
+    )
+    max_batch_size: int | None = _option(
+        None, "Requests computed at once; default: --max-concurrent-requests.", 1
+    )
+    validation_workers: int = _option(2, "Threads that tokenize prompts.", 1)
+    max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
+    payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
+    api_key: str | None = _option(None, "Ask for `Authorization: Bearer KEY` on the POST routes.")
+    cors_allow_origin: tuple[str, ...] = _option(
+        (), "Origin that browsers may call from; repeatable; default: any."
+    )
+    disable_grammar_support: bool = _option(False, "Refuse requests that carry a `grammar`.")
+    json_output: bool = _option(False, "Write log lines as JSON objects.")
+    logger_level: str = _option(
+        "INFO", "Least severe log lines shown.", type=str.upper, choices=LOGGER_LEVELS
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, minimum = getattr(self, option.name), option.metadata.get("minimum")
+            # `not (a >= b)` refuses NaN as well.
+            if minimum is not None and value is not None and not (value >= minimum):
+                raise ValueError(f"`{flag(option.name)}` must be >= {minimum}. Given: {value}")
+        for name in ("port", "prometheus_port"):
+            if (value := getattr(self, name)) is not None and value > 65535:
+                raise ValueError(f"`{flag(name)}` must be <= 65535. Given: {value}")
+        if self.port and self.port == self.prometheus_port:
+            raise ValueError(
+                "`--prometheus-port` must be another port than `--port`; "
+                "leave it out to have /metrics on that one only"
+            )
+        if (
+            self.max_input_tokens is not None
+            and self.max_total_tokens is not None
+            and self.max_input_tokens >= self.max_total_tokens
+        ):
+            raise ValueError(
+                "`max_input_tokens` must be < `max_total_tokens`. "
+                f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
+            )
+        if self.api_key == "":
+            raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
+
+    @property
+    def served_model_id(self) -> str:
+        """The name clients see."""
+        return self.model_id or self.tokenizer_name
+
+    @property
+    def batch_rows(self) -> int:
+        """How many requests can be computed at once."""
+        return self.max_batch_size or self.max_concurrent_requests
+
+
+def flag(name: str) -> str:
+    """The command line spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def flags() -> Iterable[tuple[str, Any, str, dict[str, Any]]]:
+    """(field name, default, help, argparse keywords) of every option, in order."""
+    for option in fields(RouterConfig):
+        yield option.name, option.default, option.metadata["help"], option.metadata["argparse"]

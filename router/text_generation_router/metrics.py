@@ -1,0 +1,271 @@
+"""What `/metrics` says: TGI's names and types, to the letter, and a few that TGI lacks.
+
+prometheus_client is not used to count: it appends `_total` to counters and adds `_created` series,
+and dashboards made for TGI would find neither name.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
+_DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The one label a metric may have and the values it is known to take."""
+
+    name: str
+    values: tuple[str, ...]
+
+
+_NO_LABEL = Label("", ("",))
+_METHOD = Label("method", ("prefill", "decode"))
+_ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dropped", "template"))
+# TGI's label for the time of a join, whatever call it happened in.
+_JOINING = Label("method", ("decode",))
+_REASON = Label("reason", ("backpressure", "wait_exceeded"))
+
+
+class _Metric:
+    """A named family of series, one per label value; all exist from the start."""
+
+    kind: str
+
+    def __init__(self, name: str, description: str, label: Label = _NO_LABEL) -> None:
+        self.name = name
+        self._description = description
+        self._label = label.name
+
+    def render(self) -> Iterator[str]:
+        """The family in Prometheus' text format, line by line."""
+        yield f"# HELP {self.name} {self._description}"
+        yield f"# TYPE {self.name} {self.kind}"
+        yield from self._samples()
+
+    def _samples(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def _value_of(self, labels: dict[str, str]) -> str:
+        """The label value named in a call; a wrong label name is a KeyError."""
+        return labels[self._label] if self._label else ""
+
+    def _sample(self, value: float, label_value: str, suffix: str = "", extra: str = "") -> str:
+        label = f'{self._label}="{label_value}"' if self._label else ""
+        inside = ",".join(part for part in (label, extra) if part)
+        return (
+            f"{self.name}{suffix}{{{inside}}} {value!r}"
+            if inside
+            else (f"{self.name}{suffix} {value!r}")
+        )
+
+
+class Counter(_Metric):
+    """A number that only grows."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, description: str, label: Label = _NO_LABEL) -> None:
+        super().__init__(name, description, label)
+        self._totals = dict.fromkeys(label.values, 0)
+
+    def inc(self, amount: int = 1, **labels: str) -> None:
+        """Adds `amount` to the series of the given label value."""
+        self._totals[self._value_of(labels)] += amount
+
+    def value(self, **labels: str) -> int:
+        """The present total."""
+        return self._totals[self._value_of(labels)]
+
+    def _samples(self) -> Iterator[str]:
+        for label_value, total in self._totals.items():
+            yield self._sample(total, label_value)
+
+
+class Gauge(_Metric):
+    """A number that goes up and down."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description)
+        self.value: float = 0
+        """The present reading."""
+
+    def set(self, value: float) -> None:
+        """Replaces the reading."""
+        self.value = value
+
+    def _samples(self) -> Iterator[str]:
+        yield self._sample(self.value, "")
+
+
+@dataclass(slots=True)
+class _Distribution:
+    """Observations of one histogram series; `counts` has one place more than there are bounds."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+class Histogram(_Metric):
+    """How observations are distributed over fixed buckets; observing costs one bisection."""
+
+    kind = "histogram"
+
+    def __init__(
+        self, name: str, description: str, bounds: Sequence[float], label: Label = _NO_LABEL
+    ) -> None:
+        super().__init__(name, description, label)
+        self._bounds = tuple(bounds)
+        self._series = {v: _Distribution([0] * (len(bounds) + 1)) for v in label.values}
+
+    def observe(self, value: float, **labels: str) -> None:
+        """Counts `value` in the first bucket whose bound is not below it."""
+        series = self._series[self._value_of(labels)]
+        series.counts[bisect_left(self._bounds, value)] += 1
+        series.sum += value
+
+    def count(self, **labels: str) -> int:
+        """How many values were observed."""
+        return sum(self._series[self._value_of(labels)].counts)
+
+    def _samples(self) -> Iterator[str]:
+        for label_value, series in self._series.items():
+            # A copy: /metrics may be read by another thread, and the parts must agree.
+            counts, total = list(series.counts), 0
+            for bound, count in zip((*map(repr, self._bounds), "+Inf"), counts, strict=True):
+                total += count
+                yield self._sample(total, label_value, "_bucket", f'le="{bound}"')
+            yield self._sample(series.sum, label_value, "_sum")
+            yield self._sample(total, label_value, "_count")
+
+
+class Summary(_Metric):
+    """Quantiles of the last 1024 observations."""
+
+    kind = "summary"
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description)
+        self._recent: deque[float] = deque(maxlen=1024)
+        self._sum: float = 0
+        self._count = 0
+
+    def observe(self, value: float) -> None:
+        """Adds one observation."""
+        self._recent.append(value)
+        self._sum += value
+        self._count += 1
+
+    def _samples(self) -> Iterator[str]:
+        recent = sorted(self._recent.copy()) or [0]
+        for quantile in _QUANTILES:
+            value = recent[round(quantile * (len(recent) - 1))]
+            yield self._sample(value, "", extra=f'quantile="{quantile:g}"')
+        yield self._sample(self._sum, "", "_sum")
+        yield self._sample(self._count, "", "_count")
+
+
+def _duration(name: str, description: str, label: Label = _NO_LABEL) -> Histogram:
+    return Histogram(name, f"{description} (seconds)", _DURATION_BOUNDS, label)
+
+
+def _tokens(name: str, description: str, max_tokens: int) -> Histogram:
+    return Histogram(name, description, [max_tokens / 100 * step for step in range(1, 101)])
+
+
+class Metrics:
+    """Every series of the router, all present from the start; attributes are named without `tgi_`.
+
+    Changed from the event loop only, read (`render`) from any thread.
+    """
+
+    def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
+        # Requests.
+        self.request_count = Counter("tgi_request_count", "Requests that arrived")
+        self.request_success = Counter("tgi_request_success", "Generations that were completed")
+        self.request_failure = Counter("tgi_request_failure", "Requests that failed", _ERR)
+        self.request_preempted = Counter(
+            "tgi_request_preempted", "Times a request gave its KV blocks back and was queued again"
+        )
+        self.request_duration = _duration("tgi_request_duration", "Arrival to end")
+        self.request_validation_duration = _duration(
+            "tgi_request_validation_duration", "Arrival to queued"
+        )
+        self.request_queue_duration = _duration("tgi_request_queue_duration", "Queued to batched")
+        self.request_inference_duration = _duration(
+            "tgi_request_inference_duration", "Batched to end"
+        )
+        self.request_mean_time_per_token_duration = _duration(
+            "tgi_request_mean_time_per_token_duration", "Inference time per generated token"
+        )
+        self.request_time_to_first_token_duration = _duration(
+            "tgi_request_time_to_first_token_duration", "Queued to first token"
+        )
+        self.request_inter_token_latency_duration = _duration(
+            "tgi_request_inter_token_latency_duration", "One token to the next of its request"
+        )
+        self.request_generated_tokens = _tokens(
+            "tgi_request_generated_tokens", "Tokens generated per request", max_total_tokens
+        )
+        self.request_input_length = _tokens(
+            "tgi_request_input_length", "Prompt tokens per request", max_input_tokens
+        )
+        self.request_max_new_tokens = _tokens(
+            "tgi_request_max_new_tokens", "Tokens asked for per request", max_total_tokens
+        )
+        self.request_skipped_tokens = Summary(
+            "tgi_request_skipped_tokens", "Tokens gained by speculation per request and step"
+        )
+        # Queue and batches.
+        self.queue_size = Gauge("tgi_queue_size", "Requests waiting for a place in the batch")
+        self.batch_next_size = Histogram(
+            "tgi_batch_next_size", "Requests admitted together", [float(n) for n in range(1, 1025)]
+        )
+        self.batch_current_size = Gauge("tgi_batch_current_size", "Requests running")
+        self.batch_current_max_tokens = Gauge(
+            "tgi_batch_current_max_tokens", "Tokens the running requests have KV room for"
+        )
+        self.batch_max_total_tokens = Gauge(
+            "tgi_batch_max_total_tokens", "Tokens there is KV room for in all"
+        )
+        self.batch_concat = Counter(
+            "tgi_batch_concat", "Times new requests joined a running batch", _REASON
+        )
+        # Steps on the shard.
+        self.batch_inference_count = Counter(
+            "tgi_batch_inference_count", "Steps asked of the shards", _METHOD
+        )
+        self.batch_inference_success = Counter(
+            "tgi_batch_inference_success", "Steps that succeeded", _METHOD
+        )
+        self.batch_inference_failure = Counter(
+            "tgi_batch_inference_failure", "Steps that failed", _METHOD
+        )
+        self.batch_inference_duration = _duration(
+            "tgi_batch_inference_duration", "A step as the router sees it", _METHOD
+        )
+        self.batch_forward_duration = _duration(
+            "tgi_batch_forward_duration", "The forward passes of a step", _METHOD
+        )
+        self.batch_decode_duration = _duration(
+            "tgi_batch_decode_duration", "Choosing the tokens of a step", _METHOD
+        )
+        self.batch_filter_duration = _duration(
+            "tgi_batch_filter_duration", "Delivering a step and dropping what ended", _METHOD
+        )
+        self.batch_concat_duration = _duration(
+            "tgi_batch_concat_duration", "Joining new requests to a batch", _JOINING
+        )
+        # KV blocks.
+        self.kv_blocks_used = Gauge("tgi_kv_blocks_used", "KV blocks held by requests")
+        self.kv_blocks_free = Gauge("tgi_kv_blocks_free", "KV blocks that can be given out")
+
+    def render(self) -> bytes:
+        """All series in Prometheus' text format (`CONTENT_TYPE`)."""
+        families: list[_Metric] = list(vars(self).values())
+        return "".join(f"{line}\n" for family in families for line in family.render()).encode()

@@ -1,0 +1,1 @@
+"""Pure scheduling: no HTTP, no gRPC."""

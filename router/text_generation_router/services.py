@@ -1,0 +1,167 @@
+"""Everything the routes work with, and the order in which it comes up."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import GenerationError
+from text_generation_router.infer import Infer
+from text_generation_router.metrics import Metrics
+from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
+from text_generation_router.scheduler.shards import Shards
+from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.validation import Limits, Validation
+
+
+class StartError(Exception):
+    """The router can not serve; one sentence says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The objects of one running router."""
+
+    config: RouterConfig
+    info: ShardInfo
+    limits: Limits
+    scheduler_limits: SchedulerLimits
+    shards: Shards
+    tokenizer: Tokenizer
+    metrics: Metrics
+    batcher: Batcher
+    infer: Infer
+
+    @property
+    def compute_type(self) -> str:
+        """`<shards>-<device>`, sent with every answer."""
+        return f"{self.info.world_size}-{self.info.device_type}"
+
+
+@asynccontextmanager
+async def start(config: RouterConfig) -> AsyncIterator[Services]:
+    """Connects, warms the shards up and checks that everything fits. Raises StartError.
+
+    The connections to the shards are closed at the end of the block.
+    """
+    # The tokenizer is read while the shards warm up.
+    load = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
+    try:
+        with _explained("connect to the Python model shards"):
+            shards = await ShardedClient.connect(config.master_shard_uds_path)
+        try:
+            with _explained("clear the Python model shards cache"):
+                await shards.clear_cache(None)
+            with _explained("get the Python model shards info"):
+                info = await shards.info()
+            with _explained("warmup the Python model shards"):
+                warmup = await _warm_up(shards, config)
+            tokenizer = await load
+            check_tokenizer(tokenizer, info)
+            check_warmup(config, info, warmup)
+            yield assemble(config, shards, tokenizer, info, warmup)
+        finally:
+            await shards.close()
+    finally:
+        load.cancel()
+
+
+def assemble(
+    config: RouterConfig,
+    shards: Shards,
+    tokenizer: Tokenizer,
+    info: ShardInfo,
+    warmup: WarmupResult,
+) -> Services:
+    """The services on top of shards that are warm."""
+    limits = Limits(
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=config.max_top_n_tokens,
+        max_input_tokens=warmup.max_input_tokens,
+        max_total_tokens=warmup.max_total_tokens,
+        vocab_size=info.vocab_size,
+    )
+    scheduler_limits = SchedulerLimits(
+        num_blocks=warmup.num_blocks,
+        block_size=info.block_size,
+        max_batch_size=config.batch_rows,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_total_tokens=warmup.num_blocks * info.block_size,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
+    )
+    metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
+    batcher = Batcher(shards, tokenizer, metrics, scheduler_limits)
+    validation = Validation(limits, tokenizer, metrics)
+    infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
+    return Services(
+        config, info, limits, scheduler_limits, shards, tokenizer, metrics, batcher, infer
+    )
+
+
+def check_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
+    """Raises StartError if the tokenizer makes ids that the model does not have."""
+    if tokenizer.vocab_size > info.vocab_size:
+        raise StartError(
+            f"The tokenizer makes token ids up to {tokenizer.vocab_size - 1}, but the model has "
+            f"only {info.vocab_size}; serve the model with the tokenizer it was trained with"
+        )
+
+
+def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
+    """Raises StartError if the limits contradict each other or the memory there is."""
+    for name in ("max_input_tokens", "max_total_tokens"):
+        asked, got = getattr(config, name), getattr(warmup, name)
+        if asked is not None and asked != got:
+            raise _argument_error(f"`{name}` must be <= {got} for this model. Given: {asked}")
+    if warmup.max_input_tokens >= warmup.max_total_tokens:
+        raise _argument_error(
+            "`max_input_tokens` must be < `max_total_tokens`. "
+            f"Given: {warmup.max_input_tokens} and {warmup.max_total_tokens}"
+        )
+    room = warmup.num_blocks * info.block_size
+    if config.max_batch_prefill_tokens > room:
+        raise _argument_error(
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
+            f"Given: {config.max_batch_prefill_tokens} and {room}"
+        )
+    if warmup.max_total_tokens > room:
+        raise _argument_error(
+            "`max_total_tokens` must be <= `max_batch_total_tokens`. "
+            f"Given: {warmup.max_total_tokens} and {room}"
+        )
+
+
+def _load_tokenizer(config: RouterConfig) -> Tokenizer:
+    try:
+        return Tokenizer.load(Path(config.tokenizer_name), config.validation_workers)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+@contextmanager
+def _explained(action: str) -> Iterator[None]:
+    """Says what the router was about to do when a shard failed."""
+    try:
+        yield
+    except (ConnectionError, GenerationError) as error:
+        raise StartError(f"Unable to {action}: {error}") from error
+
+
+async def _warm_up(shards: ShardedClient, config: RouterConfig) -> WarmupResult:
+    return await shards.warmup(
+        max_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_size=config.batch_rows,
+        max_input_tokens=config.max_input_tokens,
+        max_total_tokens=config.max_total_tokens,
+        max_batch_total_tokens=config.max_batch_total_tokens,
+    )
+
+
+def _argument_error(sentence: str) -> StartError:
+    return StartError(f"Argument validation error: {sentence}")

@@ -1,0 +1,196 @@
+"""Text to ids and ids to text, for one model; no other part of pytgi knows text."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from text_generation_router.stream_decoder import StreamDecoder
+
+_FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The ids of one text; all three have one entry a token."""
+
+    ids: tuple[int, ...]
+    # First character of the token in the text, and the one after its last.
+    offsets: tuple[tuple[int, int], ...]
+    # 1 for the tokens that the tokenizer added around the text.
+    special_tokens_mask: tuple[int, ...]
+
+
+class Tokenizer:
+    """The tokenizer of the served model: one per process, thread-safe, never changed after `load`.
+
+    Decoding rests on one law, true of the decoders that language models use (byte level, byte
+    fallback, metaspace, WordPiece): behind other tokens, a token always stands for the same bytes.
+    Those bytes are looked up once per id, so decoding costs a dictionary access instead of a window
+    of ids decoded over and over.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any], num_workers: int
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
+        self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
+        # A cache, filled as ids are met: at most one entry an id.
+        self._bytes_of: dict[int, bytes] = {}
+        decoders = set(_decoder_types(tokenizer))
+        self._is_byte_level = "ByteLevel" in decoders
+        self._has_byte_fallback = "ByteFallback" in decoders
+        # Any token with text will do: behind it, decoders no longer strip what starts a text.
+        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._anchor_len = len(self._decode(self._anchor))
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        """The largest id + 1."""
+        self.bos_token = _content(special_tokens.get("bos_token"))
+        """The text of the token that starts a sequence, if the model has one."""
+        self.eos_token = _content(special_tokens.get("eos_token"))
+        """The text of the token that ends a sequence, if the model has one."""
+
+    @classmethod
+    def load(cls, directory: Path, num_workers: int = 2) -> "Tokenizer":
+        """Reads `tokenizer.json` and the special tokens named by the files beside it.
+
+        `num_workers` texts are encoded at the same time at most. Raises ValueError, with a sentence
+        for the user, when the files cannot be used.
+        """
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"The model directory {directory} has no tokenizer.json, from which text is turned "
+                "into tokens; save the model's tokenizer there with `save_pretrained`."
+            )
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"The tokenizer {path} cannot be read: {error}") from error
+        special_tokens = _read_object(directory / "special_tokens_map.json")
+        special_tokens |= _read_object(directory / "tokenizer_config.json")
+        return cls(tokenizer, special_tokens, num_workers)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """The ids of `text`, computed off the event loop.
+
+        Raises ValueError for text that is not Unicode (lone surrogates).
+        """
+        text.encode()  # surrogates: a UnicodeEncodeError here, a TypeError from the library
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        # encode_batch gives the interpreter lock back while it works, encode does not.
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return Encoding(
+            tuple(encoding.ids), tuple(encoding.offsets), tuple(encoding.special_tokens_mask)
+        )
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token steers the model and is no part of the text it writes."""
+        return token_id in self._special_ids
+
+    def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, as it reads behind other text; U+FFFD for part of a
+        character, empty for an id that the tokenizer does not know."""
+        return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
+
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder for one generation."""
+        return StreamDecoder(self.token_bytes)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for behind other tokens, in UTF-8; can be part of a character."""
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            known = self._bytes_of[token_id] = self._look_up_bytes(token_id)
+        return known
+
+    def _look_up_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            values = [_BYTE_OF_CHARACTER.get(character) for character in token]
+            # An added token is not spelled in the byte alphabet: it is its own text.
+            return token.encode() if None in values else bytes(v for v in values if v is not None)
+        if self._has_byte_fallback and (match := _FALLBACK_BYTE.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return self._decode([*self._anchor, token_id])[self._anchor_len :].encode()
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of the 256 bytes: printable Latin-1 is itself, the rest is U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+def _decoder_types(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
+    """The names of the decoder and of its parts."""
+    pending = [json.loads(tokenizer.decoder.__getstate__())] if tokenizer.decoder else []
+    while pending:
+        decoder = pending.pop()
+        yield decoder["type"]
+        pending.extend(decoder.get("decoders", ()))
+
+
+def _special_ids(tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any]) -> Iterator[int]:
+    """The ids that tokenizer.json marks as special, and those that its neighbours name."""
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special:
+            yield token_id
+    for token_id, token in special_tokens.get("added_tokens_decoder", {}).items():
+        if token.get("special"):
+            yield int(token_id)
+    named = [special_tokens.get(name) for name in _SPECIAL_TOKEN_NAMES]
+    for token in [*named, *(special_tokens.get("additional_special_tokens") or ())]:
+        content = _content(token)
+        known_id = None if content is None else tokenizer.token_to_id(content)
+        if known_id is not None:
+            yield known_id
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token written as a string or as an object; None if there is none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
+    return value

@@ -1,0 +1,309 @@
+"""What a user asks for, checked against what this server can do. One rule is one function.
+
+The order of the tables and the sentences are TGI's (fact sheet validation.md): clients see the
+first rule that fails. Comparisons are written so that NaN fails them.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_router.errors import ValidationError
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Request, SamplingParams, StoppingCriteria
+from text_generation_router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateParameters:
+    """What a user asks for, types checked and nothing else; None is "not given"."""
+
+    inputs: str
+    add_special_tokens: bool = True
+    best_of: int | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos_token: bool = False
+    return_full_text: bool | None = None
+    stop: tuple[str, ...] = ()
+    truncate: int | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: int | None = None
+    top_n_tokens: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: dict[str, Any] | None = None
+    adapter_id: str | None = None
+
+    @property
+    def wants_sampling(self) -> bool:
+        """Whether any parameter asks for tokens to be drawn."""
+        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        return self.do_sample or any(shaper is not None for shaper in shapers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What this server allows; all inclusive. `vocab_size` is the model's, ids are below it."""
+
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a prompt after truncation, and of its answer at most."""
+
+    inputs: int
+    max_new_tokens: int
+
+
+Rule = Callable[[GenerateParameters, Limits], str | None]
+LengthRule = Callable[[Lengths, GenerateParameters, Limits], str | None]
+
+
+def _best_of_needs_sampling(asked: GenerateParameters, limits: Limits) -> str | None:
+    if (asked.best_of or 1) > 1 and not asked.wants_sampling:
+        return "you must use sampling when `best_of` is > 1"
+    return None
+
+
+def _strictly_positive(name: str) -> Rule:
+    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
+        value = getattr(asked, name)
+        return None if value is None or value > 0 else f"`{name}` must be strictly positive"
+
+    return rule
+
+
+def _penalty_in_range(name: str) -> Rule:
+    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
+        value = getattr(asked, name)
+        if value is None or -2.0 <= value <= 2.0:
+            return None
+        return f"`{name}` must be >= -2.0 and <= 2.0"
+
+    return rule
+
+
+def _probability(name: str) -> Rule:
+    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
+        value = getattr(asked, name)
+        return None if value is None or 0.0 < value < 1.0 else f"`{name}` must be > 0.0 and < 1.0"
+
+    return rule
+
+
+def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | None:
+    for token_id, bias in asked.logit_bias:
+        if token_id >= limits.vocab_size:
+            return (
+                f"`logit_bias` must name token ids below {limits.vocab_size}, the size of the "
+                f"vocabulary. Given: {token_id}"
+            )
+        if not -100.0 <= bias <= 100.0:
+            return f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
+    return None
+
+
+def _stop_sequences(asked: GenerateParameters, limits: Limits) -> str | None:
+    if len(asked.stop) <= limits.max_stop_sequences:
+        return None
+    return (
+        f"`stop` supports up to {limits.max_stop_sequences} stop sequences. "
+        f"Given: {len(asked.stop)}"
+    )
+
+
+def _seed_with_best_of(asked: GenerateParameters, limits: Limits) -> str | None:
+    if asked.seed is not None and (asked.best_of or 1) > 1:
+        return "`seed` must not be set when `best_of` > 1"
+    return None
+
+
+def _top_n_tokens(asked: GenerateParameters, limits: Limits) -> str | None:
+    given = asked.top_n_tokens or 0
+    if given <= limits.max_top_n_tokens:
+        return None
+    return f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given}"
+
+
+def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:
+    return None if asked.inputs else "`inputs` cannot be empty"
+
+
+def _truncate(asked: GenerateParameters, limits: Limits) -> str | None:
+    given = asked.truncate
+    if given is None or 0 < given <= limits.max_input_tokens:
+        return None
+    return (
+        f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. "
+        f"Given: {given}"
+    )
+
+
+def _inputs_have_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    if lengths.inputs > 0:
+        return None
+    return "`inputs` must have at least one token; the tokenizer makes none of this text"
+
+
+def _total_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    if lengths.inputs + lengths.max_new_tokens <= limits.max_total_tokens:
+        return None
+    return (
+        f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: "
+        f"{lengths.inputs} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
+    )
+
+
+def _input_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    if lengths.inputs <= limits.max_input_tokens:
+        return None
+    return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.inputs}"
+
+
+def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    given = asked.min_new_tokens or 0
+    if given <= lengths.max_new_tokens:
+        return None
+    return (
+        f"`min_new_tokens` must be <= `max_new_tokens`. Given: {given} and {lengths.max_new_tokens}"
+    )
+
+
+def _no_grammar(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    return None if asked.grammar is None else "grammar is not supported"
+
+
+def _no_adapter(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+    if asked.adapter_id is None:
+        return None
+    return (
+        f"`adapter_id` {asked.adapter_id[:64]!r} is not served; this server has no adapters; "
+        "remove `adapter_id`"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _best_of_needs_sampling,
+    _strictly_positive("temperature"),
+    _strictly_positive("repetition_penalty"),
+    _penalty_in_range("frequency_penalty"),
+    _penalty_in_range("presence_penalty"),
+    _probability("top_p"),
+    _probability("typical_p"),
+    _strictly_positive("top_k"),
+    _strictly_positive("max_new_tokens"),
+    _stop_sequences,
+    _seed_with_best_of,
+    _top_n_tokens,
+    _logit_bias_in_range,
+    _inputs_not_empty,
+    _truncate,
+)
+
+# Known only once the prompt is tokenized.
+LENGTH_RULES: tuple[LengthRule, ...] = (
+    _inputs_have_tokens,
+    _total_tokens,
+    _input_tokens,
+    _min_new_tokens,
+    _no_grammar,
+    _no_adapter,
+)
+
+
+def check_stream(asked: GenerateParameters) -> None:
+    """Refuses what can not be streamed; comes before everything else on streaming routes."""
+    if asked.best_of is not None and asked.best_of != 1:
+        raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
+    if asked.decoder_input_details:
+        raise ValidationError(
+            "`decoder_input_details` == true is not supported when streaming tokens"
+        )
+
+
+def check_best_of(best_of: int, limits: Limits) -> None:
+    """Refuses a number of generations other than 1 that this server does not allow."""
+    if limits.max_best_of == 1 and best_of != 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
+    if not 0 < best_of <= limits.max_best_of:
+        raise ValidationError(
+            f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+        )
+
+
+class Validation:
+    """Turns what a user asks for into a `Request`, or raises the first rule that fails."""
+
+    def __init__(self, limits: Limits, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def validate(self, asked: GenerateParameters) -> Request:
+        """The request to compute: ids truncated from the left, defaults and a seed filled in."""
+        for rule in RULES:
+            if complaint := rule(asked, self.limits):
+                raise ValidationError(complaint)
+        encoding = await self._tokenizer.encode(asked.inputs, asked.add_special_tokens)
+        input_ids = encoding.ids if asked.truncate is None else encoding.ids[-asked.truncate :]
+        room = self.limits.max_total_tokens - len(input_ids)
+        asked_length = asked.max_new_tokens
+        lengths = Lengths(len(input_ids), max(1, room) if asked_length is None else asked_length)
+        for length_rule in LENGTH_RULES:
+            if complaint := length_rule(lengths, asked, self.limits):
+                raise ValidationError(complaint)
+        self._metrics.request_input_length.observe(lengths.inputs)
+        self._metrics.request_max_new_tokens.observe(lengths.max_new_tokens)
+        return Request(
+            input_ids=input_ids,
+            sampling=_sampling(asked),
+            stopping=StoppingCriteria(
+                max_new_tokens=lengths.max_new_tokens,
+                min_new_tokens=asked.min_new_tokens or 0,
+                stop_sequences=asked.stop,
+                ignore_eos_token=asked.ignore_eos_token,
+            ),
+            prefill_logprobs=asked.decoder_input_details,
+            top_n_tokens=asked.top_n_tokens or 0,
+        )
+
+
+# Called the same by users and by `SamplingParams`.
+_NUMBERS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def _sampling(asked: GenerateParameters) -> SamplingParams:
+    """The given values, `SamplingParams`' own defaults for the others, and a seed of 64 bits."""
+    given = {name: value for name in _NUMBERS if (value := getattr(asked, name)) is not None}
+    return SamplingParams(
+        **given,
+        do_sample=asked.do_sample,
+        seed=random.getrandbits(64) if asked.seed is None else asked.seed,
+        watermark=asked.watermark,
+        logit_bias=asked.logit_bias,
+    )
