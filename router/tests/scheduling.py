@@ -58,6 +58,11 @@ def letters(prompt: Sequence[int], place: int) -> int:
     return BYTE_IDS[ord("a") + (sum(prompt) + 7 * place + place * place) % 26]
 
 
+def expected_ids(prompt: Sequence[int], num: int) -> list[int]:
+    """What a request writes under the default script, whoever else runs."""
+    return [letters(prompt, place) for place in range(num)]
+
+
 def writes(text: str, then: int = EOS_ID) -> Callable[[Sequence[int], int], int]:
     """A script that writes `text`, then `then`."""
     ids = ids_of(text)

@@ -1,6 +1,5 @@
 """The routes of a running server: bodies to the byte, headers, statuses."""
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -8,14 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from text_generation_router.api import body, info
+from text_generation_router.api import info
 from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.batcher import Batcher
 
 from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
-
-JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -319,99 +316,6 @@ async def test_metrics_port_serves_metrics_only(tmp_path: Path, port: int, statu
     ) as client:
         assert (await client.get("/info")).status_code == status
         assert "tgi_request_count" in (await client.get("/metrics")).text
-
-
-BAD_BODIES = [
-    (JSON, b"", 400, "the body is empty"),
-    (JSON, b'{"inputs": "x"', 400, "unexpected end of data"),
-    (JSON, b'{"inputs": "\xff"}', 400, "not valid UTF-8"),
-    (JSON, b'{"inputs": "\\ud800"}', 400, "surrogate"),
-    (JSON, b'{"inputs": NaN}', 400, "unexpected"),
-    (JSON, b'{"inputs": "x", "parameters": {"top_p": Infinity}}', 400, "unexpected"),
-    (JSON, b"[" * 5000, 400, "depth"),
-    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e400}}', 422, "number out of range"),
-    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e39}}', 422, "32-bit float"),
-    (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e-320}}', 422, "strictly positive"),
-    (JSON, b'{"inputs": "x", "parameters": {"seed": -1}}', 422, "`parameters.seed`"),
-    (JSON, b'{"inputs": "x", "parameters": {"seed": 1e9}}', 422, "`parameters.seed`"),
-    (JSON, b'{"inputs": "x", "parameters": {"stop": ["a", 1]}}', 422, "`parameters.stop.1`"),
-    (JSON, b'{"inputs": "x", "parameters": null}', 422, "`parameters`"),
-    (JSON, b'{"inputs": 7}', 422, "`inputs`: Input should be a valid string. Given: 7"),
-    (JSON, b'{"input": "x"}', 422, "`inputs`: Field required"),
-    (JSON, b"null", 422, "`body`"),
-    (JSON, b"[]", 422, "`body`"),
-    (JSON, b'"x"', 422, "`body`"),
-    ({}, b'{"inputs": "x"}', 415, "Expected request with `Content-Type: application/json`"),
-    ({"content-type": "text/plain"}, b'{"inputs": "x"}', 415, "Content-Type"),
-    ({"content-type": "application/jsonx"}, b'{"inputs": "x"}', 415, "Content-Type"),
-]
-
-
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/", "/tokenize"])
-async def test_bad_bodies(server: Server, path: str) -> None:
-    for headers, content, status, words in BAD_BODIES:
-        if path == "/tokenize" and words == "strictly positive":
-            continue
-        response = await server.client.post(path, content=content, headers=headers)
-        if path == "/generate_stream" and words == "strictly positive":
-            assert response.status_code == 200 and words in response.text
-            continue
-        assert response.status_code == status, content
-        assert response.json()["error_type"] == "validation"
-        assert words in response.json()["error"]
-        assert "\n" not in response.json()["error"] and len(response.json()["error"]) < 300
-
-
-@pytest.mark.parametrize(
-    "content_type",
-    ["application/json", "APPLICATION/JSON; charset=utf-8", "application/vnd.api+json"],
-)
-async def test_json_content_types(server: Server, content_type: str) -> None:
-    content = b'{"inputs": "a\\u0000b", "unknown": {"a": 1}, "parameters": {"max_new_tokens": 1}}'
-    headers = {"content-type": content_type}
-    response = await server.client.post("/generate", content=content, headers=headers)
-    assert response.json() == {"generated_text": "h"}
-
-
-async def test_hundred_stop_sequences(server: Server) -> None:
-    request = {"inputs": "n", "parameters": {"stop": [f"s{i}" for i in range(100)]}}
-    response = await server.client.post("/generate", json=request)
-    assert response.status_code == 422
-    assert response.json() == {
-        "error": "Input validation error: `stop` supports up to 4 stop sequences. Given: 100",
-        "error_type": "validation",
-    }
-
-
-async def test_large_bodies(server: Server) -> None:
-    content = b'{"inputs": "' + b"x" * 10_000_000 + b'"}'
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(content), 500_000):
-            yield content[start : start + 500_000]
-
-    for sent in (content, chunks()):
-        response = await server.client.post("/generate", content=sent, headers=JSON)
-        assert response.status_code == 413
-        assert response.json()["error_type"] == "validation"
-        assert "2000000 bytes" in response.json()["error"]
-    response = await server.client.post("/generate", content=content[:99_000] + b'"}', headers=JSON)
-    assert response.status_code == 422
-    assert "`inputs` tokens + `max_new_tokens` must be <= 4096" in response.json()["error"]
-
-
-async def test_lying_content_length(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(length: int, content: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = "POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {length}\r\n\r\n".encode() + content)
-        status = await reader.readline()
-        writer.close()
-        return status
-
-    assert b" 413 " in await answer(10**12, b"{}")
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
-    assert b" 408 " in await answer(100, b"{}")
 
 
 async def test_generation_failure(server: Server) -> None:

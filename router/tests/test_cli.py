@@ -238,12 +238,12 @@ def test_tokenizer_must_fit(tmp_path: Path) -> None:
             "`max_input_tokens` must be < `max_total_tokens`. Given: 4096 and 4096",
         ),
         (
+            {"max_batch_total_tokens": 4095},
             {},
-            {"num_blocks": 255},
-            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. Given: 4096 and 4080",
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. Given: 4096 and 4095",
         ),
         (
-            {"max_batch_prefill_tokens": 100},
+            {},
             {"num_blocks": 255},
             "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 4096 and 4080",
         ),

@@ -188,7 +188,7 @@ def save(fast: FastTokenizer, directory: Path, **files: object) -> Path:
 
 def test_special_tokens_come_from_all_three_files(tmp_path: Path) -> None:
     fast = byte_level()
-    fast.add_tokens(["<config>", "<map>", "<extra>", "<id>", "<plain>"])
+    fast.add_tokens(["<config>", "<map>", "<extra>", "<named>", "<id>", "<plain>"])
     tokenizer = Tokenizer.load(
         save(
             fast,
@@ -196,7 +196,8 @@ def test_special_tokens_come_from_all_three_files(tmp_path: Path) -> None:
             tokenizer_config={
                 "bos_token": {"content": "<config>", "lstrip": False},
                 "eos_token": None,
-                "additional_special_tokens": ["<extra>", "<not in the vocabulary>"],
+                "additional_special_tokens": ["<extra>", "<not in the vocabulary>", 7],
+                "extra_special_tokens": {"image_token": "<named>"},
                 "added_tokens_decoder": {
                     str(fast.token_to_id("<id>")): {"content": "<id>", "special": True},
                     str(fast.token_to_id("<plain>")): {"content": "<plain>", "special": False},
@@ -206,7 +207,7 @@ def test_special_tokens_come_from_all_three_files(tmp_path: Path) -> None:
         )
     )
     special = [t for t, i in fast.get_vocab().items() if tokenizer.is_special(i)]
-    assert sorted(special) == ["</s>", "<config>", "<extra>", "<id>", "<map>", "<s>"]
+    assert sorted(special) == ["</s>", "<config>", "<extra>", "<id>", "<map>", "<named>", "<s>"]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<config>", None)
     assert tokenizer.vocab_size == fast.get_vocab_size()
 
@@ -217,12 +218,25 @@ def test_tokenizer_json_is_enough(tmp_path: Path) -> None:
     assert tokenizer.is_special(byte_level().token_to_id("</s>"))
 
 
+@pytest.mark.parametrize("value", [None, 7, "x", [], {}, {"a": 1}, {"x": {"special": True}}])
+@pytest.mark.parametrize(
+    "name", ["added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"]
+)
+def test_strange_configs_are_read_as_far_as_they_go(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    config = {"eos_token": "</s>", name: value}
+    tokenizer = Tokenizer.load(save(byte_level(), tmp_path, tokenizer_config=config))
+    assert tokenizer.eos_token == "</s>"
+
+
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
         ({}, "has no tokenizer.json"),
         ({"tokenizer.json": "{"}, "tokenizer.json cannot be read"),
         ({"tokenizer.json": "{}"}, "tokenizer.json cannot be read"),
+        ({"tokenizer.json": FastTokenizer(models.BPE()).to_str()}, "tokenizer.json has no tokens"),
         ({"tokenizer_config.json": "{", "tokenizer.json": None}, "config.json is not valid JSON"),
         ({"tokenizer_config.json": "[]", "tokenizer.json": None}, "must hold a JSON object"),
     ],

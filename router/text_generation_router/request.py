@@ -63,7 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token with its text. `logprob` is None where it is not defined (the first of a prompt)."""
+    """One token with its text; `logprob` is None where none is defined (the first of a prompt)."""
 
     id: int
     text: str

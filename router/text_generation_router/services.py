@@ -124,12 +124,14 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
             "`max_input_tokens` must be < `max_total_tokens`. "
             f"Given: {warmup.max_input_tokens} and {warmup.max_total_tokens}"
         )
-    room = warmup.num_blocks * info.block_size
-    if config.max_batch_prefill_tokens > room:
+    # Room that the shards chose is filled as far as it goes; room that the user chose must do.
+    room = config.max_batch_total_tokens
+    if room is not None and config.max_batch_prefill_tokens > room:
         raise _argument_error(
             "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {config.max_batch_prefill_tokens} and {room}"
         )
+    room = warmup.num_blocks * info.block_size
     if warmup.max_total_tokens > room:
         raise _argument_error(
             "`max_total_tokens` must be <= `max_batch_total_tokens`. "

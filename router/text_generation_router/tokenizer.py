@@ -14,6 +14,7 @@ import tokenizers
 from text_generation_router.stream_decoder import StreamDecoder
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -57,11 +58,11 @@ class Tokenizer:
         decoders = set(_decoder_types(tokenizer))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_byte_fallback = "ByteFallback" in decoders
-        # Any token with text will do: behind it, decoders no longer strip what starts a text.
-        self._anchor = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-        self._anchor_len = len(self._decode(self._anchor))
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
         """The largest id + 1."""
+        # Any token with text will do: behind it, decoders no longer strip what starts a text.
+        self._anchor = next((i for i in range(self.vocab_size) if self._decode([i])), 0)
+        self._anchor_len = len(self._decode([self._anchor]))
         self.bos_token = _content(special_tokens.get("bos_token"))
         """The text of the token that starts a sequence, if the model has one."""
         self.eos_token = _content(special_tokens.get("eos_token"))
@@ -84,6 +85,10 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"The tokenizer {path} cannot be read: {error}") from error
+        if not tokenizer.get_vocab_size():
+            raise ValueError(
+                f"The tokenizer {path} has no tokens; save the model's tokenizer there."
+            )
         special_tokens = _read_object(directory / "special_tokens_map.json")
         special_tokens |= _read_object(directory / "tokenizer_config.json")
         return cls(tokenizer, special_tokens, num_workers)
@@ -134,7 +139,7 @@ class Tokenizer:
             return token.encode() if None in values else bytes(v for v in values if v is not None)
         if self._has_byte_fallback and (match := _FALLBACK_BYTE.fullmatch(token)):
             return bytes.fromhex(match[1])
-        return self._decode([*self._anchor, token_id])[self._anchor_len :].encode()
+        return self._decode([self._anchor, token_id])[self._anchor_len :].encode()
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -166,13 +171,16 @@ def _special_ids(tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any]
     for token_id, token in tokenizer.get_added_tokens_decoder().items():
         if token.special:
             yield token_id
-    for token_id, token in special_tokens.get("added_tokens_decoder", {}).items():
-        if token.get("special"):
+    added = special_tokens.get("added_tokens_decoder")
+    for token_id, token in added.items() if isinstance(added, dict) else ():
+        if isinstance(token, dict) and token.get("special") and token_id.isdecimal():
             yield int(token_id)
     named = [special_tokens.get(name) for name in _SPECIAL_TOKEN_NAMES]
-    for token in [*named, *(special_tokens.get("additional_special_tokens") or ())]:
-        content = _content(token)
-        known_id = None if content is None else tokenizer.token_to_id(content)
+    for name in _SPECIAL_TOKEN_LISTS:
+        more = special_tokens.get(name)
+        named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+    for content in filter(None, map(_content, named)):
+        known_id = tokenizer.token_to_id(content)
         if known_id is not None:
             yield known_id
 

@@ -12,8 +12,9 @@ from shard.tests.driver import Driver, load_engine
 PIECES = (4096, 37)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_equals_transformers(family: str, checkpoint: Callable[[str], Path]) -> None:
+def test_equals_transformers(family: str, device: str, checkpoint: Callable[[str], Path]) -> None:
     """16 ragged prompts, four at first, the others joining two steps apart; 4 to 24 new tokens."""
     path = checkpoint(family)
     oracle = Oracle(path, family)
@@ -24,7 +25,7 @@ def test_equals_transformers(family: str, checkpoint: Callable[[str], Path]) -> 
     ]
     logprobs = [oracle.logprobs(ids) for ids in prompts]
     for budget in PIECES:
-        driver = Driver(load_engine(path, max_prefill_tokens=budget))
+        driver = Driver(load_engine(path, max_prefill_tokens=budget, device=device))
         waiting = [
             driver.request(index, ids, max_new_tokens=wanted[index], prefill_logprobs=True)
             for index, ids in enumerate(prompts)

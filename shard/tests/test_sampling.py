@@ -51,7 +51,15 @@ def test_greedy_takes_the_best_and_reports_its_log_softmax(logits: torch.Tensor)
 
 def test_temperature_divides(logits: torch.Tensor) -> None:
     choice = choose(logits, [SamplingParams(temperature=0.5)] * 4)
-    torch.testing.assert_close(choice.scores, logits / 0.5)
+    wanted = (logits / 0.5).log_softmax(-1)
+    torch.testing.assert_close(choice.scores.log_softmax(-1), wanted)
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-5])
+def test_the_smallest_temperatures_are_greedy(logits: torch.Tensor, temperature: float) -> None:
+    choice = choose(logits, [SamplingParams(temperature=temperature, top_p=0.9, seed=3)] * 4)
+    assert torch.equal(choice.token_ids, logits.argmax(-1))
+    assert choice.logprobs.tolist() == pytest.approx([0.0] * 4, abs=1e-6)
 
 
 def allowed(choice: Choice, row: int = 0) -> set[int]:
@@ -95,7 +103,7 @@ def test_rows_without_a_filter_keep_everything_beside_one_that_has_all(
     choice = choose(
         logits, [SamplingParams(do_sample=True), filtering, SamplingParams(), filtering]
     )
-    torch.testing.assert_close(choice.scores[0], logits[0])
+    torch.testing.assert_close(choice.scores[0].log_softmax(-1), logits[0].log_softmax(-1))
     torch.testing.assert_close(choice.scores[2], logits[2])
     assert len(allowed(choice, 1)) <= 5
 

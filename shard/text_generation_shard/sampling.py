@@ -16,6 +16,8 @@ from torch import Tensor
 
 # The prime TGI seeds green lists with (utils/watermark.py).
 _WATERMARK_PRIME = 15485863
+# Below it float32 arithmetic may take a temperature for 0.
+_MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class SamplingColumns:
 
         sampling = rows_where([item.is_sampling for item in params])
         self.sampling_rows = torch.tensor(sampling, dtype=torch.int64, device=device)
-        self.temperature = column([item.temperature for item in params], sampling)
+        temperatures = [max(item.temperature, _MIN_TEMPERATURE) for item in params]
+        self.temperature = column(temperatures, sampling)
         self.top_k = column([item.top_k for item in params], sampling)
         self.top_p = column([item.top_p for item in params], sampling)
         self.typical_p = column([item.typical_p for item in params], sampling)
@@ -146,7 +149,9 @@ def sample(
         logits[forbidden[:, 0], forbidden[:, 1]] = float("-inf")
     token_ids = logits.argmax(dim=-1)
     if len(columns.sampling_rows):
-        scores = logits[columns.sampling_rows] / columns.temperature
+        # From the best score down, so that the smallest temperatures overflow to -inf, not to NaN.
+        scores = logits[columns.sampling_rows]
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.temperature
         if columns.is_filtering:
             scores = _keep_likely(scores, columns)
         logits[columns.sampling_rows] = scores

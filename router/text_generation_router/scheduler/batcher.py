@@ -283,7 +283,8 @@ class Batcher:
             strict=True,
         ):
             entry = step.entries[request_id]
-            pass
+            if entry.state is EntryState.ENDED:
+                continue
             outputs: list[Output] = []
             if (prefill_logprobs := result.prefill_logprobs.get(request_id)) is not None:
                 outputs.append(entry.answer.prefill(prefill_logprobs))

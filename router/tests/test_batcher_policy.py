@@ -1,0 +1,173 @@
+"""Who gets blocks, who joins when, and what the metrics say of it."""
+
+import asyncio
+import math
+import random
+import re
+
+import pytest
+from text_generation_router.errors import (
+    ValidationError,
+)
+
+from router.tests.scheduling import (
+    FakeShards,
+    collect,
+    expected_ids,
+    make_request,
+    running,
+    writes,
+)
+
+# ---- Blocks ----
+
+
+async def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    async with running(FakeShards(num_blocks=4, block_size=4)) as rig:
+        with pytest.raises(ValidationError, match=r"<= 16.* 10 `inputs` tokens and 7 `max_new_t"):
+            rig.batcher.submit(make_request(range(10), 7))
+        assert len((await rig.outcome(range(10), 6)).ids) == 6
+
+
+async def test_the_token_limit_bounds_the_blocks() -> None:
+    async with running(max_batch_total_tokens=35) as rig:
+        with pytest.raises(ValidationError, match="<= 32"):
+            rig.batcher.submit(make_request(range(10), 23))
+        assert rig.metrics.batch_max_total_tokens.value == 32
+    with pytest.raises(ValueError, match="max-batch-total-tokens"):
+        async with running(max_batch_total_tokens=3):
+            pass
+
+
+async def test_64_requests_in_hardly_any_memory_write_what_they_write_alone() -> None:
+    choose = random.Random(0)
+    shards = FakeShards(num_blocks=12, block_size=4)
+    asked = [
+        (tuple(choose.choices(range(200), k=choose.randint(1, 20))), choose.randint(1, 25))
+        for _ in range(64)
+    ]
+    async with running(shards, max_batch_size=8, max_batch_prefill_tokens=24) as rig:
+        shards.max_rows = 8
+        outcomes = await asyncio.gather(*(rig.outcome(*arguments) for arguments in asked))
+    for (prompt, num), outcome in zip(asked, outcomes, strict=True):
+        assert outcome.ids == expected_ids(prompt, num)
+        assert len(outcome.generated.text) == num
+    assert rig.metrics.request_preempted.value() > 10
+
+
+async def test_preemption_takes_the_newest_and_keeps_the_order() -> None:
+    shards = FakeShards(num_blocks=6, block_size=4)
+    async with running(shards) as rig:
+        first = asyncio.create_task(rig.outcome(range(6), 18))
+        await rig.turn()
+        others = [asyncio.create_task(rig.outcome((n,), 6)) for n in range(2)]
+        outcomes = await asyncio.gather(first, *others)
+    assert [len(outcome.ids) for outcome in outcomes] == [18, 6, 6]
+    # The oldest is never computed again.
+    prefills = [ids for method, ids in shards.calls if method == "prefill"]
+    assert sum(0 in ids for ids in prefills) == 1
+    assert all(list(ids) == sorted(ids) for ids in prefills)
+
+
+async def test_a_preempted_request_can_stop_or_leave_while_queued() -> None:
+    shards = FakeShards(num_blocks=5, block_size=2, script=writes("abcdefghijklmn"))
+    async with running(shards) as rig:
+        long = rig.batcher.submit(make_request((1, 2), 8))
+        short = rig.batcher.submit(make_request((3,), 8, prefill_logprobs=True))
+        await rig.until(lambda: rig.metrics.request_preempted.value() > 0)
+        rig.batcher.cancel(short)
+        assert (await collect(long)).text == "abcdefgh"
+
+
+async def test_a_stop_string_in_the_token_that_causes_the_preemption() -> None:
+    """The token is known to the scheduler before its text is: the entry ends in the queue."""
+    for stop in "bcdefgh":
+        shards = FakeShards(num_blocks=5, block_size=2, script=writes("abcdefghijklmn"))
+        async with running(shards) as rig:
+            long, short = await asyncio.gather(
+                rig.outcome((1, 2), 8), rig.outcome((3,), 8, stop, prefill_logprobs=True)
+            )
+        assert (long.text, short.text) == ("abcdefgh", "abcdefgh"[: "abcdefgh".index(stop) + 1])
+        assert len(short.prefill.tokens) == 1
+
+
+# ---- Who joins when ----
+
+
+def prefills(rig: object) -> list[tuple[int, ...]]:
+    return [ids for method, ids in rig.shards.calls if method == "prefill"]
+
+
+async def test_few_wait_until_enough_steps_have_passed() -> None:
+    async with running(waiting_served_ratio=1.5, max_waiting_tokens=6) as rig:
+        old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        await old[0].next_outputs()
+        new = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        await asyncio.gather(*map(collect, [*old, *new]))
+    methods = [method for method, _ in rig.shards.calls]
+    assert methods[:7] == ["prefill", *["decode"] * 5, "prefill"]
+    assert rig.metrics.batch_concat.value(reason="wait_exceeded") == 1
+    assert rig.metrics.batch_concat.value(reason="backpressure") == 0
+
+
+async def test_many_do_not_wait() -> None:
+    async with running(waiting_served_ratio=1.5, max_waiting_tokens=100) as rig:
+        old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        await old[0].next_outputs()
+        new = [rig.batcher.submit(make_request((n,), 20)) for n in range(3)]
+        await asyncio.gather(*map(collect, [*old, *new]))
+    assert prefills(rig) == [(0, 1), (2, 3, 4)]
+    assert rig.metrics.batch_concat.value(reason="backpressure") == 1
+
+
+async def test_a_join_is_followed_by_a_decode() -> None:
+    async with running(max_batch_prefill_tokens=4) as rig:
+        await asyncio.gather(*(rig.outcome((1, 2, 3), 20) for _ in range(6)))
+    methods = [method for method, _ in rig.shards.calls]
+    # The first prefill has nobody to hold up, every other one has.
+    assert methods[:8] == ["prefill", "prefill", *["decode", "prefill"] * 3]
+    assert max(map(len, prefills(rig))) == 1
+
+
+async def test_rows_are_limited() -> None:
+    async with running(FakeShards(max_rows=3), max_batch_size=3) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((n,), 5) for n in range(10)))
+    assert all(outcome.error is None for outcome in outcomes)
+    assert max(map(len, prefills(rig))) == 3
+
+
+async def test_an_endless_ratio_is_no_crash() -> None:
+    async with running(waiting_served_ratio=math.inf, max_waiting_tokens=5) as rig:
+        await asyncio.gather(*(rig.outcome((n,), 9) for n in range(5)))
+
+
+# ---- Metrics ----
+
+
+async def test_what_a_step_leaves_in_the_metrics() -> None:
+    async with running() as rig:
+        await asyncio.gather(*(rig.outcome((n,), 5) for n in range(3)))
+    metrics = rig.metrics
+    for method, times in (("prefill", 1), ("decode", 4)):
+        assert metrics.batch_inference_count.value(method=method) == times
+        assert metrics.batch_inference_success.value(method=method) == times
+        assert metrics.batch_inference_duration.count(method=method) == times
+        assert metrics.batch_forward_duration.count(method=method) == times
+        assert metrics.batch_filter_duration.count(method=method) == times
+    assert metrics.request_time_to_first_token_duration.count() == 3
+    assert metrics.request_inter_token_latency_duration.count() == 12
+    assert metrics.batch_next_size.count() == 1
+
+
+async def test_the_time_of_a_filter_counts_with_the_delivery() -> None:
+    async def slow(method: str) -> None:
+        await asyncio.sleep(0.05 if method == "filter" else 0)
+
+    async with running(FakeShards(hook=slow)) as rig:
+        entries = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
+        await entries[0].next_outputs()
+        rig.batcher.cancel(entries[0])
+        await collect(entries[1])
+    page = rig.metrics.render().decode()
+    [seconds] = re.findall(r'tgi_batch_filter_duration_sum{method="decode"} (\S+)', page)
+    assert 0.05 <= float(seconds) < 1
