@@ -52,7 +52,7 @@ def test_the_commands_of_a_hub_model():
         "INFO",
         "--json-output",
     ]
-    assert list(config.router.argv[-10:]) == [
+    assert list(config.router.argv[-11:]) == [
         "--master-shard-uds-path=/tmp/text-generation-server-0",
         "--tokenizer-name={model_path}",
         "--model-id=a/b",
@@ -60,6 +60,7 @@ def test_the_commands_of_a_hub_model():
         "--waiting-served-ratio=0.3",
         "--hostname=0.0.0.0",
         "--port=3000",
+        "--graceful-termination-timeout=90",
         "--logger-level",
         "INFO",
         "--json-output",

@@ -43,7 +43,6 @@ def test_every_option_does_something():
         "max-input-length",
         "json-output",
         "env",
-        "graceful-termination-timeout",
     }
     for option in OPTIONS:
         ways = [bool(option.to), bool(option.refusal), bool(option.note), option.name in own]
@@ -213,6 +212,7 @@ def test_forwarding_passes_on_what_was_given_and_nothing_else():
         "--port=3000",
         "--cors-allow-origin=a",
         "--cors-allow-origin=b",
+        "--graceful-termination-timeout=90",
     )
 
 

@@ -290,6 +290,7 @@ OPTIONS: tuple[Option, ...] = (
         "graceful-termination-timeout",
         "seconds that running requests have to end when the server is stopped",
         not_negative,
+        ROUTER,
         default="90",
         short="-g",
     ),

@@ -193,7 +193,7 @@ async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncI
     # Small, so that a client that does not read is noticed soon.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     port = listener.getsockname()[1]
-    config = server_config(create_app(services.config, services))
+    config = server_config(create_app(services.config, services), patience_s=5.0)
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.

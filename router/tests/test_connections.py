@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -141,10 +142,10 @@ def signal_handlers() -> Iterator[None]:
 
 @asynccontextmanager
 async def serve_until_sigterm(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Runs what `main` runs, on scripted shards, and waits at the end until it has returned."""
-    services = assemble_scripted(directory, hostname="127.0.0.1", port=0)
+    services = assemble_scripted(directory, hostname="127.0.0.1", port=0, **options)
     assert isinstance(services.shards, ScriptedShards)
     services.shards.delay_s = 0.02
 
@@ -191,8 +192,9 @@ async def test_running_streams_outlive_sigterm(
 async def test_late_requests_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
 ) -> None:
-    monkeypatch.setattr(cli, "GRACEFUL_SHUTDOWN_S", 0.3)
-    async with serve_until_sigterm(tmp_path, monkeypatch) as client:
+    async with serve_until_sigterm(
+        tmp_path, monkeypatch, graceful_termination_timeout=2.0
+    ) as client:
         waiting = asyncio.create_task(client.post("/generate", json=LONG))
         async with client.stream("POST", "/generate_stream", json=LONG) as response:
             lines = response.aiter_lines()

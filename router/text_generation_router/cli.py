@@ -22,10 +22,10 @@ from text_generation_router.logs import configure_logs
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.services import StartError, start
 
-# Requests may go on for so long after SIGTERM; the launcher's own patience is 90 s by default.
-GRACEFUL_SHUTDOWN_S = 80
-# Their clients then have so long to take what is left.
-LAST_WORDS_S = 5
+# Requests may go on for this share of the graceful termination time, and are ended then, so that
+# their clients can take what is left before whoever sent SIGTERM loses patience.
+RUNNING_SHARE = 0.9
+CLOSING_SHARE = 0.95
 # An idle connection is kept for so long: longer than the pools of usual proxies and clients.
 KEEP_ALIVE_S = 75
 
@@ -81,7 +81,9 @@ async def serve(config: RouterConfig) -> None:
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         services = await stack.enter_async_context(start(config))
-        server = Server(server_config(create_app(config, services)), services.batcher)
+        patience_s = config.graceful_termination_timeout
+        uvicorn_config = server_config(create_app(config, services), patience_s)
+        server = Server(uvicorn_config, services.batcher, patience_s * RUNNING_SHARE)
         # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _announce)
@@ -92,11 +94,12 @@ async def serve(config: RouterConfig) -> None:
 
 
 class Server(uvicorn.Server):
-    """Lets running requests finish when it is told to stop, and after a while ends them."""
+    """Lets running requests finish when it is told to stop, and after `running_s` ends them."""
 
-    def __init__(self, config: uvicorn.Config, batcher: Batcher) -> None:
+    def __init__(self, config: uvicorn.Config, batcher: Batcher, running_s: float) -> None:
         super().__init__(config)
         self._batcher = batcher
+        self._running_s = running_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more connections and returns when the last one is closed."""
@@ -106,12 +109,12 @@ class Server(uvicorn.Server):
         deadline.cancel()
 
     async def _end_late_requests(self) -> None:
-        await asyncio.sleep(GRACEFUL_SHUTDOWN_S)
-        logger.warning("Requests still run after %d s; they are ended now", GRACEFUL_SHUTDOWN_S)
+        await asyncio.sleep(self._running_s)
+        logger.warning("Requests still run after %g s; they are ended now", self._running_s)
         await self._batcher.close()
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: FastAPI, patience_s: float) -> uvicorn.Config:
     """How uvicorn runs the app: no access log, no headers of its own but the date."""
     return uvicorn.Config(
         app,
@@ -124,7 +127,8 @@ def server_config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S + LAST_WORDS_S,
+        # Whole seconds in uvicorn's own annotations, but it waits for fractions as well.
+        timeout_graceful_shutdown=patience_s * CLOSING_SHARE,  # type: ignore[arg-type]
     )
 
 

@@ -62,6 +62,9 @@ class RouterConfig:
     max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
     api_key: str | None = _option(None, "Ask for `Authorization: Bearer KEY` on the POST routes.")
+    graceful_termination_timeout: float = _option(
+        90.0, "Seconds that running requests have to end after SIGTERM.", 0
+    )
     cors_allow_origin: tuple[str, ...] = _option(
         (), "Origin that browsers may call from; repeatable; default: any."
     )

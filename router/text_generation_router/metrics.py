@@ -1,13 +1,15 @@
 """What `/metrics` says: TGI's names and types, to the letter, and a few that TGI lacks.
 
-prometheus_client is not used to count: it appends `_total` to counters and adds `_created` series,
-and dashboards made for TGI would find neither name.
+prometheus_client counts only what it knows of the process: to counters it appends `_total` and adds
+`_created` series, and dashboards made for TGI would find neither name.
 """
 
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -261,11 +263,15 @@ class Metrics:
         self.batch_concat_duration = _duration(
             "tgi_batch_concat_duration", "Joining new requests to a batch", _JOINING
         )
+        # What every Prometheus client tells of its process: CPU, memory, file descriptors, start.
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
         # KV blocks.
         self.kv_blocks_used = Gauge("tgi_kv_blocks_used", "KV blocks held by requests")
         self.kv_blocks_free = Gauge("tgi_kv_blocks_free", "KV blocks that can be given out")
 
     def render(self) -> bytes:
         """All series in Prometheus' text format (`CONTENT_TYPE`)."""
-        families: list[_Metric] = list(vars(self).values())
-        return "".join(f"{line}\n" for family in families for line in family.render()).encode()
+        families = [value for name, value in vars(self).items() if not name.startswith("_")]
+        ours = "".join(f"{line}\n" for family in families for line in family.render()).encode()
+        return ours + generate_latest(self._process)
