@@ -1,0 +1,48 @@
+# `make serve` and `make test` do all the set-up; they need Python 3.11, make and git.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+BIN := .venv/bin
+
+.PHONY: install serve test check format proto gpu-test bench
+
+install: .venv/.installed-dev ## everything a developer needs
+
+serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
+	$(BIN)/text-generation-launcher $(ARGS)
+
+test: .venv/.installed-dev .venv-client/.installed ## everything that needs no GPU
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+check: .venv/.installed-dev ## format, lint, types; writes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: .venv/.installed-dev ## generated code is committed; run this after editing generate.proto
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto \
+		--grpc_python_out=proto proto/text_generation_proto/v1/generate.proto
+
+gpu-test: .venv/.installed-dev ## what needs an NVIDIA GPU
+	$(BIN)/pytest -m gpu $(ARGS)
+
+bench: .venv/.installed-dev ## ours beside transformers serve; benchmarks/serve.py --help
+	$(BIN)/python benchmarks/serve.py $(ARGS)
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --editable .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+# The real client pins versions of its own, so it lives apart.
+.venv-client/.installed:
+	$(PYTHON) -m venv .venv-client
+	.venv-client/bin/python -m pip install --quiet "text-generation==0.7.0"
+	touch $@

@@ -1,0 +1,237 @@
+"""A real `text-generation-launcher` under test: started, asked over HTTP, stopped."""
+
+import asyncio
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+SCRIPTS = Path(sys.executable).parent
+READY_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 60.0
+# Everything else the launcher could take from the environment belongs to the developer's shell.
+_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+
+_METRIC_LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?) (\S+)$")
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing listens on at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Polls until the condition holds; an AssertionError that says what did not come otherwise."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"after {timeout_s} s still not so: {what}"
+        time.sleep(0.02)
+
+
+def clean_environment() -> dict[str, str]:
+    """An environment without any of TGI's variables, offline.
+
+    One thread a shard: tiny matrices gain nothing from two, and on busy cores OpenMP's barriers
+    make every step many times slower.
+    """
+    kept = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+    kept["PATH"] = f"{SCRIPTS}{os.pathsep}{kept.get('PATH', '')}"
+    return {**kept, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _end_with_parent() -> None:
+    """Runs in the child: a test run that is killed must not leave a server behind."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+class LauncherHandle:
+    """Owns one launcher process with its children, its port, its socket folder and its log file.
+
+    Requests go through `generate`, `stream` and `client`; `assert_idle` is the invariant every
+    test leaves behind; `stop` asserts an orderly end.
+    """
+
+    def __init__(self, model: Path | None, *flags: str, **environment: str) -> None:
+        # Not under pytest's tmp_path: a unix socket path has at most 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="pytgi-")
+        self.uds_path = Path(self._folder.name) / "shard"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        self._log_path = Path(self._folder.name) / "log"
+        arguments = [str(SCRIPTS / "text-generation-launcher"), "--hostname", "127.0.0.1"]
+        own = {"--port": str(self.port), "--shard-uds-path": str(self.uds_path)}
+        if model is not None:
+            own["--model-id"] = str(model)
+        for flag, value in own.items():
+            if flag not in flags:
+                arguments += [flag, value]
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*arguments, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=clean_environment() | environment,
+                cwd=self._folder.name,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    @property
+    def log(self) -> str:
+        """What the launcher has printed so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher's living descendants."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def child(self, script: str) -> psutil.Process:
+        """The one descendant that runs `script` (text-generation-server or -router)."""
+        found = [p for p in self.family() if any(script in part for part in p.cmdline())]
+        assert len(found) == 1, f"{script} runs in {found}"
+        return found[0]
+
+    def wait_until_ready(self) -> None:
+        """Returns once GET /health is 200; fails with the log if the launcher ends instead."""
+
+        def is_ready() -> bool:
+            code = self.process.poll()
+            assert code is None, f"the launcher ended with code {code}:\n{self.log}"
+            try:
+                return self.client.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(is_ready, READY_TIMEOUT_S, "GET /health answers 200")
+
+    def wait_for_exit(self, timeout_s: float = READY_TIMEOUT_S) -> int:
+        """The exit code of a launcher that ends by itself."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.log}") from None
+
+    def stop(self) -> str:
+        """SIGTERM, then the log; exit code 0, no orphan and no traceback are asserted."""
+        family = self.family()
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+            code = self.wait_for_exit(STOP_TIMEOUT_S)
+            assert code == 0, f"the launcher ended with code {code}:\n{self.log}"
+            _, alive = psutil.wait_procs(family, timeout=5)
+            assert not alive, f"orphans: {alive}"
+            log = self.log
+            assert "Traceback" not in log, log
+            return log
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends whatever is left, without judging, and removes the folder; may be repeated.
+
+        The log goes to stdout, where pytest shows it beside a failure.
+        """
+        if self._log_path.exists():
+            print(self.log)
+        for process in [*self.family(), self.process]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait(STOP_TIMEOUT_S)
+        self.client.close()
+        self._folder.cleanup()
+
+    def generate(self, inputs: str, **parameters: Any) -> dict[str, Any]:
+        """The JSON answer of POST /generate, details included."""
+        body = {"inputs": inputs, "parameters": {"details": True, **parameters}}
+        response = self.client.post("/generate", json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def stream(self, inputs: str, **parameters: Any) -> list[dict[str, Any]]:
+        """All events of POST /generate_stream."""
+
+        async def collect() -> list[dict[str, Any]]:
+            async with self.async_client() as client:
+                return [event async for event in stream_events(client, inputs, **parameters)]
+
+        return asyncio.run(collect())
+
+    def async_client(self) -> httpx.AsyncClient:
+        """A client for tests that ask many things at once."""
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(
+            base_url=self.url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """GET /metrics: sample name with its labels → value."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = (_METRIC_LINE.match(line) for line in lines if not line.startswith("#"))
+        return {match[1]: float(match[2]) for match in found if match}
+
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs, no row is taken and every KV block is free."""
+        metrics = self.metrics()
+        busy = ("tgi_queue_size", "tgi_batch_current_size", "tgi_kv_blocks_used")
+        return all(metrics[name] == 0 for name in busy)
+
+    def assert_idle(self) -> None:
+        """The invariant between tests: everything that was taken comes back, soon."""
+        wait_until(self.is_idle, 20, "nothing queued, nothing running, no KV block held")
+        assert self.client.get("/health").status_code == 200
+
+
+@contextmanager
+def running(model: Path | None, *flags: str, **environment: str) -> Iterator[LauncherHandle]:
+    """A launcher that is ready inside the block and ends in order after it."""
+    handle = LauncherHandle(model, *flags, **environment)
+    try:
+        handle.wait_until_ready()
+        yield handle
+        handle.stop()
+    finally:
+        handle.kill()
+
+
+async def stream_events(
+    client: httpx.AsyncClient, inputs: str, **parameters: Any
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of one POST /generate_stream as they come; `details` are asked for."""
+    body = {"inputs": inputs, "parameters": {"details": True, **parameters}}
+    async with client.stream("POST", "/generate_stream", json=body) as response:
+        assert response.status_code == 200, (await response.aread()).decode()
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                yield json.loads(line.removeprefix("data:"))
+
+
+def token_ids(answer: Mapping[str, Any] | list[dict[str, Any]]) -> list[int]:
+    """The ids that were generated, from an answer of /generate or from all events of a stream."""
+    if isinstance(answer, list):
+        return [event["token"]["id"] for event in answer]
+    return [token["id"] for token in answer["details"]["tokens"]]

@@ -1,0 +1,154 @@
+"""How a server begins and ends: in order, with a reason, and leaving nobody behind."""
+
+import json
+import shlex
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from integration_tests.conftest import Launch
+from integration_tests.server import LauncherHandle, wait_until
+
+PROMPT = "the cat sat on "
+LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
+
+
+def ready(launch: Launch, model: Path | None, *flags: str, **environment: str) -> LauncherHandle:
+    """A launcher that serves."""
+    handle = launch(model, *flags, **environment)
+    handle.wait_until_ready()
+    return handle
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """All of them end soon."""
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [("text-generation-server", "shard 0"), ("text-generation-router", "router")],
+)
+def test_a_child_is_killed(launch: Launch, tiny_model_path: Path, script: str, name: str) -> None:
+    handle = ready(launch, tiny_model_path)
+    family = handle.family()
+    handle.child(script).send_signal(signal.SIGKILL)
+    assert handle.wait_for_exit() == 1
+    (error,) = [line for line in handle.log.splitlines() if " ERROR " in line]
+    assert f"{name} was killed by signal 9" in error
+    assert_gone(family)
+
+
+def test_launcher_is_killed(launch: Launch, tiny_model_path: Path) -> None:
+    handle = ready(launch, tiny_model_path)
+    family = handle.family()
+    assert len(family) >= 2
+    handle.process.kill()
+    assert_gone(family)
+    # What it left behind is in nobody's way.
+    again = ready(launch, tiny_model_path, "--shard-uds-path", str(handle.uds_path))
+    assert again.generate(PROMPT, max_new_tokens=2)["generated_text"]
+    again.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_running_stream_is_finished(
+    launch: Launch, tiny_model_path: Path, number: signal.Signals
+) -> None:
+    handle = ready(launch, tiny_model_path)
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(handle.stream, PROMPT, **LONG)
+        wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
+        handle.process.send_signal(number)
+        events = stream.result(60)
+    assert len(events) == 400
+    assert events[-1]["details"]["finish_reason"] == "length"
+    assert handle.wait_for_exit() == 0
+    with pytest.raises(httpx.TransportError):
+        handle.client.get("/health")
+
+
+def test_a_second_signal_ends_at_once(launch: Launch, tiny_model_path: Path) -> None:
+    handle = ready(launch, tiny_model_path)
+    family = handle.family()
+    body = {"inputs": PROMPT, "parameters": LONG}
+    with handle.client.stream("POST", "/generate_stream", json=body) as response:
+        next(response.iter_lines())
+        handle.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "SIGTERM" in handle.log, 10, "the first signal is noticed")
+        handle.process.send_signal(signal.SIGTERM)
+        handle.wait_for_exit(10)
+    assert_gone(family)
+
+
+def test_stopped_while_it_starts(launch: Launch, tiny_model_path: Path) -> None:
+    handle = launch(tiny_model_path)
+    wait_until(lambda: bool(handle.family()), 20, "a child was started")
+    family = handle.family()
+    handle.process.send_signal(signal.SIGTERM)
+    assert handle.wait_for_exit(20) == 0
+    assert_gone(family)
+    assert "Traceback" not in handle.log
+
+
+def test_two_servers_beside_each_other(
+    server: LauncherHandle, launch: Launch, tiny_model_path: Path
+) -> None:
+    other = ready(launch, tiny_model_path, "--dtype", "float32")
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(one.stream, PROMPT, **LONG) for one in (server, other)]
+        first, second = (answer.result(60) for answer in answers)
+    assert [event["token"]["id"] for event in first] == [event["token"]["id"] for event in second]
+    other.stop()
+
+
+def test_second_server_on_the_same_sockets(
+    server: LauncherHandle, launch: Launch, tiny_model_path: Path
+) -> None:
+    other = launch(tiny_model_path, "--shard-uds-path", str(server.uds_path))
+    assert other.wait_for_exit() == 1
+    assert "another server uses the shard sockets" in other.log
+    assert server.generate(PROMPT, max_new_tokens=2)["generated_text"]
+
+
+def test_environment_and_json_log(launch: Launch, tiny_model_path: Path) -> None:
+    environment = {"MODEL_ID": str(tiny_model_path), "JSON_OUTPUT": "true", "MAX_BEST_OF": "3"}
+    handle = ready(launch, None, "--max-stop-sequences", "7", **environment)
+    info = handle.client.get("/info").json()
+    assert (info["max_best_of"], info["max_stop_sequences"]) == (3, 7)
+    assert info["model_id"] == str(tiny_model_path)
+    log = handle.stop()
+    records = [json.loads(line) for line in log.splitlines()]
+    assert {tuple(record) for record in records} == {("timestamp", "level", "target", "message")}
+    targets = {record["target"].partition(".")[0] for record in records}
+    assert targets >= {
+        "text_generation_launcher",
+        "text_generation_router",
+        "text_generation_shard",
+    }
+
+
+def test_the_ready_line_says_what_to_try(launch: Launch, tiny_model_path: Path) -> None:
+    handle = ready(launch, tiny_model_path)
+    wait_until(lambda: "curl " in handle.log, 10, "the ready line is printed")
+    (line,) = [line for line in handle.log.splitlines() if "curl " in line]
+    assert handle.url in line
+    command = shlex.split(line[line.index("curl ") :])
+    data = command[command.index("-d") + 1]
+    header = command[command.index("-H") + 1].split(": ")
+    response = httpx.post(command[1], content=data, headers=[(header[0], header[1])], timeout=60)
+    assert response.json()["generated_text"]
+    handle.stop()
+
+
+def test_secrets_stay_out_of_the_log(launch: Launch, tiny_model_path: Path) -> None:
+    handle = ready(launch, tiny_model_path, "--api-key", "hunter2", HF_TOKEN="hf_hunter3")
+    log = handle.stop()
+    assert "hunter2" not in log
+    assert "hunter3" not in log

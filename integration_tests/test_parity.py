@@ -1,0 +1,187 @@
+"""The served tokens are those of `transformers`, whatever else is served beside them."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from integration_tests.checkpoints import FAMILIES
+from integration_tests.oracle import Oracle, ragged_prompts
+from integration_tests.server import LauncherHandle, running, stream_events, token_ids
+
+Streams = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    """Each supported family in turn."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def family_server(family: str, checkpoint: Callable[[str], Path]) -> Iterator[LauncherHandle]:
+    """A server of that family's tiny checkpoint in float32."""
+    with running(checkpoint(family), "--dtype", "float32") as handle:
+        yield handle
+
+
+def new_tokens_of(index: int) -> int:
+    """4 to 24, so that requests leave at different times."""
+    return 4 + index * 5 % 21
+
+
+async def serve_together(server: LauncherHandle, prompts: list[str]) -> Streams:
+    """All prompts, four at first; each of the others joins when one before it has two tokens."""
+    streams: Streams = {index: [] for index in range(len(prompts))}
+    under_way = [asyncio.Event() for _ in prompts]
+
+    async def one(client: httpx.AsyncClient, index: int) -> None:
+        if index >= 4:
+            await under_way[index - 4].wait()
+        try:
+            async for event in stream_events(
+                client, prompts[index], max_new_tokens=new_tokens_of(index)
+            ):
+                streams[index].append(event)
+                if len(streams[index]) == 2:
+                    under_way[index].set()
+        finally:
+            under_way[index].set()
+
+    async with server.async_client() as client, asyncio.TaskGroup() as group:
+        for index in range(len(prompts)):
+            group.create_task(one(client, index))
+    return streams
+
+
+async def test_greedy_equals_transformers(
+    family: str, family_server: LauncherHandle, checkpoint: Callable[[str], Path]
+) -> None:
+    oracle = Oracle(checkpoint(family), family)
+    prompts = ragged_prompts(checkpoint(family))
+    streams = await serve_together(family_server, prompts)
+    served = {prompts[index]: token_ids(events) for index, events in streams.items()}
+    expected = {
+        prompt: oracle.greedy(prompt, new_tokens_of(index)) for index, prompt in enumerate(prompts)
+    }
+    assert served == expected
+    family_server.assert_idle()
+
+
+async def test_prompt_logprobs_equal_transformers(
+    family: str, family_server: LauncherHandle, checkpoint: Callable[[str], Path]
+) -> None:
+    oracle = Oracle(checkpoint(family), family)
+    prompts = ragged_prompts(checkpoint(family))
+    async with family_server.async_client() as client:
+        answers = await asyncio.gather(*(_ask_logprobs(client, prompt) for prompt in prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        prefill = answer["details"]["prefill"]
+        ids = [token["id"] for token in prefill]
+        assert ids == oracle.encode(prompt)
+        assert prefill[0]["logprob"] is None
+        served = [token["logprob"] for token in prefill[1:]]
+        assert served == pytest.approx(oracle.logprobs(ids), abs=1e-4)
+    family_server.assert_idle()
+
+
+async def _ask_logprobs(client: httpx.AsyncClient, prompt: str) -> dict[str, Any]:
+    parameters = {"decoder_input_details": True, "details": True, "max_new_tokens": 1}
+    response = await client.post("/generate", json={"inputs": prompt, "parameters": parameters})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_token_logprobs_equal_transformers(server: LauncherHandle, tiny_model_path: Path) -> None:
+    oracle = Oracle(tiny_model_path, "llama3")
+    prompt = "the cat sat on "
+    answer = server.generate(prompt, max_new_tokens=12, ignore_eos_token=True)
+    prompt_ids = oracle.encode(prompt)
+    expected = oracle.logprobs([*prompt_ids, *token_ids(answer)])[len(prompt_ids) - 1 :]
+    served = [token["logprob"] for token in answer["details"]["tokens"]]
+    assert served == pytest.approx(expected, abs=1e-4)
+
+
+# The same request alone, among 32, and after having lost its blocks.
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos_token": True}
+SAMPLED: dict[str, Any] = {
+    **GREEDY,
+    "seed": 7,
+    "temperature": 0.9,
+    "top_k": 60,
+    "top_p": 0.95,
+    "repetition_penalty": 1.1,
+}
+PROMPT = "where is the sun and what is the time? "
+
+
+async def among_others(
+    server: LauncherHandle, parameters: dict[str, Any], batch_size: int
+) -> tuple[list[int], float]:
+    """The prompt's tokens beside others of other lengths, and the largest batch that was seen."""
+    largest = 0.0
+
+    async def watch() -> None:
+        nonlocal largest
+        while True:
+            current = await asyncio.to_thread(server.metrics)
+            largest = max(largest, current["tgi_batch_current_size"])
+            await asyncio.sleep(0.005)
+
+    async def one(client: httpx.AsyncClient, index: int) -> list[int]:
+        inputs = PROMPT if index == batch_size // 2 else f"{index} dogs and " * (1 + index % 5)
+        return token_ids([event async for event in stream_events(client, inputs, **parameters)])
+
+    async with server.async_client() as client:
+        watcher = asyncio.create_task(watch())
+        answers = await asyncio.gather(*(one(client, index) for index in range(batch_size)))
+        watcher.cancel()
+        await asyncio.wait([watcher])
+    return answers[batch_size // 2], largest
+
+
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_same_tokens_alone_and_in_a_batch_of_32(
+    server: LauncherHandle, parameters: dict[str, Any]
+) -> None:
+    alone = await asyncio.to_thread(server.generate, PROMPT, **parameters)
+    batched, largest = await among_others(server, parameters, 32)
+    assert largest == 32
+    assert batched == token_ids(alone)
+    assert len(set(batched)) > 20
+
+
+@pytest.fixture(scope="module")
+def cramped_server(tiny_model_path: Path) -> Iterator[LauncherHandle]:
+    """Room for 400 tokens: two or three whole requests of these tests, many beginnings."""
+    flags = ["--dtype", "float32", "--max-input-tokens", "150", "--max-total-tokens", "300"]
+    flags += ["--max-batch-prefill-tokens", "300", "--max-batch-total-tokens", "400"]
+    with running(tiny_model_path, *flags) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("parameters", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_same_tokens_after_a_preemption(
+    server: LauncherHandle, cramped_server: LauncherHandle, parameters: dict[str, Any]
+) -> None:
+    alone = await asyncio.to_thread(server.generate, PROMPT, **parameters)
+    before = cramped_server.metrics()["tgi_request_preempted"]
+    prompts = [PROMPT] * 6
+    async with cramped_server.async_client() as client:
+        answers = await asyncio.gather(
+            *(_stream_ids(client, prompt, parameters) for prompt in prompts)
+        )
+    assert cramped_server.metrics()["tgi_request_preempted"] > before
+    assert answers == [token_ids(alone)] * len(prompts)
+    cramped_server.assert_idle()
+
+
+async def _stream_ids(
+    client: httpx.AsyncClient, inputs: str, parameters: dict[str, Any]
+) -> list[int]:
+    return token_ids([event async for event in stream_events(client, inputs, **parameters)])
