@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from text_generation_shard.attention.base import create_backend
+from text_generation_shard.attention.registry import create_backend
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape
 

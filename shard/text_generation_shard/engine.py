@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard import memory
-from text_generation_shard.attention.base import create_backend
+from text_generation_shard.attention.registry import create_backend
 from text_generation_shard.batch import CachedBatch, RowRequest, RowTable
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import BatchError, ModelError

@@ -1,4 +1,4 @@
-"""What an attention implementation must offer, and the one place that names implementations."""
+"""What an attention implementation must offer."""
 
 from typing import Protocol
 
@@ -40,12 +40,3 @@ class AttentionBackend(Protocol):
         `query` is already scaled; a token sees itself and what came before it in its row, with a
         `window` only the last `window` of those. Answers [T, heads * head_dim].
         """
-
-
-def create_backend(name: str) -> AttentionBackend:
-    """`torch` is the reference, and runs on any device. ValueError for another name."""
-    if name == "torch":
-        from text_generation_shard.attention.torch_sdpa import TorchAttention
-
-        return TorchAttention()
-    raise ValueError(f"the attention implementation {name} does not exist; there is: torch")
