@@ -4,13 +4,16 @@ import math
 
 import pytest
 import torch
+from text_generation_shard.attention.base import MAX_GATHER_TOKENS
 from text_generation_shard.attention.registry import create_backend
+from text_generation_shard.attention.torch_sdpa import group_by_length
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
-CONTEXTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5]
+# The last two make a decode fall into several groups by length.
+CONTEXTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 15 * BLOCK, 7]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -64,7 +67,7 @@ def test_equals_the_definition(window: int | None, tail: int, device: str) -> No
     torch.manual_seed(0)
     backend = create_backend("torch")
     shape = CacheShape(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
-    backend.allocate(shape, 64, torch.device(device))
+    backend.allocate(shape, 128, torch.device(device))
     keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
     values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
     lengths = [min(tail, context) for context in CONTEXTS]
@@ -88,6 +91,36 @@ def test_equals_the_definition(window: int | None, tail: int, device: str) -> No
         [expected(q, k, v, window) for q, k, v in zip(queries, keys, values, strict=True)]
     )
     torch.testing.assert_close(got.cpu().view_as(wanted), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_groups_hold_every_row_once_and_pad_little() -> None:
+    lens = [5000, 3, 40, 2500, 100, 41, 9000]
+    groups = group_by_length(lens)
+    assert sorted(row for group in groups for row in group) == list(range(len(lens)))
+    for group in groups:
+        held = [lens[row] for row in group]
+        assert max(held) <= 2 * min(held) + 64
+    assert group_by_length([7] * 50) == [list(range(50))]
+    large = MAX_GATHER_TOKENS // 3
+    assert [len(group) for group in group_by_length([large] * 7)] == [3, 3, 1]
+
+
+def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
+    backend = create_backend("torch")
+    shape = CacheShape(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
+    backend.allocate(shape, 8, torch.device("cpu"))
+    contexts = [3, 20]
+    batch = make_batch(contexts, contexts, False)
+    torch.manual_seed(0)
+    key, value = torch.randn(23, KV_HEADS, HEAD_DIM), torch.randn(23, KV_HEADS, HEAD_DIM)
+    key[:3], value[:3] = float("nan"), float("inf")
+    none = torch.zeros(23, HEADS, HEAD_DIM)
+    backend.forward(none, key, value, 0, None, backend.plan(batch))
+    # The second row's table is padded with, and its last block shared by nothing but, block 0 …
+    step = make_batch([4, 21], [1, 1], True)
+    one = torch.ones(2, KV_HEADS, HEAD_DIM)
+    out = backend.forward(torch.ones(2, HEADS, HEAD_DIM), one, one, 0, None, backend.plan(step))
+    assert bool(out.isfinite().all())
 
 
 def test_unknown_implementation_is_refused() -> None:

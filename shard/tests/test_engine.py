@@ -131,11 +131,11 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     with pytest.raises(BatchError, match=r"\[9\] are not in batch"):
         engine.filter(driver.batch_id, [1, 9])
     with pytest.raises(BatchError, match="is running already"):
-        engine.prefill(2, [driver.request(1, [3])], None)
+        engine.prefill(7, [driver.request(1, [3])], None)
     with pytest.raises(BatchError, match="not running"):
         engine.decode([driver.batch_id], [(55, 3)])
     with pytest.raises(BatchError, match="exceed 400"):
-        engine.prefill(2, [driver.request(2, [3], max_new_tokens=500)], None)
+        engine.prefill(7, [driver.request(2, [3], max_new_tokens=500)], None)
     engine.clear(None)
     assert engine.num_rows_taken == 0
     engine.clear(12345)
@@ -174,6 +174,45 @@ def test_a_failed_prefill_leaves_everything_as_it_was(
         with pytest.raises(RuntimeError, match="says no"):
             driver.step()
     assert driver.engine.num_rows_taken == 1
+    driver.run()
+    assert driver.tokens[1] == wanted
+
+
+def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
+    request = driver.request(0, [3, 4, 5])
+    for changes, sentence in [
+        ({"input_ids": [3] * 401}, "401 tokens"),
+        ({"block_table": list(range(60))}, "60 blocks"),
+        ({"num_prompt_tokens": 4}, "of which 4 are its prompt"),
+        ({"num_cached_tokens": 3}, "at least one token must be left"),
+        ({"input_ids": [3, 4, 300]}, "token id 300 is not below 300"),
+        ({"input_ids": []}, "0 tokens"),
+    ]:
+        with pytest.raises(BatchError, match=sentence):
+            driver.engine.prefill(1, [type(request)(**{**fields(request), **changes})], None)
+    assert driver.engine.num_rows_taken == 0
+    driver.add([request])
+    assert driver.batch_id is not None
+    with pytest.raises(BatchError, match="named twice"):
+        driver.engine.filter(driver.batch_id, [0, 0])
+    with pytest.raises(BatchError, match="is running already"):
+        driver.engine.prefill(driver.batch_id, [driver.request(1, [3])], None)
+    driver.run()
+
+
+def test_a_step_that_fails_in_sampling_can_be_repeated(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = alone(driver, 0, [9, 8, 7], max_new_tokens=12)
+    driver.add([driver.request(1, [9, 8, 7], max_new_tokens=12)])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("text_generation_shard.engine.sample", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            driver.step()
     driver.run()
     assert driver.tokens[1] == wanted
 
@@ -266,6 +305,10 @@ def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
         engine.warmup(WarmupLimits(64, 4, max_total_tokens=500, max_batch_total_tokens=320))
     with pytest.raises(ModelError, match=r"1000000000000 needs .* GB"):
         engine.warmup(WarmupLimits(64, 4, max_batch_total_tokens=10**12))
+    with pytest.raises(ModelError, match="at least 2"):
+        engine.warmup(WarmupLimits(64, 4, max_total_tokens=1))
+    for smallest in (2, 3, 64, 65):
+        assert engine.warmup(WarmupLimits(64, 1, max_total_tokens=smallest)).num_blocks > 0
     result = engine.warmup(WarmupLimits(64, 4))
     assert result.max_total_tokens == 512 and result.max_input_tokens == 511
     assert result.num_blocks == 4 * 512 // engine.block_size

@@ -192,6 +192,12 @@ def test_uniform_numbers_are_uniform_and_independent() -> None:
     assert len(set(numbers.tolist())) == len(numbers)
 
 
+def test_top_tokens_are_those_that_could_be_chosen(logits: torch.Tensor) -> None:
+    choice = choose(logits, [SamplingParams(top_k=2), SamplingParams(temperature=1e8)] * 2)
+    assert top_tokens(choice, 0, 5)[0] == logits[0].topk(2).indices.tolist()
+    assert len(top_tokens(choice, 1, 5)[0]) == 5
+
+
 def test_top_tokens_include_ties() -> None:
     choice = choose(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), [SamplingParams()])
     ids, logprobs = top_tokens(choice, 0, 2)

@@ -79,8 +79,14 @@ class RowTable:
         return len(self.requests) - len(self._free)
 
     def take(self, request: RowRequest) -> int:
-        """A row for the request; BatchError if there is none or the request makes no sense."""
+        """A row for the request; BatchError, and no row taken, if there is none or the request
+        makes no sense."""
         known = len(request.input_ids)
+        if known > self.max_total_tokens or not 0 < request.num_prompt_tokens <= known:
+            raise BatchError(
+                f"request {request.id}: {known} tokens of which {request.num_prompt_tokens} are "
+                f"its prompt; at most {self.max_total_tokens} tokens are possible"
+            )
         if not 0 <= request.num_cached_tokens < known:
             raise BatchError(
                 f"request {request.id}: {request.num_cached_tokens} cached of {known} tokens; "
@@ -91,23 +97,25 @@ class RowTable:
                 f"request {request.id}: {request.num_prompt_tokens} prompt + "
                 f"{request.max_new_tokens} new tokens exceed {self.max_total_tokens}"
             )
-        if len(request.block_table) * self.block_size < known:
+        blocks = len(request.block_table)
+        if blocks * self.block_size < known or blocks > self.block_tables.shape[1]:
             raise BatchError(
-                f"request {request.id}: {len(request.block_table)} blocks of {self.block_size} "
-                f"can not hold {known} tokens"
+                f"request {request.id}: {blocks} blocks of {self.block_size} are not right for "
+                f"{known} tokens; a request has at most {self.block_tables.shape[1]} blocks"
             )
         if request.id in self._rows:
             raise BatchError(f"request {request.id} is running already")
         if not self._free:
             raise BatchError(f"all {len(self.requests)} rows are taken")
+        token_ids = torch.tensor(request.input_ids, dtype=torch.int32)
+        block_table = torch.tensor(request.block_table, dtype=torch.int64)
         row = self._free.pop()
         self._rows[request.id] = row
         self.requests[row] = request
         self.lens[row] = request.num_cached_tokens
         self.prompt_lens[row] = request.num_prompt_tokens
-        self.token_ids[row, :known] = torch.tensor(request.input_ids, dtype=torch.int32)
-        blocks = len(request.block_table)
-        self.block_tables[row, :blocks] = torch.tensor(request.block_table, dtype=torch.int64)
+        self.token_ids[row, :known] = token_ids
+        self.block_tables[row, :blocks] = block_table
         self._num_blocks[row] = blocks
         self.max_new_tokens[row] = request.max_new_tokens
         self.min_new_tokens[row] = request.min_new_tokens

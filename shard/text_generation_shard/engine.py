@@ -4,6 +4,7 @@ All methods but the constructor are called from one thread, one at a time.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard import memory
+from text_generation_shard.attention.base import MAX_GATHER_TOKENS
 from text_generation_shard.attention.registry import create_backend
 from text_generation_shard.batch import CachedBatch, RowRequest, RowTable
 from text_generation_shard.config import ShardConfig
@@ -38,6 +40,9 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _LOGPROB_ROWS = 256
 # Share of the machine's free memory that the KV cache may take when nobody says how much.
 _CPU_MEMORY_SHARE = 0.5
+# What sampling with every parameter takes per row and vocabulary entry: some float32 and float64
+# copies of the scores, and their order.
+_SAMPLING_BYTES = 50
 
 
 class Engine:
@@ -54,9 +59,16 @@ class Engine:
         self._watermark = Watermark(config.watermark_gamma, config.watermark_delta)
         self._backend = create_backend("torch")
         parameters = Parameters(self.dtype, self.device)
-        self._model = LlamaModel(parameters, self.model_config, self._backend)
-        parameters.load(config.model_path)
+        try:
+            self._model = LlamaModel(parameters, self.model_config, self._backend)
+            parameters.load(config.model_path)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                "the weights do not fit into the memory of the GPU; use --dtype bfloat16, a "
+                "smaller model or a larger GPU"
+            ) from error
         self.weights_bytes = parameters.nbytes
+        self._is_stopping = threading.Event()
         self._eos = torch.tensor(self.model_config.eos_token_ids, dtype=torch.int64)
         self._use_table(RowTable(0, 0, self._backend.block_size))
         self._batches: dict[int, CachedBatch] = {}
@@ -98,7 +110,7 @@ class Engine:
         )
         self._use_table(RowTable(limits.max_batch_size, max_total, shape.block_size))
         cache = self._backend.allocate(shape, num_blocks, self.device)
-        self._rehearse(min(64, limits.max_prefill_tokens, max_total - 1))
+        self._rehearse(max(1, min(64, limits.max_prefill_tokens, max_total - 2)), max_total)
         logger.info(
             "memory: weights %.2f GB, KV cache %.2f GB (%d blocks of %d tokens)",
             self.weights_bytes / 1e9,
@@ -122,7 +134,14 @@ class Engine:
         start = time.perf_counter_ns()
         if not requests:
             raise BatchError("a batch needs at least one request")
+        if batch_id in self._batches:
+            raise BatchError(f"batch {batch_id} is running already")
         cached = None if cached_batch_id is None else self._batch(cached_batch_id)
+        largest = max(max(item.input_ids, default=0) for item in requests)
+        if largest >= self.model_config.vocab_size:
+            raise BatchError(
+                f"token id {largest} is not below {self.model_config.vocab_size}, the vocabulary"
+            )
         rows: list[int] = []
         try:
             for request in requests:
@@ -145,7 +164,8 @@ class Engine:
     @torch.inference_mode()
     def decode(self, batch_ids: Sequence[int], grown: Sequence[tuple[int, int]]) -> StepResult:
         """One token for every request of the batches, which become one; `grown` pairs request ids
-        with their new last blocks."""
+        with their new last blocks. After a failure the batches must be cleared: some may be joined
+        and some tables grown."""
         start = time.perf_counter_ns()
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
@@ -164,8 +184,13 @@ class Engine:
         logits = self._model.logits(hidden)
         self._synchronize()
         forward = time.perf_counter_ns()
-        self._table.lens[batch.rows] += 1
-        result = self._choose(batch, logits)
+        rows = batch.rows
+        self._table.lens[rows] += 1
+        try:
+            result = self._choose(batch, logits)
+        except BaseException:
+            self._table.lens[rows] -= 1
+            raise
         result.concat_ns = concat_ns
         return self._finish(result, batch, start, forward)
 
@@ -174,6 +199,8 @@ class Engine:
         batch = self._batch(batch_id)
         if not request_ids:
             raise BatchError("Batch must have at least one request")
+        if len(set(request_ids)) != len(request_ids):
+            raise BatchError(f"a request is named twice in {list(request_ids)}")
         places = {request_id: place for place, request_id in enumerate(batch.request_ids)}
         if strangers := [item for item in request_ids if item not in places]:
             raise BatchError(f"requests {strangers} are not in batch {batch_id}")
@@ -182,6 +209,10 @@ class Engine:
         self._table.release([rows[place] for item, place in places.items() if item not in kept])
         batch.keep([places[item] for item in request_ids])
         return list(batch.request_ids)
+
+    def stop(self) -> None:
+        """From any thread: a prompt that is computed in pieces fails at the next piece."""
+        self._is_stopping.set()
 
     def clear(self, batch_id: int | None) -> None:
         """Forget a batch (absent is fine), or all."""
@@ -227,6 +258,8 @@ class Engine:
             if item.prefill_logprobs
         }
         for piece in pieces(rows, spans, self._max_prefill_tokens):
+            if self._is_stopping.is_set():
+                raise BatchError("the shard is stopping")
             batch = self._builder.piece_batch(piece)
             hidden = self._model.forward(batch)
             scores = self._model.logits(hidden[batch.logits_indices])
@@ -273,7 +306,8 @@ class Engine:
             params = [item.sampling for item in requests]
             batch.columns = SamplingColumns(params, self._watermark, self.device)
         known, prompt_lens = table.lens[rows], table.prompt_lens[rows]
-        history = TokenHistory(table.token_ids[rows], known, prompt_lens)
+        width = int(known.max())
+        history = TokenHistory(table.token_ids[rows, :width], known, prompt_lens)
         generated = known - prompt_lens
         choice = sample(logits, batch.columns, history, self._forbidden(rows, generated))
         token_ids = choice.token_ids.cpu()
@@ -305,10 +339,11 @@ class Engine:
             return None
         return torch.cartesian_prod(early, self._eos).to(self.device)
 
-    def _rehearse(self, num_tokens: int) -> None:
-        """One prefill and one decode, so that the first request finds kernels compiled."""
+    def _rehearse(self, num_tokens: int, max_total: int) -> None:
+        """One prefill and, if there is room, one decode: the first request finds warm kernels."""
         blocks = range(-(-(num_tokens + 1) // self.block_size))
-        request = RowRequest(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(), 2)
+        new = min(2, max_total - num_tokens)
+        request = RowRequest(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(), new)
         result = self.prefill(0, [request], None)
         if result.running_ids:
             self.decode([0], [])
@@ -320,15 +355,22 @@ class Engine:
         # The largest pass runs in a cache just large enough for it; its peak is then set aside.
         tokens = limits.max_prefill_tokens
         self._use_table(RowTable(1, tokens + 2, shape.block_size))
-        self._backend.allocate(shape, tokens // shape.block_size + 2, self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self._rehearse(tokens)
+            self._backend.allocate(shape, tokens // shape.block_size + 2, self.device)
+            self._rehearse(tokens, tokens + 2)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"Not enough memory to handle {tokens} prefill tokens. "
                 "You need to decrease `--max-batch-prefill-tokens`"
             ) from error
-        return memory.available_cuda_bytes(self.device, self._config.cuda_memory_fraction)
+        available = memory.available_cuda_bytes(self.device, self._config.cuda_memory_fraction)
+        # What that pass did not do: gather the blocks of a decode, sample for all rows.
+        gathered = (
+            2 * MAX_GATHER_TOKENS * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        )
+        sampled = _SAMPLING_BYTES * limits.max_batch_size * self.model_config.vocab_size
+        return max(0, available - gathered - sampled)
 
     def _synchronize(self) -> None:
         """So that forward_ns is device time."""

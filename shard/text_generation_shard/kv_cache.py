@@ -1,5 +1,6 @@
 """The memory behind block numbers: keys and values of every token, in blocks."""
 
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,15 @@ class CacheShape:
         return per_token * self.block_size
 
 
+def _zeros(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """So many bytes of zeros; finite from the start, for the reason given in `store`."""
+    if device.type != "cpu":
+        return torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    # Pages of an anonymous map are zero and cost nothing until they are written; torch.zeros would
+    # write them all, a second for the embedded model's cache.
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype)
+
+
 class KVCache:
     """Owns one tensor [layers, 2, kv_heads, blocks, block_size, head_dim].
 
@@ -33,18 +43,15 @@ class KVCache:
     def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        # Zeros, not empty: a masked position is multiplied by 0, and 0 × garbage can be NaN.
-        data = torch.zeros(
+        self.nbytes = shape.block_bytes * num_blocks
+        data = _zeros(self.nbytes, shape.dtype, device).view(
             shape.num_layers,
             2,
             shape.num_kv_heads,
             num_blocks,
             shape.block_size,
             shape.head_dim,
-            dtype=shape.dtype,
-            device=device,
         )
-        self.nbytes = data.nbytes
         rows = shape.num_kv_heads * num_blocks
         # Per layer and for keys and values: [kv_heads * blocks * block_size, head_dim] …
         self._slots = [layer.view(2, rows * shape.block_size, -1).unbind() for layer in data]
@@ -64,10 +71,14 @@ class KVCache:
         return (heads[:, None] + index[None, :]).flatten()
 
     def store(self, layer: int, slot_index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [T, kv_heads, head_dim] at `slot_index`."""
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, slot_index, key.transpose(0, 1).reshape(-1, self.shape.head_dim))
-        values.index_copy_(0, slot_index, value.transpose(0, 1).reshape(-1, self.shape.head_dim))
+        """Write key and value [T, kv_heads, head_dim] at `slot_index`.
+
+        What is not finite is written as 0: masked slots are multiplied by 0, and 0 × NaN would
+        carry one request's overflow into all that have its block in the padding of their tables.
+        """
+        for slots, new in zip(self._slots[layer], (key, value), strict=True):
+            finite = new.transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
+            slots.index_copy_(0, slot_index, finite.reshape(-1, self.shape.head_dim))
 
     def gather(self, layer: int, block_index: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `num_tables` block tables of equal width.

@@ -1,5 +1,6 @@
 """How much memory there is for the KV cache."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -17,10 +18,34 @@ def available_cpu_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
+    # Version 2 of the cgroup interface, then version 1.
+    for limit_name, used_name, stat_prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ):
+        limit, used = _read(_CGROUP / limit_name), _read(_CGROUP / used_name)
+        if limit is not None and used is not None:
+            stat = (_CGROUP / limit_name).parent / "memory.stat"
+            available = min(available, max(0, limit - used + _file_cache(stat, stat_prefix)))
     return available
+
+
+def _file_cache(stat: Path, prefix: str) -> int:
+    """Bytes of file pages, which the kernel counts as used but gives up when memory is short."""
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
+
+
+def num_cpu_threads() -> int:
+    """Cores this process may use: those it is bound to, or its cgroup's quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _CGROUP / "cpu.max"
+    if quota.exists():
+        allowed, period = quota.read_text(encoding="ascii").split()
+        if allowed != "max":
+            cores = min(cores, max(1, -(-int(allowed) // int(period))))
+    return cores
 
 
 def _read(path: Path) -> int | None:
@@ -61,6 +86,8 @@ def cache_size(
         rows = limits.max_batch_size * -(-longest // shape.block_size)
         num_blocks = min(fitting, rows)
     tokens = num_blocks * shape.block_size
+    if limits.max_total_tokens == 1:
+        raise ModelError("--max-total-tokens must be at least 2: a prompt token and a new one")
     max_total = limits.max_total_tokens or min(max_position, tokens)
     if max_total > tokens or tokens < 2:
         raise ModelError(

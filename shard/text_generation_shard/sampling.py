@@ -242,10 +242,12 @@ def _favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
 
 
 def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[float]]:
-    """The `count` best tokens of a row and all ties with the last of them, best first."""
-    logprobs = torch.log_softmax(choice.scores[row], dim=-1)
-    count = min(count, logprobs.shape[0])
-    least = logprobs.topk(count).values[-1]
-    candidates = (logprobs >= least).nonzero()[:, 0]
-    values, order = logprobs[candidates].sort(descending=True, stable=True)
-    return candidates[order].tolist(), values.tolist()
+    """The `count` best tokens of a row and all ties with the last of them, best first.
+
+    Tokens that could not be chosen do not count: there may be fewer.
+    """
+    scores = choice.scores[row]
+    least = scores.topk(min(count, scores.shape[0])).values[-1]
+    candidates = ((scores >= least) & (scores > float("-inf"))).nonzero()[:, 0]
+    values, order = scores[candidates].sort(descending=True, stable=True)
+    return candidates[order].tolist(), (values - scores.logsumexp(dim=-1)).tolist()

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import signal
-from contextlib import suppress
+import socket
+import stat
 
 import grpc
 import torch
@@ -15,6 +16,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import ModelError
 from text_generation_shard.interceptor import ExceptionInterceptor
+from text_generation_shard.memory import num_cpu_threads
 from text_generation_shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ _MAX_PATH_BYTES = 107
 def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0) or a fatal device error (1)."""
     _check_path(config.socket_path)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    # torch's own number follows OMP_NUM_THREADS, but knows nothing of a container's quota.
+    torch.set_num_threads(min(torch.get_num_threads(), num_cpu_threads()))
     engine = Engine(config)
     return asyncio.run(_serve(engine, config))
 
@@ -42,6 +45,18 @@ def _check_path(path: str) -> None:
             f"the socket path {path} has {len(os.fsencode(path))} bytes, unix sockets allow "
             f"{_MAX_PATH_BYTES}; choose a shorter --uds-path"
         )
+
+
+def _remove_stale_socket(path: str) -> None:
+    """Make room for a new socket; ModelError if what is there is not a dead one."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise ModelError(f"{path} exists and is not a socket; choose another --uds-path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(path) == 0:
+            raise ModelError(f"another server listens on {path}; choose another --uds-path")
+    os.unlink(path)
 
 
 async def _serve(engine: Engine, config: ShardConfig) -> int:
@@ -65,8 +80,7 @@ async def _serve(engine: Engine, config: ShardConfig) -> int:
         reflection.SERVICE_NAME,
     )
     reflection.enable_server_reflection(names, server)
-    with suppress(FileNotFoundError):
-        os.unlink(config.socket_path)
+    _remove_stale_socket(config.socket_path)
     try:
         server.add_insecure_port(f"unix://{config.socket_path}")
     except RuntimeError as error:
@@ -76,6 +90,8 @@ async def _serve(engine: Engine, config: ShardConfig) -> int:
     await server.start()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
+    # A prompt of many pieces ends between two of them; what is asked for then fails.
+    engine.stop()
     await server.stop(grace=0.5)
     service.close()
     return exit_code

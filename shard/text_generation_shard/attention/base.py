@@ -8,6 +8,9 @@ from torch import Tensor
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape, KVCache
 
+# Cached tokens an implementation may copy at once, for keys and again for values.
+MAX_GATHER_TOKENS = 1 << 17
+
 
 class AttentionPlan(Protocol):
     """What `AttentionBackend.plan` found out about one pass; opaque to everyone else."""
