@@ -1,0 +1,136 @@
+"""The committed checkpoint, and the corpus it was trained on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+LAUNCHER = Path(__file__).parents[1]
+MODEL = LAUNCHER / "text_generation_launcher" / "embedded_model"
+TRAINING = LAUNCHER / "embedded_model_training"
+PRINT_SCRIPT = (
+    "from embedded_model_training.corpus import build_entries\n"
+    "print(*map(repr, build_entries()), sep='\\n')\n"
+)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def entries() -> Iterator[dict[str, Any]]:
+    """The corpus, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(LAUNCHER))
+        corpus = importlib.import_module("embedded_model_training.corpus")
+        yield {entry.name: entry for entry in corpus.build_entries()}
+
+
+def test_checkpoint_is_small() -> None:
+    assert sum(path.stat().st_size for path in MODEL.rglob("*")) <= 12_000_000
+
+
+def test_checkpoint_is_a_llama_in_bfloat16() -> None:
+    config = read_json(MODEL / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert config["vocab_size"] == 4096
+    assert config["max_position_embeddings"] >= 1024
+    shapes: dict[str, list[int]] = {}
+    with safe_open(MODEL / "model.safetensors", framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a mapping
+            assert weights.get_slice(name).get_dtype() == "BF16"
+            shapes[name] = weights.get_slice(name).get_shape()
+    # Tied: the head is the embedding.
+    assert config["tie_word_embeddings"] is True
+    assert "lm_head.weight" not in shapes
+    assert shapes["model.embed_tokens.weight"] == [4096, config["hidden_size"]]
+    assert 4_500_000 < sum(map(math.prod, shapes.values())) < 6_500_000
+
+
+def test_tokenizer_round_trips_and_knows_its_special_tokens() -> None:
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    config = read_json(MODEL / "config.json")
+    assert tokenizer.get_vocab_size() == 4096
+    text = "def f(x):\n    return 'é ☃' + x\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    assert config["eos_token_id"] == ends
+    assert read_json(MODEL / "generation_config.json")["eos_token_id"] == ends
+
+
+def test_chat_template_renders() -> None:
+    template = jinja2.Template(read_json(MODEL / "tokenizer_config.json")["chat_template"])
+    question = {"role": "user", "content": "What does textwrap.dedent do?"}
+    rendered = template.render(messages=[question], add_generation_prompt=True)
+    assert rendered == (
+        "<|im_start|>user\nWhat does textwrap.dedent do?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    answer = {"role": "assistant", "content": "Yes."}
+    rendered = template.render(messages=[question, answer])
+    assert rendered.endswith("<|im_start|>assistant\nYes.<|im_end|>\n")
+
+
+def test_questions_are_fixed() -> None:
+    questions = read_json(TRAINING / "questions.json")
+    assert len(questions) == 200
+    assert len({question["name"] for question in questions}) == 200
+    for question in questions:
+        assert question["name"] in question["question"]
+        assert "(" in question["signature"]
+
+
+def test_card_says_what_the_result_says() -> None:
+    result = read_json(TRAINING / "result.json")
+    card = (MODEL / "README.md").read_text("utf-8")
+    evaluation = result["evaluation"]
+    assert evaluation["right_signature_chat"] >= 190
+    for figure in ("right_signature_chat", "right_signature_raw", "held_out_source_loss"):
+        assert str(evaluation[figure]) in card
+
+
+def test_corpus_knows_the_popular_names(entries: dict[str, Any]) -> None:
+    assert len(entries) > 4000
+    assert entries["textwrap.dedent"].signature == "dedent(text)"
+    assert entries["os.path.join"].signature.startswith("join(a")
+    for name in ("json.dumps", "str.split", "math.sqrt", "asyncio.run", "itertools.chain"):
+        assert entries[name].answer.startswith(f"`{entries[name].signature}`: ")
+
+
+def test_exchange_is_what_the_chat_template_renders(entries: dict[str, Any]) -> None:
+    dialogue = importlib.import_module("embedded_model_training.dialogue")
+    template = jinja2.Template(read_json(MODEL / "tokenizer_config.json")["chat_template"])
+    answer = entries["textwrap.dedent"].answer
+    exchange = dialogue.chat_exchange("What?", answer)
+    message = {"role": "user", "content": "What?"}
+    assert exchange.prompt == template.render(messages=[message], add_generation_prompt=True)
+    assert exchange.completion == f"{answer}<|im_end|>"
+
+
+def test_corpus_is_the_same_in_another_process(entries: dict[str, Any]) -> None:
+    # Another seed of hashes, since the order of a set is what would make a difference.
+    environment = {**os.environ, "PYTHONPATH": str(LAUNCHER), "PYTHONHASHSEED": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", PRINT_SCRIPT],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    # pytest puts its own functions in the place of the interpreter's hooks.
+    here = [repr(entry) for name, entry in entries.items() if not name.endswith("hook")]
+    assert [line for line in printed if "hook', signature" not in line] == here
