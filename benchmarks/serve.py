@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 from make_checkpoint import write_checkpoint
 from servers import (
     FOLDER,
@@ -76,9 +77,15 @@ def _parse() -> argparse.Namespace:
 
 def measure(server: Server, clients: list[int], requests: list[int], seed: int) -> dict[str, Any]:
     """One start of one server with every load, each after a short warm-up of the same width."""
+    busy_percent = psutil.cpu_percent(interval=2)
+    if busy_percent > 10:
+        print(
+            f"others use {busy_percent:.0f} % of this machine: do not trust this", file=sys.stderr
+        )
     with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
         first = load(handle, clients=1, requests=1, new_tokens=1, seed=seed)
         found: dict[str, Any] = {
+            "busy_percent_before": busy_percent,
             "ready_s": handle.ready_s,
             "first_answer_s": handle.ready_s + first["elapsed_s"],
             "loads": {},

@@ -84,6 +84,8 @@ class Family:
     """Written into config.json as they are, for what transformers itself would not write."""
     switch_length: int | None = None
     """Length at which rope changes its frequencies; None: never. No test answer may cross it."""
+    flags: tuple[str, ...] = ()
+    """What a server must be told to serve the lengths of the tests."""
 
 
 def _rope(**parameters: Any) -> dict[str, Any]:
@@ -122,6 +124,7 @@ FAMILIES: Mapping[str, Family] = {
             **_rope(rope_type="dynamic", factor=4.0),
         },
         switch_length=64,
+        flags=("--max-total-tokens", "256"),
     ),
     "llama-yarn": Family("llama", {"tie_word_embeddings": False, "rope_parameters": _YARN_ROPE}),
     "llama-yarn-old": Family(

@@ -139,8 +139,9 @@ def test_limits_that_contradict_each_other(launch: Launch, tiny_model_path: Path
     assert_refused(launch(tiny_model_path, *flags), "200", "100")
 
 
-def test_more_than_the_model_can(launch: Launch, tiny_model_path: Path) -> None:
-    assert_refused(launch(tiny_model_path, "--max-total-tokens", "100000"), "100000", "512")
+def test_more_tokens_than_memory_holds(launch: Launch, tiny_model_path: Path) -> None:
+    flags = ("--max-total-tokens", "4000000000")
+    assert_refused(launch(tiny_model_path, *flags), "Not enough memory", "4000000000")
 
 
 def test_flag_that_is_not_supported(launch: Launch, tiny_model_path: Path) -> None:

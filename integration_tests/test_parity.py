@@ -24,7 +24,8 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def family_server(family: str, checkpoint: Callable[[str], Path]) -> Iterator[LauncherHandle]:
     """A server of that family's tiny checkpoint in float32."""
-    with running(checkpoint(family), "--dtype", "float32") as handle:
+    flags = ("--dtype", "float32", *FAMILIES[family].flags)
+    with running(checkpoint(family), *flags) as handle:
         yield handle
 
 
