@@ -41,7 +41,8 @@ class ExceptionInterceptor(_Interceptor):
             try:
                 return await call(request, context)
             except (BatchError, ModelError) as error:
-                logger.error("%s: %s", handler_call_details.method, error)
+                # The caller reports it as an error; one ERROR line for one failure.
+                logger.warning("%s: %s", handler_call_details.method, error)
                 await context.abort(grpc.StatusCode.INTERNAL, str(error))
             except Exception as error:
                 logger.exception("%s failed", handler_call_details.method)
