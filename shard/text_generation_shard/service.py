@@ -24,10 +24,13 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     ServiceDiscovery answer from the event loop while that thread is busy.
     """
 
-    def __init__(self, engine: Engine, config: ShardConfig) -> None:
+    def __init__(
+        self, engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig
+    ) -> None:
+        """`device_thread` has one worker, which has loaded the engine; `close` shuts it down."""
         self._engine = engine
         self._config = config
-        self._device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        self._device_thread = device_thread
 
     async def _on_device(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._device_thread, call, *args)
