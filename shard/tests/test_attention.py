@@ -74,15 +74,14 @@ def test_equals_the_definition(window: int | None, tail: int, device: str) -> No
     queries = [torch.randn(length, HEADS, HEAD_DIM) / math.sqrt(HEAD_DIM) for length in lengths]
     # Everything before the last `length` tokens comes from an earlier pass.
     whole = to_device(make_batch(CONTEXTS, CONTEXTS, False), device)
-    before = torch.cat(keys).to(device), torch.cat(values).to(device)
+    before = torch.cat([torch.cat(keys), torch.cat(values)], dim=1).to(device)
     none = torch.zeros(sum(CONTEXTS), HEADS, HEAD_DIM, device=device)
-    backend.forward(none, *before, 1, None, backend.plan(whole))
+    backend.forward(none, before, 1, None, backend.plan(whole))
     batch = to_device(make_batch(CONTEXTS, lengths, tail == 1), device)
     parts = list(zip(keys, values, lengths, strict=True))
     got = backend.forward(
         torch.cat(queries).to(device),
-        torch.cat([key[-length:] for key, _, length in parts]).to(device),
-        torch.cat([value[-length:] for _, value, length in parts]).to(device),
+        torch.cat([torch.cat([k[-n:], v[-n:]], dim=1) for k, v, n in parts]).to(device),
         1,
         window,
         backend.plan(batch),
@@ -115,11 +114,12 @@ def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
     key, value = torch.randn(23, KV_HEADS, HEAD_DIM), torch.randn(23, KV_HEADS, HEAD_DIM)
     key[:3], value[:3] = float("nan"), float("inf")
     none = torch.zeros(23, HEADS, HEAD_DIM)
-    backend.forward(none, key, value, 0, None, backend.plan(batch))
+    key_value = torch.cat([key, value], dim=1)
+    backend.forward(none, key_value, 0, None, backend.plan(batch))
     # The second row's table is padded with, and its last block shared by nothing but, block 0 …
     step = make_batch([4, 21], [1, 1], True)
-    one = torch.ones(2, KV_HEADS, HEAD_DIM)
-    out = backend.forward(torch.ones(2, HEADS, HEAD_DIM), one, one, 0, None, backend.plan(step))
+    one = torch.ones(2, 2 * KV_HEADS, HEAD_DIM)
+    out = backend.forward(torch.ones(2, HEADS, HEAD_DIM), one, 0, None, backend.plan(step))
     assert bool(out.isfinite().all())
 
 

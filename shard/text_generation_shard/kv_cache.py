@@ -52,33 +52,29 @@ class KVCache:
             shape.block_size,
             shape.head_dim,
         )
-        rows = shape.num_kv_heads * num_blocks
-        # Per layer and for keys and values: [kv_heads * blocks * block_size, head_dim] …
-        self._slots = [layer.view(2, rows * shape.block_size, -1).unbind() for layer in data]
-        # … and the same memory as [kv_heads * blocks, block_size * head_dim].
-        self._blocks = [layer.view(2, rows, -1).unbind() for layer in data]
+        # Keys and values are indexed alike, so that one operator stores or gathers both. Per layer
+        # [2 * kv_heads * blocks * block_size, head_dim] …
+        self._slots = [layer.view(-1, shape.head_dim) for layer in data]
+        # … and the same memory as [2 * kv_heads * blocks, block_size * head_dim].
+        self._blocks = [layer.view(-1, shape.block_size * shape.head_dim) for layer in data]
+        self._heads = torch.arange(2 * shape.num_kv_heads, device=device)
 
     def slot_index(self, slots: Tensor) -> Tensor:
-        """Where the tokens of `slots` [T] lie in every head: [kv_heads * T]."""
-        return self._per_head(slots, self.num_blocks * self.shape.block_size)
+        """Where the tokens of `slots` [T] lie in every head: [T * 2 * kv_heads]."""
+        return (slots[:, None] + self._heads * (self.num_blocks * self.shape.block_size)).flatten()
 
     def block_index(self, blocks: Tensor) -> Tensor:
-        """Where the blocks of a flat table [N] lie in every head: [kv_heads * N]."""
-        return self._per_head(blocks, self.num_blocks)
+        """Where the blocks of a flat table [N] lie in every head: [2 * kv_heads * N]."""
+        return (self._heads[:, None] * self.num_blocks + blocks).flatten()
 
-    def _per_head(self, index: Tensor, stride: int) -> Tensor:
-        heads = torch.arange(self.shape.num_kv_heads, device=index.device) * stride
-        return (heads[:, None] + index[None, :]).flatten()
-
-    def store(self, layer: int, slot_index: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [T, kv_heads, head_dim] at `slot_index`.
+    def store(self, layer: int, slot_index: Tensor, key_value: Tensor) -> None:
+        """Write key_value [T, 2 * kv_heads, head_dim], keys first, at `slot_index`.
 
         What is not finite is written as 0: masked slots are multiplied by 0, and 0 × NaN would
         carry one request's overflow into all that have its block in the padding of their tables.
         """
-        for slots, new in zip(self._slots[layer], (key, value), strict=True):
-            finite = new.transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
-            slots.index_copy_(0, slot_index, finite.reshape(-1, self.shape.head_dim))
+        finite = key_value.reshape(-1, self.shape.head_dim).nan_to_num(0.0, 0.0, 0.0)
+        self._slots[layer].index_copy_(0, slot_index, finite)
 
     def gather(self, layer: int, block_index: Tensor, num_tables: int) -> tuple[Tensor, Tensor]:
         """Keys and values of `num_tables` block tables of equal width.
@@ -86,10 +82,7 @@ class KVCache:
         `block_index` comes from the flattened tables; the answers are
         [kv_heads * num_tables, width * block_size, head_dim].
         """
-        keys, values = self._blocks[layer]
+        gathered = self._blocks[layer].index_select(0, block_index)
         tables = self.shape.num_kv_heads * num_tables
-        shape = (tables, -1, self.shape.head_dim)
-        return (
-            keys.index_select(0, block_index).view(shape),
-            values.index_select(0, block_index).view(shape),
-        )
+        keys, values = gathered.view(2, tables, -1, self.shape.head_dim).unbind()
+        return keys, values

@@ -1,5 +1,6 @@
-"""How much memory there is for the KV cache."""
+"""How much memory there is, and how the C allocator keeps it."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -10,6 +11,22 @@ from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.step import WarmupLimits
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Parameters of glibc's mallopt, from malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+
+def keep_freed_memory() -> None:
+    """Let the C allocator keep what tensors of one step free for those of the next.
+
+    By default glibc maps every large tensor anew and the kernel clears it page by page: that was a
+    fifth of the time of a prefill. One arena, because the others cannot grow beyond 64 MiB. Call
+    it before the first thread; other C libraries lack mallopt and stay as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def available_cpu_bytes() -> int:

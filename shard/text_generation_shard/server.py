@@ -17,7 +17,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import ModelError
 from text_generation_shard.interceptor import ExceptionInterceptor
-from text_generation_shard.memory import num_cpu_threads
+from text_generation_shard.memory import keep_freed_memory, num_cpu_threads
 from text_generation_shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ _MAX_PATH_BYTES = 107
 def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0) or a fatal device error (1)."""
     _check_path(config.socket_path)
+    keep_freed_memory()
     # OpenMP keeps a pool of workers for each thread that ever computed, and once there are more
     # of them than cores they stop spinning: every step took 1.6 times as long with the model loaded
     # in this thread. So everything that computes, loading too, happens in one thread.

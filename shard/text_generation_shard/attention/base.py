@@ -32,14 +32,13 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key_value: Tensor,
         layer: int,
         window: int | None,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Store key and value [T, kv_heads, head_dim], then attend with query [T, heads, head_dim].
+        """Store keys and values, then attend with query [T, heads, head_dim].
 
-        `query` is already scaled; a token sees itself and what came before it in its row, with a
+        `key_value` is [T, 2 * kv_heads, head_dim], keys first. `query` is already scaled; a token sees itself and what came before it in its row, with a
         `window` only the last `window` of those. Answers [T, heads * head_dim].
         """

@@ -78,18 +78,17 @@ class TorchAttention:
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key_value: Tensor,
         layer: int,
         window: int | None,
         plan: AttentionPlan,
     ) -> Tensor:
         """See AttentionBackend."""
         assert self._cache is not None and isinstance(plan, TorchPlan)
-        self._cache.store(layer, plan.slot_index, key, value)
+        self._cache.store(layer, plan.slot_index, key_value)
         if plan.batch.is_decode:
             return self._decode(self._cache, query, layer, window, plan)
-        return self._prefill(self._cache, query, key, value, layer, window, plan)
+        return self._prefill(self._cache, query, key_value, layer, window, plan)
 
     def _decode(
         self, cache: KVCache, query: Tensor, layer: int, window: int | None, plan: TorchPlan
@@ -116,7 +115,7 @@ class TorchAttention:
         grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
         grouped = grouped.reshape(kv_heads * rows, -1, head_dim)
         # The softmax is in float32, whatever the cache holds.
-        scores = torch.bmm(grouped, keys.transpose(1, 2)).float() + group.masks[window]
+        scores = torch.add(group.masks[window], torch.bmm(grouped, keys.transpose(1, 2)))
         weights = torch.softmax(scores, dim=-1).to(values.dtype)
         out = torch.bmm(weights, values).view(kv_heads, rows, -1, head_dim)
         return out.transpose(0, 1).reshape(rows, heads * head_dim)
@@ -125,28 +124,26 @@ class TorchAttention:
         self,
         cache: KVCache,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key_value: Tensor,
         layer: int,
         window: int | None,
         plan: TorchPlan,
     ) -> Tensor:
         batch = plan.batch
         tokens, heads, head_dim = query.shape
-        kv_heads = key.shape[1]
+        # [2, kv_heads, T, head_dim]
+        passed = key_value.view(tokens, 2, -1, head_dim).permute(1, 2, 0, 3)
         out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
         for row, context in enumerate(batch.host_context_lens):
             start, end = batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1]
             length = end - start
             if context == length:
                 # Nothing came before: what this pass computed is all there is to see.
-                keys = key[start:end].transpose(0, 1)
-                values = value[start:end].transpose(0, 1)
+                keys, values = passed[:, :, start:end].unbind()
             else:
                 width = -(-context // self.block_size)
                 index = cache.block_index(batch.block_tables[row, :width])
                 keys, values = (part[:, :context] for part in cache.gather(layer, index, 1))
-            repeats = heads // kv_heads
             causal = context == length and (window is None or context <= window)
             mask = None
             if not causal and (mask := plan.prefill_masks.get((row, window))) is None:
@@ -154,11 +151,12 @@ class TorchAttention:
                 plan.prefill_masks[row, window] = mask
             attended = F.scaled_dot_product_attention(
                 query[start:end].transpose(0, 1)[None],
-                keys.repeat_interleave(repeats, dim=0)[None],
-                values.repeat_interleave(repeats, dim=0)[None],
+                keys[None],
+                values[None],
                 attn_mask=mask,
                 is_causal=causal,
                 scale=1.0,
+                enable_gqa=True,
             )
             out[start:end] = attended[0].transpose(0, 1)
         return out.view(tokens, heads * head_dim)

@@ -1,12 +1,11 @@
 """Self-attention: projections and rotation around an attention backend."""
 
-import torch
 from torch import Tensor
 
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
-from text_generation_shard.layers.rotary import rotate
+from text_generation_shard.layers.rotary import rotate_
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -27,9 +26,7 @@ class Attention:
         self._window = config.layer_windows[layer]
         self._uses_rope = config.layer_uses_rope[layer]
         self._scale = config.attention_scale
-        # How the projected heads are divided: what turns with the position, and what does not.
-        self._turning_and_value = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
-        self._query_and_key = [config.num_heads, config.num_kv_heads]
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim = config.head_dim
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = (
@@ -54,15 +51,14 @@ class Attention:
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] → [T, hidden_size]."""
         heads = self._qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
-        turning, value = torch.split(heads, self._turning_and_value, dim=1)
+        # All that follows happens in the projection's own output: queries, keys, values.
+        query, key_value = heads[:, : self._num_heads], heads[:, self._num_heads :]
         if self._query_norm is not None and self._key_norm is not None:
-            query, key = torch.split(turning, self._query_and_key, dim=1)
-            turning = torch.cat((self._query_norm(query), self._key_norm(key)), dim=1)
+            key = key_value[:, : self._num_kv_heads]
+            query.copy_(self._query_norm(query))
+            key.copy_(self._key_norm(key))
         if self._uses_rope:
             # Queries and keys turn by the same angles: one call for both.
-            turning = rotate(turning, cos, sin)
-        query, key = torch.split(turning, self._query_and_key, dim=1)
-        attended = self._backend.forward(
-            query * self._scale, key, value, self._layer, self._window, plan
-        )
-        return self._out(attended)
+            rotate_(heads[:, : self._num_heads + self._num_kv_heads], cos, sin)
+        query.mul_(self._scale)
+        return self._out(self._backend.forward(query, key_value, self._layer, self._window, plan))

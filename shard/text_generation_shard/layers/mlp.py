@@ -46,4 +46,4 @@ class GatedMLP:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""
         gate, up = self._gate_up(hidden).chunk(2, dim=-1)
-        return self._down(self._activation(gate) * up)
+        return self._down(self._activation(gate).mul_(up))

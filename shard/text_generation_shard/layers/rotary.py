@@ -41,7 +41,7 @@ class RotaryEmbedding:
     def __call__(
         self, positions: Tensor, rope_lens: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """positions [T] → cos and sin, each [T, 1, rotary_dim], both halves alike."""
+        """positions [T] → cos and sin for `rotate_`, each [T, 1, rotary_dim]."""
         frequencies = self._frequencies
         if self._long_frequencies is not None and rope_lens is not None:
             is_long = rope_lens > self._config.original_max_position
@@ -49,8 +49,11 @@ class RotaryEmbedding:
         elif self.length_rule == "prompt" and rope_lens is not None:
             frequencies = self._dynamic(rope_lens)
         angles = positions.float()[:, None] * frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return (
+            torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
+            torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
+        )
 
     def _dynamic(self, rope_lens: Tensor) -> Tensor:
         """NTK-aware scaling that grows with the length: [T, rotary_dim / 2]."""
@@ -61,15 +64,16 @@ class RotaryEmbedding:
         return 1.0 / theta[:, None] ** self._exponents
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading features of heads [T, n, head_dim] by cos, sin [T, 1, rotary_dim]."""
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate, in place, the leading features of heads [T, n, head_dim].
+
+    A pair is (feature i, feature i + half); cos and sin [T, 1, rotary_dim] hold each angle twice,
+    the first half of sin negated, so that three operators do it.
+    """
     rotary_dim = cos.shape[-1]
-    turned = heads[..., :rotary_dim]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    if rotary_dim == heads.shape[-1]:
-        return turned
-    return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+    turning = heads[..., :rotary_dim]
+    swapped = turning.roll(rotary_dim // 2, dims=-1)
+    torch.addcmul(turning * cos, swapped, sin, out=turning)
 
 
 def _plain(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:
