@@ -39,6 +39,7 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Store keys and values, then attend with query [T, heads, head_dim].
 
-        `key_value` is [T, 2 * kv_heads, head_dim], keys first. `query` is already scaled; a token sees itself and what came before it in its row, with a
-        `window` only the last `window` of those. Answers [T, heads * head_dim].
+        `key_value` is [T, 2 * kv_heads, head_dim], keys first. `query` is already scaled; a token
+        sees itself and what came before it in its row, with a `window` only the last `window` of
+        those. Answers [T, heads * head_dim].
         """
