@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 
 class FinishReason(Enum):
@@ -48,6 +49,16 @@ class StoppingCriteria:
     min_new_tokens: int = 0
     stop_sequences: tuple[str, ...] = ()
     ignore_eos_token: bool = False
+    # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
+    keeps_stop_sequence: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text must look like; `source` is a JSON schema, a regex or a Lark grammar."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,10 @@ class Request:
     stopping: StoppingCriteria
     prefill_logprobs: bool = False
     top_n_tokens: int = 0
+    # A grammar in llguidance's own form, which the shards have compiled; empty: none.
+    grammar: str = ""
+    # Special tokens whose text counts as text, as the markers around tool calls do.
+    visible_special_tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,8 @@ class GeneratedText:
     generated_tokens: int
     finish_reason: FinishReason
     seed: int | None
+    # The stop string that ended it.
+    stop_sequence: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +115,15 @@ class PrefillOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One generated token; on the last one of a generation `generated` and `timings` are set."""
+    """One generated token; on the last one of a generation `generated` and `timings` are set.
+
+    `delta` is the text that may be shown now: no special tokens but the visible ones, and where
+    stop strings are left out, nothing that could still become one. The deltas of a generation
+    joined are `GeneratedText.text`.
+    """
 
     token: Token
+    delta: str = ""
     top_tokens: tuple[Token, ...] = ()
     generated: GeneratedText | None = None
     timings: Timings | None = field(default=None)

@@ -7,11 +7,15 @@ first rule that fails. Comparisons are written so that NaN fails them.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from text_generation_router.errors import ValidationError
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, SamplingParams, StoppingCriteria
+from text_generation_router.request import (
+    Grammar,
+    Request,
+    SamplingParams,
+    StoppingCriteria,
+)
 from text_generation_router.tokenizer import Tokenizer
 
 
@@ -20,6 +24,8 @@ class GenerateParameters:
     """What a user asks for, types checked and nothing else; None is "not given"."""
 
     inputs: str
+    # The prompt as ids, in place of `inputs`; ids are below `Limits.vocab_size`.
+    input_ids: tuple[int, ...] | None = None
     add_special_tokens: bool = True
     best_of: int | None = None
     temperature: float | None = None
@@ -42,8 +48,10 @@ class GenerateParameters:
     seed: int | None = None
     top_n_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: dict[str, Any] | None = None
+    grammar: Grammar | None = None
     adapter_id: str | None = None
+    keeps_stop_sequence: bool = True
+    visible_special_tokens: frozenset[str] = frozenset()
 
     @property
     def wants_sampling(self) -> bool:

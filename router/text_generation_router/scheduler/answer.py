@@ -66,6 +66,7 @@ class Answer:
         self._text.append(visible)
         return TokenOutput(
             Token(token_id, text, _finite(logprob), special),
+            visible,
             self._tokens(*top_tokens),
             None if finish_reason is None else self._generated(finish_reason),
             None if finish_reason is None else timings,
