@@ -143,6 +143,14 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.fixture(autouse=True)
+def hangup_has_its_default_meaning() -> Iterator[None]:
+    """Under nohup the tests inherit a SIGHUP that is ignored, and launchers inherit theirs."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def free_port() -> int:
     """A port that was free a moment ago."""
