@@ -83,7 +83,7 @@ class Load:
     seed: int
 
 
-async def _events(load: Load, body: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+async def events(load: Load, body: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """(arrival time, event) of one POST; HTTP/1.1 on a bare socket, to leave the cores alone."""
     address = urlsplit(load.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
@@ -112,7 +112,7 @@ async def _one(load: Load, prompt: str) -> list[float]:
     started = time.perf_counter()
     times: list[float] = []
     counts = None
-    async for arrived, event in _events(load, load.api.body(prompt, load.new_tokens, load.model)):
+    async for arrived, event in events(load, load.api.body(prompt, load.new_tokens, load.model)):
         if "error" in event:
             raise RuntimeError(f"the server answered {event}")
         if load.api.has_text(event):

@@ -24,6 +24,14 @@ def test_docs_need_nothing_from_elsewhere(server: LauncherHandle) -> None:
 
 def test_openapi_describes_every_route(server: LauncherHandle) -> None:
     document = server.client.get("/api-doc/openapi.json").json()
-    paths = {"/", "/generate", "/generate_stream", "/health", "/info", "/metrics", "/tokenize"}
-    assert set(document["paths"]) == paths
+    assert set(document["paths"]) == {
+        *("/", "/generate", "/generate_stream", "/health", "/info", "/metrics"),
+        *("/tokenize", "/chat_tokenize", "/invocations", "/vertex"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+        *("/v1/models", "/v1/models/{model}", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v2", "/v2/health/live", "/v2/health/ready"),
+        "/v2/models/{model_name}/versions/{model_version}",
+        "/v2/models/{model_name}/versions/{model_version}/infer",
+        "/v2/models/{model_name}/versions/{model_version}/ready",
+    }
     assert document["info"]["title"] == "Text Generation Inference"

@@ -176,7 +176,8 @@ def test_limits_api_key_and_overload(launch: Launch, tiny_model_path: Any) -> No
 
     refused = ask("secret")
     assert (refused.status_code, refused.content) == (401, b"")
-    assert handle.client.get("/info").status_code == 200
+    assert handle.client.get("/info").status_code == 401
+    assert handle.client.get("/health").status_code == 200
     with concurrent.futures.ThreadPoolExecutor() as pool:
         running = pool.submit(ask, "Secret")
         wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "one runs")

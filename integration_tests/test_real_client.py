@@ -10,6 +10,7 @@ import pytest
 from integration_tests.server import LauncherHandle, token_ids
 
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = ".venv-clients/text-generation"
 PROMPT = "the cat sat on the mat and "
 
 
@@ -17,11 +18,11 @@ PROMPT = "the cat sat on the mat and "
 def answers(shared_server: LauncherHandle) -> dict[str, Any]:
     """What real_client.py got."""
     made = subprocess.run(
-        ["make", ".venv-client/.installed"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        ["make", f"{ENVIRONMENT}/.installed"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert made.returncode == 0, made.stdout + made.stderr
     command = [
-        str(ROOT / ".venv-client/bin/python"),
+        str(ROOT / ENVIRONMENT / "bin/python"),
         str(ROOT / "integration_tests/real_client.py"),
     ]
     done = subprocess.run(

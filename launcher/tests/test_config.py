@@ -145,6 +145,15 @@ def test_only_the_download_gets_the_token(environment, token):
     assert config.has_api_key
 
 
+def test_vertex_names_port_and_routes():
+    routes = {"AIP_PREDICT_ROUTE": "/predict", "AIP_HEALTH_ROUTE": "/live"}
+    config = create("--port", "3000", **routes, AIP_HTTP_PORT="8080")
+    assert config.port == 8080
+    assert "--port=8080" in config.router.argv and "--port=3000" not in config.router.argv
+    assert "--aip-predict-route=/predict" in config.router.argv
+    assert "--aip-health-route=/live" in config.router.argv
+
+
 @pytest.mark.parametrize(
     "given, own, passed_on",
     [

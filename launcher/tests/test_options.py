@@ -29,8 +29,15 @@ TGI_FLAGS = [
 # fmt: on
 
 
-def test_every_flag_of_tgi_is_known_and_only_device_is_ours():
-    assert {option.name for option in OPTIONS} == {*TGI_FLAGS, "device"}
+# Variables of TGI's that are flags as well here.
+VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
+
+
+OUR_FLAGS = ["device", "chat-format"]
+
+
+def test_every_flag_of_tgi_is_known_and_few_are_ours():
+    assert {option.name for option in OPTIONS} == {*TGI_FLAGS, *VERTEX_FLAGS, *OUR_FLAGS}
     assert len({option.name for option in OPTIONS}) == len(OPTIONS)
 
 
@@ -41,6 +48,7 @@ def test_every_option_does_something():
         "model-id",
         "shard-uds-path",
         "max-input-length",
+        "aip-http-port",
         "json-output",
         "env",
     }
@@ -90,6 +98,9 @@ def test_defaults_are_those_of_the_launcher_alone():
             ("a", "b"),
         ),
         ([], {"CORS_ALLOW_ORIGIN": "c"}, "cors-allow-origin", ("c",)),
+        (["--api-key", "a", "--api-key=b,c"], {"API_KEY": "d"}, "api-key", ("a", "b,c")),
+        ([], {"API_KEY": "a,b"}, "api-key", ("a", "b")),
+        ([], {"AIP_PREDICT_ROUTE": "/predict"}, "aip-predict-route", ("/predict",)),
     ],
 )
 def test_flag_and_environment(argv, environment, name, expected):
@@ -120,6 +131,8 @@ def test_flag_and_environment(argv, environment, name, expected):
         ([], {"MAX_BEST_OF": "x"}, "environment variable MAX_BEST_OF: expected a whole number"),
         ([], {"JSON_OUTPUT": "yes"}, "environment variable JSON_OUTPUT: expected true or false"),
         ([], {"API_KEY": ""}, "environment variable API_KEY: expected a value that isn't empty"),
+        ([], {"API_KEY": "a,"}, "environment variable API_KEY: expected a value that isn't empty"),
+        ([], {"AIP_HEALTH_ROUTE": "x"}, "AIP_HEALTH_ROUTE: expected a path that starts with /"),
     ],
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, capsys):
@@ -151,7 +164,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
         (["--ngrok-edge", "t"], {}, "--ngrok-edge"),
         (["--otlp-endpoint", "http://x"], {}, "--otlp-endpoint"),
         (["--otlp-service-name", "x"], {}, "--otlp-service-name"),
-        (["--tokenizer-config-path", "x"], {}, "--tokenizer-config-path"),
     ],
 )
 def test_what_is_not_supported_is_refused(argv, environment, expected):

@@ -63,6 +63,7 @@ def create_config(values: Values, environment: Mapping[str, str]) -> LauncherCon
     """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
     options.refuse(values)
     _refuse_environment(environment)
+    values = {**values, "port": values.get("aip-http-port", values["port"])}
     _check_limits(values)
     model_id = _model_id(values)
     inherited = _inherited(environment)

@@ -1,8 +1,9 @@
 """Every command line flag of the launcher, in one table.
 
 A flag `--max-best-of` is also read from the environment variable `MAX_BEST_OF`; the flag wins. A
-variable that is set to nothing counts as not set, as container files write it. The table holds no
-default for what a child owns: a flag that isn't given isn't passed on.
+variable that is set to nothing counts as not set, as container files write it; that of a flag which
+repeats holds its values with commas between. The table holds no default for what a child owns: a
+flag that isn't given isn't passed on.
 """
 
 import argparse
@@ -93,6 +94,13 @@ def not_negative(value: str) -> str:
         is_inside = False
     if not is_inside:
         raise ValueError("a number of 0 or more")
+    return value
+
+
+def path(value: str) -> str:
+    """Where a route is."""
+    if not value.startswith("/"):
+        raise ValueError("a path that starts with /")
     return value
 
 
@@ -257,12 +265,32 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("port", "port to listen on", PORT, ROUTER, default="3000", short="-p"),
     Option("prometheus-port", "serves /metrics on this port as well", PORT, ROUTER),
-    Option("api-key", "requests must send it as a bearer token", to=ROUTER, secret=True),
+    Option(
+        "api-key",
+        "requests must send it, or one of several, as a bearer token",
+        to=ROUTER,
+        repeat=True,
+        secret=True,
+    ),
     Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True),
     refused("ngrok", "tunnels", "put a tunnel in front", parse=true_or_false, switch=True),
     refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),
     refused("ngrok-edge", "tunnels", "put a tunnel in front"),
-    refused("tokenizer-config-path", "another tokenizer_config.json", "edit the model's own"),
+    Option(
+        "tokenizer-config-path",
+        "a tokenizer_config.json or .jinja with the chat template",
+        to=ROUTER,
+    ),
+    Option(
+        "chat-format",
+        "how the model writes tool calls, found from the chat template by default",
+        choice("auto", "hermes", "llama3", "mistral", "mistral-args", "generic"),
+        ROUTER,
+    ),
+    # what Google's Vertex AI sets
+    Option("aip-http-port", "port to listen on, wins over --port", PORT),
+    Option("aip-predict-route", "path that answers as /vertex does", path, ROUTER),
+    Option("aip-health-route", "path that answers as /health does", path, ROUTER),
     # what is told to whom
     Option(
         "json-output",
@@ -358,7 +386,8 @@ def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Values:
         if raw is None and option.variable in environment:
             variable = environment[option.variable]
             if (variable or option.secret) and option.environment_applies(variable):
-                raw, source = [variable], f"environment variable {option.variable}"
+                raw = variable.split(",") if option.repeat else [variable]
+                source = f"environment variable {option.variable}"
         if raw is not None:
             if len(raw) > 1 and not option.repeat:
                 parser.error(f"{source}: expected once, got {len(raw)} times")

@@ -76,6 +76,7 @@ class Row:
     request: Request
     ids: list[int]
     table: list[int]
+    num_cached: int = 0
 
 
 @dataclass
@@ -83,8 +84,10 @@ class FakeShards:
     """Keeps the contract of `Shards` and asserts that the router keeps its part.
 
     `memory` maps each slot to (request, position): a step that finds another's token under its own
-    positions has caught the router giving a block to two. `hook` runs before each call and may wait
-    or raise; `calls` lists what was asked, in order.
+    positions has caught the router giving a block to two; only the cached positions may be another
+    request's, if that has the same prompt, and nobody writes to a block that another row reads.
+    `hook` runs before each call and may wait or raise; `calls` lists what was asked, in order;
+    `num_computed` counts the tokens of all prefills.
     """
 
     num_blocks: int = 64
@@ -96,6 +99,10 @@ class FakeShards:
     memory: dict[int, tuple[int, int]] = field(default_factory=dict)
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     is_busy: bool = False
+    num_computed: int = 0
+    # A request id and the place of the token it fails at, alone.
+    failing: tuple[int, int] | None = None
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @asynccontextmanager
     async def _call(self, method: str, ids: Sequence[int]) -> AsyncIterator[None]:
@@ -115,7 +122,10 @@ class FakeShards:
     ) -> StepResult:
         # Read at once, as gRPC does: what the router changes later must not matter.
         new = {
-            e.id: Row(e.request, list(e.input_ids), list(e.block_table.block_ids)) for e in entries
+            e.id: Row(
+                e.request, list(e.input_ids), list(e.block_table.block_ids), e.num_cached_tokens
+            )
+            for e in entries
         }
         asked = {e.id for e in entries if e.wants_prefill_logprobs}
         async with self._call("prefill", list(new)):
@@ -128,9 +138,14 @@ class FakeShards:
                 prompt = row.request.input_ids
                 again = [self.script(prompt, i) for i in range(len(row.ids) - len(prompt))]
                 assert row.ids == [*prompt, *again], "a preempted request came back with other ids"
-                for position in range(len(row.ids)):
+                assert row.num_cached % self.block_size == 0 and row.num_cached < len(prompt)
+                assert not (row.num_cached and request_id in asked)
+                self.prompts[request_id] = prompt
+                self.batches[batch_id][request_id] = row
+                for position in range(row.num_cached, len(row.ids)):
                     self._write(request_id, row, position)
-            self.batches[batch_id] |= new
+                self.num_computed += len(row.ids) - row.num_cached
+                self._check_memory(request_id, row)
             result = self._step(batch_id, new, self.batches[batch_id])
             logprobs = {
                 i: [float("nan")] + [-0.5] * (len(new[i].request.input_ids) - 1) for i in asked
@@ -168,18 +183,29 @@ class FakeShards:
         assert position < len(row.table) * self.block_size, "no room for a token"
         block_id = row.table[position // self.block_size]
         assert 0 <= block_id < self.num_blocks
+        for others in self.batches.values():
+            for other_id, other in others.items():
+                assert other_id == request_id or block_id not in other.table, "a block is not its"
         slot = block_id * self.block_size + position % self.block_size
         self.memory[slot] = (request_id, position)
+
+    def _check_memory(self, request_id: int, row: Row) -> None:
+        for position in range(len(row.ids)):
+            slot = row.table[position // self.block_size] * self.block_size
+            slot += position % self.block_size
+            writer, written = self.memory[slot]
+            assert written == position, "somebody else wrote here"
+            if writer != request_id:
+                assert position < row.num_cached, "somebody else wrote here"
+                assert self.prompts[writer] == row.request.input_ids, "another prompt"
 
     def _step(self, batch_id: int, rows: dict[int, Row], all_rows: dict[int, Row]) -> StepResult:
         """Chooses a token for each of `rows`; those that end leave `all_rows`."""
         assert len(all_rows) <= self.max_rows
         columns: list[tuple[int, int, float, FinishReason | None, int]] = []
+        errors: dict[int, str] = {}
         for request_id, row in list(rows.items()):
-            for position in range(len(row.ids)):
-                slot = row.table[position // self.block_size] * self.block_size
-                slot += position % self.block_size
-                assert self.memory[slot] == (request_id, position), "somebody else wrote here"
+            self._check_memory(request_id, row)
             place = len(row.ids) - len(row.request.input_ids)
             token_id = self.script(row.request.input_ids, place)
             row.ids.append(token_id)
@@ -190,7 +216,9 @@ class FakeShards:
                 reason = FinishReason.EOS_TOKEN
             num_top = row.request.top_n_tokens
             columns.append((request_id, token_id, -0.25 * (place + 1), reason, num_top))
-            if reason is not None:
+            if (request_id, place) == self.failing:
+                errors[request_id] = f"Server error: token {place}"
+            if reason is not None or request_id in errors:
                 del all_rows[request_id]
         ids, token_ids, logprobs, reasons, counts = zip(*columns, strict=True)
         top_ids = [n for count in counts for n in range(count)]
@@ -205,6 +233,7 @@ class FakeShards:
             counts if any(counts) else (),
             top_ids,
             [-1.0] * len(top_ids),
+            errors=errors,
             forward_ns=1000,
             decode_ns=100,
         )

@@ -159,6 +159,28 @@ async def test_compat(server: Server) -> None:
     assert response.status_code == 422 and response.json()["error_type"] == "validation"
 
 
+async def test_unknown_adapter(server: Server) -> None:
+    told = {
+        "error": "`adapter_id` 'poet' is not served; this server has no adapters; "
+        "remove `adapter_id`",
+        "error_type": "adapter_not_found",
+    }
+    request = {"inputs": "n", "parameters": {"adapter_id": "poet"}}
+    for path in ("/generate", "/"):
+        response = await server.client.post(path, json=request)
+        assert (response.status_code, response.json()) == (404, told)
+    response = await server.client.post("/generate_stream", json=request)
+    assert response.status_code == 200 and json.loads(response.text[5:]) == told
+
+
+@pytest.mark.parametrize("traceparent", ["", "junk", "00-0-0-0", "ff-1-2-3", "00-" + "a" * 9000])
+async def test_traceparent_changes_nothing(server: Server, traceparent: str) -> None:
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
+    headers = {"traceparent": traceparent}
+    response = await server.client.post("/generate", json=request, headers=headers)
+    assert response.text == '{"generated_text":"h"}'
+
+
 async def test_tokenize(server: Server) -> None:
     response = await server.client.post("/tokenize", json={"inputs": "aé€\0"})
     assert response.json() == [
@@ -245,7 +267,7 @@ async def test_docs_need_no_network(server: Server) -> None:
     assert schema["info"]["license"]["name"] == "Apache 2.0"
 
 
-@pytest.mark.parametrize("path", ["/nope", "/generate/", "/v1/nope", "/redoc"])
+@pytest.mark.parametrize("path", ["/nope", "/generate/", "/redoc"])
 async def test_unknown_path(server: Server, path: str) -> None:
     response = await server.client.get(path)
     assert (response.status_code, response.content) == (404, b"")
@@ -268,24 +290,43 @@ async def test_wrong_method(server: Server, method: str, path: str, allowed: str
 @pytest.mark.parametrize(
     ("header", "status"),
     [
-        (None, 401),
-        ("Bearer wrong", 401),
-        ("Bearer KEY-é", 401),
-        ("Basic Key-é", 401),
-        ("Key-é", 401),
-        ("Bearer Key-é", 422),
-        ("bearer Key-é", 422),
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Bearer KEY-é"}, 401),
+        ({"authorization": "Basic Key-é"}, 401),
+        ({"authorization": "Key-é"}, 401),
+        ({"authorization": "Bearer Key-é,other"}, 401),
+        ({"x-api-key": "wrong"}, 401),
+        ({"authorization": "Bearer Key-é"}, 422),
+        ({"authorization": "bearer Key-é"}, 422),
+        ({"authorization": "Bearer other"}, 422),
+        ({"x-api-key": "other"}, 422),
     ],
 )
-async def test_api_key(tmp_path: Path, header: str | None, status: int) -> None:
-    headers = {} if header is None else {"authorization": header.encode()}
-    async with serve(tmp_path, api_key="Key-é") as server:
+async def test_api_key(tmp_path: Path, header: dict[str, str], status: int) -> None:
+    headers = {name: value.encode() for name, value in header.items()}
+    async with serve(tmp_path, api_key=("Key-é", "other")) as server:
         for path in ("/", "/generate", "/generate_stream", "/tokenize"):
             response = await server.client.post(path, json={}, headers=headers)
             assert response.status_code == status
             assert status != 401 or response.content == b""
-        for path in ("/", "/health", "/info", "/metrics", "/docs"):
+
+
+OPEN_PATHS = {"/health", "/metrics", "/v2/health/live", "/v2/health/ready"}
+OPEN_PATHS |= {"/v2/models/{model_name}/versions/{model_version}/ready"}
+
+
+async def test_every_route_but_health_metrics_and_docs_asks_for_a_key(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("Key",)) as server:
+        schema = (await server.client.get("/api-doc/openapi.json")).json()
+        assert schema["paths"].keys() > OPEN_PATHS
+        for path, operations in schema["paths"].items():
+            for method in operations:
+                response = await server.client.request(method, path)
+                assert (response.status_code == 401) == (path not in OPEN_PATHS), path
+        for path in ("/", "/ping", "/docs"):
             assert (await server.client.get(path)).status_code == 200
+        assert (await server.client.head("/info")).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -295,13 +336,14 @@ async def test_cors(tmp_path: Path, origins: tuple[str, ...], granted: str) -> N
     headers = {
         "origin": "https://a.example",
         "access-control-request-method": "POST",
-        "access-control-request-headers": "content-type, authorization",
+        "access-control-request-headers": "content-type, authorization, x-api-key",
     }
     async with serve(tmp_path, cors_allow_origin=origins) as server:
         response = await server.client.options("/generate", headers=headers)
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == granted
-        assert "authorization" in response.headers["access-control-allow-headers"].lower()
+        allowed = response.headers["access-control-allow-headers"]
+        assert allowed == headers["access-control-request-headers"]
         response = await server.client.get("/info", headers={"origin": "https://b.example"})
         assert response.headers.get("access-control-allow-origin") == ("*" if not origins else None)
 
@@ -344,7 +386,7 @@ async def test_bug_is_an_internal_error(server: Server, monkeypatch: pytest.Monk
     def broken(self: Batcher, request: object) -> None:
         raise KeyError("bug")
 
-    monkeypatch.setattr(Batcher, "submit", broken)
+    monkeypatch.setattr(Batcher, "submit_many", broken)
     told = {
         "error": "The server failed on this request; its log says why",
         "error_type": "internal",

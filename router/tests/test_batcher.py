@@ -217,6 +217,18 @@ async def test_a_failed_decode_fails_its_batch_and_the_next_one_runs() -> None:
         assert rig.batcher.is_healthy
 
 
+@pytest.mark.parametrize("place", [0, 3])
+async def test_a_request_that_fails_alone_leaves_the_others(place: int) -> None:
+    async with running(FakeShards(failing=(1, place))) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((n,), 8) for n in range(3)))
+        assert rig.batcher.is_healthy
+    assert [outcome.ids for outcome in outcomes] == [
+        expected_ids((n,), place if n == 1 else 8) for n in range(3)
+    ]
+    assert isinstance(outcomes[1].error, GenerationError)
+    assert str(outcomes[1].error) == f"Server error: token {place}"
+
+
 @pytest.mark.parametrize("failures", [{"filter": [1]}, {"filter": [1], "clear": [1]}])
 async def test_a_failed_filter_fails_the_batch(failures: dict[str, list[int]]) -> None:
     shards = FakeShards(hook=Failing(**failures))

@@ -25,8 +25,9 @@ _EVENT = st.one_of(
         st.lists(st.integers(0, 250), min_size=1, max_size=12),
         st.integers(1, 14),
         st.sampled_from(["", "a", "mn", "zz"]),
+        st.integers(1, 5),
     ),
-    st.tuples(st.just("cancel"), st.integers(0, 30)),
+    st.tuples(st.just("cancel"), st.integers(0, 60)),
     st.tuples(st.just("fail"), st.sampled_from(["prefill", "decode", "filter", "clear"])),
     st.tuples(st.just("turn"), st.integers(1, 30)),
 )
@@ -67,10 +68,14 @@ async def _play(
     async with running(shards, max_batch_size=rows, max_batch_prefill_tokens=16, **limits) as rig:
         for kind, *arguments in events:
             if kind == "submit":
-                prompt, num, stop = arguments
+                prompt, longest, stop, num_sequences = arguments
+                lengths = [max(1, longest - 3 * place) for place in range(num_sequences)]
                 stops = (stop,) if stop else ()
-                entry = rig.batcher.submit(make_request(prompt, num, *stops))
-                submitted.append((prompt, num, stop, entry, asyncio.create_task(collect(entry))))
+                requests = [make_request(prompt, num, *stops) for num in lengths]
+                entries = rig.batcher.submit_many(requests)
+                for num, entry in zip(lengths, entries, strict=True):
+                    outcome = asyncio.create_task(collect(entry))
+                    submitted.append((prompt, num, stop, entry, outcome))
             elif kind == "cancel" and submitted:
                 rig.batcher.cancel(submitted[arguments[0] % len(submitted)][3])
                 excuses.add(str(IncompleteGenerationError()))

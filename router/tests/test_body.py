@@ -26,6 +26,8 @@ BAD_BODIES = [
     (JSON, b'{"inputs": NaN}', 400, "unexpected"),
     (JSON, b'{"inputs": "x", "parameters": {"top_p": Infinity}}', 400, "unexpected"),
     (JSON, b"[" * 5000, 400, "depth"),
+    (JSON, b'{"inputs": ' + b"[" * 250 + b"]" * 250 + b"}", 400, "nested deeper"),
+    (JSON, b'{"inputs": ' + b"[" * 239 + b"]" * 239 + b"}", 422, "`inputs`"),
     (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e400}}', 422, "number out of range"),
     (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e39}}', 422, "32-bit float"),
     (JSON, b'{"inputs": "x", "parameters": {"temperature": 1e-320}}', 422, "strictly positive"),

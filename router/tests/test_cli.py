@@ -36,7 +36,8 @@ def test_flags_are_read() -> None:
     line = (
         "--tokenizer-name d --model-id m --revision r --port 0 --prometheus-port 9 --hostname ::1 "
         "--max-batch-size 3 --waiting-served-ratio 0.3 --disable-grammar-support --json-output "
-        "--cors-allow-origin https://a --cors-allow-origin https://b --logger-level warning"
+        "--cors-allow-origin https://a --cors-allow-origin https://b --logger-level warning "
+        "--api-key a --api-key b"
     )
     options = vars(create_parser().parse_args(line.split()))
     del options["command"]
@@ -45,6 +46,7 @@ def test_flags_are_read() -> None:
     assert (read.prometheus_port, read.hostname, read.batch_rows) == (9, "::1", 3)
     assert read.waiting_served_ratio == 0.3
     assert read.disable_grammar_support and read.json_output
+    assert read.api_key == ("a", "b")
     assert list(read.cors_allow_origin) == ["https://a", "https://b"]
     assert read.logger_level == "WARNING"
 
@@ -62,7 +64,12 @@ def test_every_field_says_what_it_is() -> None:
         ({"waiting_served_ratio": float("nan")}, "`--waiting-served-ratio` must be >= 0"),
         ({"port": 65536}, "`--port` must be <= 65535. Given: 65536"),
         ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
-        ({"api_key": ""}, "`--api-key` must not be empty"),
+        ({"api_key": ("a", "")}, "`--api-key` must not be empty"),
+        ({"aip_health_route": "h"}, "`--aip-health-route` must be a path like /predict. Given: h"),
+        (
+            {"aip_health_route": "/a", "aip_predict_route": "/a"},
+            "`--aip-predict-route` and `--aip-health-route` must be two paths",
+        ),
         (
             {"max_input_tokens": 9, "max_total_tokens": 9},
             "`max_input_tokens` must be < `max_total_tokens`. Given: 9 and 9",
@@ -82,13 +89,29 @@ def test_print_schema(capsys: pytest.CaptureFixture[str]) -> None:
         operation["operationId"] for path in schema["paths"].values() for operation in path.values()
     }
     assert operations == {
+        "chat_completions",
         "compat_generate",
+        "completions",
+        "count_tokens",
         "generate",
         "generate_stream",
+        "get_chat_tokenize",
         "get_model_info",
         "health",
+        "kserve_infer",
+        "kserve_live",
+        "kserve_metadata",
+        "kserve_model_metadata",
+        "kserve_model_ready",
+        "kserve_ready",
+        "messages",
         "metrics",
+        "openai_get_model",
+        "openai_get_model_info",
+        "responses",
+        "sagemaker_compatibility",
         "tokenize",
+        "vertex_compatibility",
     }
 
 

@@ -82,6 +82,62 @@ def test_the_preempted_come_back_first_and_in_order() -> None:
     assert first.block_table.num_slots == 8
 
 
+def siblings_of(length: int, num: int) -> Queue:
+    """Entries 0, 1, … of one prompt."""
+    queue = queue_of(*[length] * num)
+    entries = list(queue)
+    for entry in entries:
+        entry.siblings = entries
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("limits", "admitted"),
+    [
+        # A prompt of 10 in blocks of 4: two are shared, each has one of its own and 2 tokens to do.
+        ({}, [0, 1, 2, 3]),
+        ({"max_size": 2}, [0, 1]),
+        ({"max_prefill_tokens": 16}, [0, 1, 2, 3]),
+        ({"max_prefill_tokens": 15}, [0, 1, 2]),
+        ({"max_prefill_tokens": 2}, [0]),
+        # With a block kept free for each but the newest: 2 + 4 + 3.
+        ({"num_blocks": 9}, [0, 1, 2, 3]),
+        ({"num_blocks": 8}, [0, 1, 2]),
+        ({"num_blocks": 3}, [0]),
+    ],
+)
+def test_siblings_share(limits: dict[str, int], admitted: list[int]) -> None:
+    queue = siblings_of(10, 4)
+    given = {"min_size": 0, "max_size": 100, "max_prefill_tokens": 100, "num_running": 0}
+    allocator = BlockAllocator(limits.pop("num_blocks", 100), 4)
+    entries = queue.next_batch(allocator, **(given | limits))
+    assert [entry.id for entry in entries] == admitted
+    assert [entry.num_cached_tokens for entry in entries] == [0, *[8] * (len(admitted) - 1)]
+    for entry in entries:
+        assert entry.block_table.block_ids[:2] == entries[0].block_table.block_ids[:2]
+        assert entry.block_table.num_slots == 12
+    assert allocator.num_used == 2 + len(admitted)
+    allocator.integrity([entry.block_table for entry in entries])
+
+
+def test_who_comes_later_shares_with_a_sibling_that_runs_only() -> None:
+    queue, allocator = siblings_of(10, 3), BlockAllocator(100, 4)
+    limits = {"min_size": 0, "max_prefill_tokens": 3, "max_size": 1}
+    [first] = queue.next_batch(allocator, num_running=0, **limits)
+    [second] = queue.next_batch(allocator, num_running=1, **limits)
+    assert second.num_cached_tokens == 8
+    for entry in (first, second):
+        allocator.release(entry.block_table)
+        entry.block_table = None
+    second.token_ids += [7] * 5
+    queue.put_back(second)
+    [again] = queue.next_batch(allocator, num_running=0, **limits)
+    assert again is second and second.num_cached_tokens == 0
+    [third] = queue.next_batch(allocator, num_running=1, **limits)
+    assert third.num_cached_tokens == 8
+    allocator.integrity([second.block_table, third.block_table])
+
+
 def test_remove() -> None:
     queue = queue_of(1, 1, 1)
     queue.remove(list(queue)[1])

@@ -6,6 +6,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 from text_generation_router.api.schemas import CompatGenerateRequest, GenerateRequest
+from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
 
@@ -27,7 +28,8 @@ def test_every_field() -> None:
         '"max_new_tokens": 4294967295, "min_new_tokens": 1, "ignore_eos_token": true,'
         '"return_full_text": true, "stop": ["a", ""], "truncate": 7, "watermark": true,'
         '"details": true, "decoder_input_details": true, "seed": 18446744073709551615,'
-        '"top_n_tokens": 5, "logit_bias": {"42": -100, "7": 0.5}, "grammar": {"type": "regex"},'
+        '"top_n_tokens": 5, "logit_bias": {"42": -100, "7": 0.5}, '
+        '"grammar": {"type": "regex", "value": "a"},'
         '"adapter_id": "a", "surprise": [1]}'
     )
     assert asked == GenerateParameters(
@@ -53,7 +55,7 @@ def test_every_field() -> None:
         seed=2**64 - 1,
         top_n_tokens=5,
         logit_bias=((42, -100.0), (7, 0.5)),
-        grammar={"type": "regex"},
+        grammar=Grammar("regex", "a"),
         adapter_id="a",
     )
 

@@ -63,6 +63,10 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         batch = pb.CachedBatch(id=request.batch_id, request_ids=request.request_ids)
         return await self._answer(request, context, pb.FilterBatchResponse(batch=batch))
 
+    async def CompileGrammar(self, request: Any, context: Any) -> Any:
+        response = pb.CompileGrammarResponse(error=request.grammar, min_tokens=3)
+        return await self._answer(request, context, response)
+
     async def ClearCache(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context, pb.ClearCacheResponse())
 
@@ -104,6 +108,7 @@ CALLS: list[Callable[[ShardedClient], Any]] = [
     lambda client: client.health(),
     lambda client: client.info(),
     lambda client: client.warmup(100, 8),
+    lambda client: client.compile_grammar("no start", 5.0),
 ]
 
 
@@ -112,10 +117,11 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
         answers = [await call(client) for call in CALLS]
         assert all(len(rank.asked) == len(CALLS) for rank in ranks)
         assert ranks[0].asked == ranks[1].asked == ranks[2].asked
-    prefill, decode, kept, _, _, info, warmup = answers
+    prefill, decode, kept, _, _, info, warmup, compiled = answers
     assert prefill.token_ids == decode.token_ids == (0,) and info.rank == 0
     assert kept == CachedBatch(3, (11,))
     assert (warmup.num_blocks, warmup.kv_cache_bytes) == (7, 30)
+    assert compiled == ("no start", 3)
 
 
 async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
@@ -150,6 +156,15 @@ async def test_a_failure_of_any_rank_is_a_generation_error(
         assert str(error.value) == "Server error: out of luck"
         # The call is over for every rank: none of them is still busy with it.
         assert ranks[1 - failing].num_answered == 1
+
+
+async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        ranks[1].delay_s = 5
+        with pytest.raises(TimeoutError):
+            await client.compile_grammar("x", 0.05)
+        ranks[1].delay_s = 0
+        assert (await client.prefill(3, [make_entry()], None)).token_ids == (0,)
 
 
 async def test_a_shard_that_is_gone(tmp_path: Path) -> None:

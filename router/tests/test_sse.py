@@ -1,10 +1,11 @@
 """The bytes of events."""
 
 import struct
+from collections.abc import AsyncGenerator
 
 import pytest
-from text_generation_router.api.generate import _float32
-from text_generation_router.api.sse import error_event, event, events
+from text_generation_router.api.numbers import float32
+from text_generation_router.api.sse import begun, error_event, event, events, named_events
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -19,6 +20,32 @@ def test_event() -> None:
     expected = 'data: {"index":1,"text":"a\\nb\\r\u2028é","logprob":null}\n\n'
     assert event(payload) == expected.encode()
     assert events([{"a": 1}, {"b": 2}]) == b'data: {"a":1}\n\ndata: {"b":2}\n\n'
+
+
+def test_named_events() -> None:
+    told = named_events([{"type": "a.b", "x": 1}, {"type": "c"}])
+    assert told == b'event: a.b\ndata: {"type":"a.b","x":1}\n\nevent: c\ndata: {"type":"c"}\n\n'
+
+
+async def test_begun_raises_what_fails_before_the_first_chunk() -> None:
+    closed = []
+
+    async def chunks(number: int) -> AsyncGenerator[bytes]:
+        try:
+            if number == 0:
+                raise ValidationError("no")
+            for _ in range(number):
+                yield b"x"
+        finally:
+            closed.append(number)
+
+    with pytest.raises(ValidationError):
+        await begun(chunks(0))
+    assert [chunk async for chunk in await begun(chunks(3))] == [b"x"] * 3
+    left = await begun(chunks(2))
+    assert await anext(left) == b"x" and closed == [0, 3]
+    await left.aclose()
+    assert closed == [0, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -53,9 +80,9 @@ def test_error_event(error: RouterError, sentence: str, error_type: str) -> None
 )
 def test_logprobs_are_the_shortest_that_read_back(value: float, printed: float) -> None:
     (as_float32,) = struct.unpack("<f", struct.pack("<f", value))
-    assert _float32(as_float32) == printed
+    assert float32(as_float32) == printed
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
 def test_undefined_logprobs_are_null(value: float | None) -> None:
-    assert _float32(value) is None
+    assert float32(value) is None

@@ -9,9 +9,10 @@ def stream(pieces: list[str], stops: tuple[str, ...]) -> str | None:
     search = StopStrings(stops)
     text = ""
     for piece in pieces:
-        cut = search.search(piece)
-        if cut is not None:
-            return text + piece[:cut]
+        match = search.search(piece)
+        if match is not None:
+            assert (text + piece[: match.end]).endswith(match.stop_string)
+            return text + piece[: match.end]
         text += piece
     return None
 
@@ -51,8 +52,28 @@ def test_the_pieces_do_not_matter(pieces: list[str], stops: list[str]) -> None:
     assert stream(pieces, tuple(stops)) == (text[: ends[0]] if ends else None)
 
 
-def test_only_a_bounded_tail_is_kept() -> None:
+@given(
+    st.lists(st.text("ab", max_size=5)), st.lists(st.text("ab", min_size=1, max_size=6), max_size=3)
+)
+def test_unfinished_is_what_can_still_become_a_stop_string(
+    pieces: list[str], stops: list[str]
+) -> None:
+    search, text = StopStrings(tuple(stops)), ""
+    for piece in pieces:
+        text += piece
+        if (match := search.search(piece)) is not None:
+            # The longest of those that end there.
+            end = len(text) - len(piece) + match.end
+            ending = [stop for stop in stops if text[:end].endswith(stop)]
+            assert match.stop_string == max(ending, key=len)
+            return
+        beginnings = {stop[:num] for stop in stops for num in range(1, len(stop))}
+        lengths = [len(start) for start in beginnings if text.endswith(start)]
+        assert search.num_unfinished == max(lengths, default=0)
+
+
+def test_nothing_is_kept_of_a_text_that_begins_no_stop_string() -> None:
     search = StopStrings(("abc", "de"))
     for _ in range(1000):
         assert search.search("x" * 50) is None
-    assert len(search._tail) == 2
+    assert search.num_unfinished == 0 and search._unfinished == ""

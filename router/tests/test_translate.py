@@ -31,12 +31,14 @@ REQUEST = Request(
     stopping=StoppingCriteria(20, 4, ("stop",), True),
     prefill_logprobs=True,
     top_n_tokens=2,
+    grammar="start: /a+/",
 )
 
 
 def make_entry() -> Entry:
     entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
     entry.block_table = BlockTable(16, [4, 2])
+    entry.num_cached_tokens = 2
     return entry
 
 
@@ -51,8 +53,9 @@ def test_a_request_goes_over_whole() -> None:
     [request] = batch.requests
     assert (batch.id, request.id) == (3, 11)
     assert list(request.input_ids) == [5, 6, 7] and request.num_prompt_tokens == 3
-    assert list(request.block_table) == [4, 2]
+    assert list(request.block_table) == [4, 2] and request.num_cached_tokens == 2
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
+    assert request.grammar == "start: /a+/"
     parameters = request.parameters
     for name in ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "watermark"):
         assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
@@ -63,9 +66,8 @@ def test_a_request_goes_over_whole() -> None:
     stopping = request.stopping_parameters
     assert (stopping.max_new_tokens, stopping.min_new_tokens) == (20, 4)
     assert stopping.ignore_eos_token
-    # Whatever is added to the contract must be filled in: only a cached prefix is not yet.
-    assert unset_fields(request) == {"num_cached_tokens"}
-    assert unset_fields(parameters) == unset_fields(stopping) == set()
+    # Whatever is added to the contract must be filled in.
+    assert unset_fields(request) == unset_fields(parameters) == unset_fields(stopping) == set()
 
 
 def test_a_preempted_request_brings_what_it_has_generated() -> None:
@@ -153,8 +155,11 @@ def test_info() -> None:
         version="1",
         rank=1,
         world_size=2,
+        recompute_at=4096,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()
     for name in info.__dataclass_fields__:
         assert getattr(info, name) == getattr(response, name)
+    response.ClearField("recompute_at")
+    assert translate.from_info(response).recompute_at is None

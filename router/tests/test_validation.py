@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from text_generation_router.api.schemas import GenerateParametersBody
-from text_generation_router.errors import ValidationError
+from text_generation_router.errors import AdapterNotFoundError, ValidationError
+from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request
+from text_generation_router.request import Grammar, Request
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import (
     GenerateParameters,
@@ -18,7 +19,7 @@ from text_generation_router.validation import (
     check_stream,
 )
 
-from router.tests.serving import BOS_ID, script_of, write_tokenizer
+from router.tests.serving import BOS_ID, ScriptedShards, script_of, write_tokenizer
 
 LIMITS = Limits(
     max_best_of=2,
@@ -30,10 +31,13 @@ LIMITS = Limits(
 )
 
 
+NO_GRAMMARS = GrammarCompiler(ScriptedShards(()), is_enabled=False)
+
+
 @pytest.fixture
 def validation(tmp_path: Path) -> Validation:
     write_tokenizer(tmp_path)
-    return Validation(LIMITS, Tokenizer.load(tmp_path), Metrics(9, 12))
+    return Validation(LIMITS, Tokenizer.load(tmp_path), Metrics(9, 12), NO_GRAMMARS)
 
 
 async def validate(validation: Validation, inputs: str = "ab", **asked: object) -> Request:
@@ -91,11 +95,7 @@ REFUSED = [
         {"min_new_tokens": 3, "max_new_tokens": 2},
         "`min_new_tokens` must be <= `max_new_tokens`. Given: 3 and 2",
     ),
-    ({"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),
-    (
-        {"adapter_id": "my-lora"},
-        "`adapter_id` 'my-lora' is not served; this server has no adapters; remove `adapter_id`",
-    ),
+    ({"grammar": Grammar("regex", "a")}, "grammar is not supported"),
 ]
 
 
@@ -110,7 +110,7 @@ async def test_refused(validation: Validation, asked: dict[str, object], sentenc
 async def test_first_failing_rule_is_told(validation: Validation) -> None:
     asked: dict[str, object] = {"adapter_id": "x", "inputs": "", "top_k": 0, "temperature": 0.0}
     for expected in ("temperature", "top_k", "inputs", "adapter_id"):
-        with pytest.raises(ValidationError, match=f"`{expected}`"):
+        with pytest.raises((ValidationError, AdapterNotFoundError), match=f"`{expected}`"):
             await validate(validation, **asked)
         del asked[expected]
 
@@ -149,15 +149,70 @@ async def test_truncate_keeps_the_last_ids(validation: Validation) -> None:
     assert request.stopping.max_new_tokens == 9
 
 
+async def test_a_prompt_of_ids_needs_no_text(validation: Validation) -> None:
+    request = await validate(validation, inputs="", input_ids=(0, 257, 5))
+    assert request.input_ids == (0, 257, 5), "nothing is put before it"
+    assert request.stopping.max_new_tokens == 9
+    assert (await validate(validation, input_ids=(0, 257, 5), truncate=2)).input_ids == (257, 5)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "sentence"),
+    [
+        ((), "`inputs` cannot be empty"),
+        ((1, 258), "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. "),
+        ((-1,), "`inputs` must be token ids >= 0 and below 258, the size of the vocabulary. "),
+        ((1,) * 10, "`inputs` must have less than 9 tokens. Given: 10"),
+        ((1,) * 12, "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 12"),
+    ],
+)
+async def test_prompts_of_ids_that_are_refused(
+    validation: Validation, input_ids: tuple[int, ...], sentence: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        await validate(validation, inputs="text", input_ids=input_ids)
+    assert str(caught.value).startswith(sentence)
+
+
+async def test_what_the_answer_shows_is_passed_on(validation: Validation) -> None:
+    visible = frozenset({"</s>"})
+    request = await validate(validation, keeps_stop_sequence=False, visible_special_tokens=visible)
+    assert not request.stopping.keeps_stop_sequence
+    assert request.visible_special_tokens == visible
+    plain = await validate(validation)
+    assert plain.stopping.keeps_stop_sequence and not plain.visible_special_tokens
+
+
 async def test_seed_is_kept_or_drawn(validation: Validation) -> None:
     assert (await validate(validation, seed=2**64 - 1)).sampling.seed == 2**64 - 1
     drawn = {(await validate(validation)).sampling.seed for _ in range(4)}
     assert len(drawn) == 4
 
 
+async def test_a_grammar_needs_room_for_its_shortest_text(tmp_path: Path) -> None:
+    shards = ScriptedShards(())
+    write_tokenizer(tmp_path)
+    grammars = GrammarCompiler(shards, is_enabled=True)
+    validation = Validation(LIMITS, Tokenizer.load(tmp_path), Metrics(9, 12), grammars)
+    grammar = Grammar("regex", "abc")
+    shards.min_tokens = 4
+    with pytest.raises(ValidationError) as error:
+        await validate(validation, grammar=grammar, max_new_tokens=3)
+    assert str(error.value) == (
+        "`max_new_tokens` must be >= 4, the tokens that the shortest text of this grammar needs. "
+        "Given: 3"
+    )
+    request = await validate(validation, grammar=grammar, max_new_tokens=4)
+    assert request.grammar == shards.grammars[0]
+    # What does not fit anyway is not compiled.
+    with pytest.raises(ValidationError, match="`inputs` tokens"):
+        await validate(validation, grammar=Grammar("regex", "x"), max_new_tokens=400)
+    assert len(shards.grammars) == 1
+
+
 async def test_lengths_are_measured(validation: Validation, tmp_path: Path) -> None:
     metrics = Metrics(9, 12)
-    validation = Validation(LIMITS, Tokenizer.load(tmp_path), metrics)
+    validation = Validation(LIMITS, Tokenizer.load(tmp_path), metrics, NO_GRAMMARS)
     await validate(validation, max_new_tokens=2)
     with pytest.raises(ValidationError):
         await validate(validation, max_new_tokens=20)

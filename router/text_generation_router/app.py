@@ -8,20 +8,54 @@ from itertools import chain
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import RedirectResponse
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from text_generation_router.api import generate, info
-from text_generation_router.api.body import BodyError, shape_error
+from text_generation_router.api import (
+    chat_tokenize,
+    generate,
+    info,
+    kserve,
+    messages,
+    messages_errors,
+    responses,
+    sagemaker,
+    vertex,
+)
+from text_generation_router.api import errors as tgi_errors
+from text_generation_router.api.openai import chat, completions, models
+from text_generation_router.api.openai import errors as openai_errors
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.errors import RouterError
 from text_generation_router.services import Services
 
-ROUTERS = (generate.router, info.body_router, info.router)
+ROUTERS = (
+    generate.router,
+    info.body_router,
+    info.key_router,
+    info.router,
+    kserve.body_router,
+    kserve.key_router,
+    kserve.router,
+    completions.router,
+    chat.router,
+    models.router,
+    responses.router,
+    messages.router,
+    chat_tokenize.router,
+    sagemaker.router,
+    vertex.router,
+)
+
+# The first prefix of the path that fits decides; all other paths are TGI's.
+ERROR_FORMS = (
+    (messages_errors.PATH, messages_errors.respond),
+    ("/v1/", openai_errors.respond),
+)
 
 
 def create_app(config: RouterConfig, services: Services | None = None) -> FastAPI:
@@ -46,15 +80,18 @@ def create_app(config: RouterConfig, services: Services | None = None) -> FastAP
     )
     app.state.config = config
     app.state.services = services
-    for router in ROUTERS:
+    # Vertex may name a path that is taken, and gets it.
+    app.state.routers = (*vertex.aip_routers(config), *ROUTERS)
+    for router in app.state.routers:
         app.include_router(router)
     app.add_api_route("/docs/", _docs, include_in_schema=False)
-    _add_error_handlers(app)
+    _add_error_handlers(app, config.aip_predict_route)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
         allow_methods=["GET", "POST"],
-        allow_headers=["content-type", "authorization"],
+        # OpenAI's and Anthropic's clients send many of their own.
+        allow_headers=["*"],
     )
     if config.prometheus_port is not None:
         app.add_middleware(MetricsPort, port=config.prometheus_port)
@@ -97,42 +134,28 @@ async def _docs() -> RedirectResponse:
     return RedirectResponse("/docs")
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    """Every error has a JSON body, but 401, 404 and 405, which are empty as TGI's are."""
+def _add_error_handlers(app: FastAPI, aip_predict_route: str | None) -> None:
+    """Every error leaves in the form of the API that the path belongs to."""
 
-    @app.exception_handler(RouterError)
-    async def router_error(request: Request, error: RouterError) -> Response:
-        return _error(error.status_code, error.message, error.error_type)
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, StarletteHTTPException) and error.status_code == 405:
+            error.headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
+        path = request.url.path
+        forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
+        respond = next(forms, tgi_errors.respond)
+        # Vertex names paths under /v1/ as well.
+        return (tgi_errors.respond if path == aip_predict_route else respond)(request, error)
 
-    @app.exception_handler(BodyError)
-    async def body_error(request: Request, error: BodyError) -> Response:
-        return _error(error.status_code, error.detail)
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong_shape(request: Request, error: RequestValidationError) -> Response:
-        return _error(422, shape_error(error.errors()))
-
-    @app.exception_handler(StarletteHTTPException)
-    async def no_such_route(request: Request, error: StarletteHTTPException) -> Response:
-        headers = None
-        if error.status_code == 405:
-            headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
-        return Response(status_code=error.status_code, headers=headers)
-
-    @app.exception_handler(Exception)
-    async def our_bug(request: Request, error: Exception) -> Response:
-        # The server writes the traceback to the log.
-        return _error(500, "The server failed on this request; its log says why", "internal")
-
-
-def _error(status_code: int, sentence: str, error_type: str = "validation") -> Response:
-    return JSONResponse({"error": sentence, "error_type": error_type}, status_code)
+    for kind in (RouterError, RequestValidationError, StarletteHTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _allowed_methods(request: Request) -> set[str]:
     """The methods of all routes at this path; starlette names those of the first only."""
     methods: set[str] = set()
-    for route in chain(request.app.routes, *(router.routes for router in ROUTERS)):
+    for route in chain(
+        request.app.routes, *(router.routes for router in request.app.state.routers)
+    ):
         match, _ = route.matches(request.scope)
         if match is not Match.NONE:
             methods |= getattr(route, "methods", None) or set()

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from typing import Any
 
+from text_generation_router.chat.format import AUTO, FORMATS
+
 VERSION = version("pytgi")
 LOGGER_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -61,12 +63,24 @@ class RouterConfig:
     validation_workers: int = _option(2, "Threads that tokenize prompts.", 1)
     max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
-    api_key: str | None = _option(None, "Ask for `Authorization: Bearer KEY` on the POST routes.")
+    api_key: tuple[str, ...] = _option(
+        (), "Ask for this key, or one of several, on all routes but health, metrics and docs."
+    )
     graceful_termination_timeout: float = _option(
         90.0, "Seconds that running requests have to end after SIGTERM.", 0
     )
     cors_allow_origin: tuple[str, ...] = _option(
         (), "Origin that browsers may call from; repeatable; default: any."
+    )
+    aip_predict_route: str | None = _option(None, "Path that answers as /vertex does.")
+    aip_health_route: str | None = _option(None, "Path that answers as /health does.")
+    tokenizer_config_path: str | None = _option(
+        None, "A tokenizer_config.json or .jinja file to take the chat template from."
+    )
+    chat_format: str = _option(
+        AUTO,
+        "How the model writes tool calls; default: as its chat template shows.",
+        choices=(AUTO, *FORMATS),
     )
     disable_grammar_support: bool = _option(False, "Refuse requests that carry a `grammar`.")
     json_output: bool = _option(False, "Write log lines as JSON objects.")
@@ -97,8 +111,13 @@ class RouterConfig:
                 "`max_input_tokens` must be < `max_total_tokens`. "
                 f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
             )
-        if self.api_key == "":
+        if "" in self.api_key:
             raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
+        for name in ("aip_predict_route", "aip_health_route"):
+            if (path := getattr(self, name)) is not None and not path.startswith("/"):
+                raise ValueError(f"`{flag(name)}` must be a path like /predict. Given: {path}")
+        if self.aip_predict_route is not None and self.aip_predict_route == self.aip_health_route:
+            raise ValueError("`--aip-predict-route` and `--aip-health-route` must be two paths")
 
     @property
     def served_model_id(self) -> str:

@@ -2,6 +2,10 @@
 
     RouterError
     ├── ValidationError            422 validation
+    │   └── ContextLengthError     422 validation
+    ├── AdapterNotFoundError       404 adapter_not_found
+    ├── TemplateError              422 template_error
+    ├── ToolError                  422 tool_error
     ├── OverloadedError            429 overloaded
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
@@ -37,6 +41,48 @@ class ValidationError(RouterError):
     @property
     def message(self) -> str:
         return f"Input validation error: {self}"
+
+
+class ContextLengthError(ValidationError):
+    """The prompt, or the prompt with its answer, is longer than the model can take."""
+
+
+class AdapterNotFoundError(RouterError):
+    """The request names an adapter that is not served; the base model never answers instead."""
+
+    status_code = 404
+    error_type = "adapter_not_found"
+    metric_label = "validation"
+
+    def __init__(self, adapter_id: str) -> None:
+        super().__init__(
+            f"`adapter_id` {adapter_id[:64]!r} is not served; this server has no adapters; "
+            "remove `adapter_id`"
+        )
+
+
+class TemplateError(RouterError):
+    """The chat template is missing or broken, or refuses these messages."""
+
+    status_code = 422
+    error_type = "template_error"
+    metric_label = "validation"
+
+    @property
+    def message(self) -> str:
+        return f"Template error: {self}"
+
+
+class ToolError(RouterError):
+    """The tools of a chat can not be used as they were given."""
+
+    status_code = 422
+    error_type = "tool_error"
+    metric_label = "validation"
+
+    @property
+    def message(self) -> str:
+        return f"Tool error: {self}"
 
 
 class OverloadedError(RouterError):

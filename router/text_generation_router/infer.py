@@ -1,12 +1,12 @@
-"""One user's generation from its permit to its ending."""
+"""What one user asked for, from its permits to its endings."""
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from text_generation_router.errors import (
     GenerationError,
@@ -19,6 +19,7 @@ from text_generation_router.request import (
     GeneratedText,
     Output,
     PrefillOutput,
+    Request,
     Timings,
     Token,
     TokenOutput,
@@ -75,12 +76,13 @@ class GenerateResult:
 class Generation:
     """A running generation: iterate it for lists of outputs that became ready together.
 
-    `ending` is set once the last list was handed out; a failure is raised as RouterError.
+    `ending` is set once the last list was handed out, `error` when a failure was raised.
     """
 
     def __init__(self, entry: Entry, prompt_tokens: int, arrival: float) -> None:
         self.prompt_tokens = prompt_tokens
         self.ending: Ending | None = None
+        self.error: RouterError | None = None
         self._entry = entry
         self._arrival = arrival
 
@@ -90,12 +92,38 @@ class Generation:
     async def __anext__(self) -> list[Output]:
         if self.ending is not None:
             raise StopAsyncIteration
-        outputs = await self._entry.next_outputs()
+        try:
+            outputs = await self._entry.next_outputs()
+        except RouterError as error:
+            self.error = error
+            raise
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
             assert last.timings is not None
             self.ending = Ending(last.generated, self._durations(last.generated, last.timings))
         return outputs
+
+    async def collect(self) -> GenerateResult:
+        """Reads it to its end; raises its failure."""
+        prefill: tuple[Token, ...] = ()
+        tokens: list[Token] = []
+        top_tokens: list[tuple[Token, ...]] = []
+        async for outputs in self:
+            for output in outputs:
+                if isinstance(output, PrefillOutput):
+                    prefill = output.tokens
+                    continue
+                tokens.append(output.token)
+                top_tokens.append(output.top_tokens)
+        assert self.ending is not None
+        has_top_tokens = self._entry.request.top_n_tokens > 0
+        return GenerateResult(
+            self.prompt_tokens,
+            prefill,
+            tuple(tokens),
+            tuple(top_tokens) if has_top_tokens else (),
+            self.ending,
+        )
 
     def _durations(self, generated: GeneratedText, timings: Timings) -> Durations:
         now = time.perf_counter()
@@ -133,53 +161,68 @@ class Infer:
     async def start(
         self, asked: GenerateParameters, is_stream: bool = False
     ) -> AsyncIterator[Generation]:
-        """Permit, validation, submission. Leaving the block early cancels the generation.
+        """`start_many` of one."""
+        async with self.start_many(asked, 1, is_stream) as [generation]:
+            yield generation
 
-        Exactly one of success, failure and dropped is counted. Raises RouterError.
+    @asynccontextmanager
+    async def start_many(
+        self, asked: GenerateParameters, num_sequences: int, is_stream: bool = False
+    ) -> AsyncIterator[list[Generation]]:
+        """Permits (a sequence each, all or none), validation, submission: generations over one
+        prompt, which is computed once. Sequence i draws with the seed + i; prompt log-probabilities
+        come with the first alone.
+
+        Leaving the block cancels what still runs. A failure is raised where that generation is
+        iterated. Of each generation exactly one of success, failure and dropped is counted; what
+        never started is one failure. Raises RouterError.
         """
         arrival = time.perf_counter()
+        generations: list[Generation] = []
         try:
             if is_stream:
                 check_stream(asked)
-            with self._permit():
+            with self._permits(num_sequences):
                 request = await self._validation.validate(asked)
-                entry = self._batcher.submit(request)
-                generation = Generation(entry, len(request.input_ids), arrival)
+                entries = self._batcher.submit_many(_sequences(request, num_sequences))
+                prompt_tokens = len(request.input_ids)
+                generations = [Generation(entry, prompt_tokens, arrival) for entry in entries]
                 try:
-                    yield generation
+                    yield generations
                 finally:
-                    if generation.ending is None:
+                    for entry in entries:
                         self._batcher.cancel(entry)
-                    else:
-                        self._count_success(generation.ending)
         except RouterError as error:
-            self._count_failure(error)
+            if all(error is not generation.error for generation in generations):
+                _log_failure(error)
+            self._count(generations, error.metric_label)
             raise
         except Exception:  # a bug; whoever answers the client reports it
-            self._metrics.request_failure.inc(err=RouterError.metric_label)
+            self._count(generations, RouterError.metric_label)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self._metrics.request_failure.inc(err="dropped")
+            self._count(generations, "dropped")
             raise
+        self._count(generations, "dropped")
 
     async def generate(self, asked: GenerateParameters) -> GenerateResult:
         """One whole generation."""
-        prefill: tuple[Token, ...] = ()
-        tokens: list[Token] = []
-        top_tokens: list[tuple[Token, ...]] = []
-        async with self.start(asked) as generation:
-            async for outputs in generation:
-                for output in outputs:
-                    if isinstance(output, PrefillOutput):
-                        prefill = output.tokens
-                        continue
-                    tokens.append(output.token)
-                    if asked.top_n_tokens:
-                        top_tokens.append(output.top_tokens)
-        assert generation.ending is not None
-        return GenerateResult(
-            generation.prompt_tokens, prefill, tuple(tokens), tuple(top_tokens), generation.ending
-        )
+        [result] = await self.generate_many(asked, 1)
+        return result
+
+    async def generate_many(
+        self, asked: GenerateParameters, num_sequences: int
+    ) -> list[GenerateResult]:
+        """Whole generations over one prompt; one failure fails all."""
+        async with self.start_many(asked, num_sequences) as generations:
+            tasks = [asyncio.create_task(generation.collect()) for generation in generations]
+            try:
+                results = list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:
+                    task.cancel()
+        # The prompt is the same, and so are its log-probabilities.
+        return [replace(result, prefill=results[0].prefill) for result in results]
 
     async def generate_best_of(
         self, asked: GenerateParameters
@@ -189,36 +232,39 @@ class Infer:
         The best has the highest mean log-probability, the first of equals. One failure fails all.
         """
         best_of = 1 if asked.best_of is None else asked.best_of
-        if best_of == 1:
-            return await self.generate(asked), []
-        try:
-            check_best_of(best_of, self._validation.limits)
-        except RouterError as error:
-            self._count_failure(error)
-            raise
-        tasks = [asyncio.create_task(self.generate(asked)) for _ in range(best_of)]
-        try:
-            results = list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        if best_of != 1:
+            try:
+                check_best_of(best_of, self._validation.limits)
+            except RouterError as error:
+                _log_failure(error)
+                self._count((), error.metric_label)
+                raise
+        results = await self.generate_many(asked, best_of)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
         return results.pop(winner), results
 
     @contextmanager
-    def _permit(self) -> Iterator[None]:
-        if self._free_permits <= 0:
+    def _permits(self, num: int) -> Iterator[None]:
+        if self._free_permits < num:
             raise OverloadedError
-        self._free_permits -= 1
+        self._free_permits -= num
         try:
             yield
         finally:
-            self._free_permits += 1
+            self._free_permits += num
 
-    def _count_failure(self, error: RouterError) -> None:
-        self._metrics.request_failure.inc(err=error.metric_label)
-        is_ours = isinstance(error, GenerationError | IncompleteGenerationError)
-        logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.message)
+    def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
+        """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
+        for generation in generations:
+            if generation.ending is not None:
+                self._count_success(generation.ending)
+            elif generation.error is not None:
+                _log_failure(generation.error)
+                self._metrics.request_failure.inc(err=generation.error.metric_label)
+            else:
+                self._metrics.request_failure.inc(err=otherwise)
+        if not generations:
+            self._metrics.request_failure.inc(err=otherwise)
 
     def _count_success(self, ending: Ending) -> None:
         durations, metrics = ending.durations, self._metrics
@@ -239,3 +285,20 @@ class Infer:
             durations.time_per_token_s,
             ending.generated.seed,
         )
+
+
+def _sequences(request: Request, num: int) -> list[Request]:
+    """So many requests for one prompt that differ in their seeds alone."""
+    return [
+        replace(
+            request,
+            sampling=replace(request.sampling, seed=(request.sampling.seed + place) % 2**64),
+            prefill_logprobs=request.prefill_logprobs and place == 0,
+        )
+        for place in range(num)
+    ]
+
+
+def _log_failure(error: RouterError) -> None:
+    is_ours = isinstance(error, GenerationError | IncompleteGenerationError)
+    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.message)

@@ -6,10 +6,14 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from text_generation_router.chat.format import detect_format
+from text_generation_router.chat.service import ChatService
+from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
+from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
@@ -35,6 +39,8 @@ class Services:
     metrics: Metrics
     batcher: Batcher
     infer: Infer
+    grammars: GrammarCompiler
+    chat: ChatService
 
     @property
     def compute_type(self) -> str:
@@ -77,7 +83,7 @@ def assemble(
     info: ShardInfo,
     warmup: WarmupResult,
 ) -> Services:
-    """The services on top of shards that are warm."""
+    """The services on top of shards that are warm. Raises StartError."""
     limits = Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
@@ -94,13 +100,26 @@ def assemble(
         max_batch_total_tokens=warmup.num_blocks * info.block_size,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
+        recompute_at=info.recompute_at,
     )
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
     batcher = Batcher(shards, tokenizer, metrics, scheduler_limits)
-    validation = Validation(limits, tokenizer, metrics)
+    grammars = GrammarCompiler(shards, not config.disable_grammar_support)
+    validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
+    chat = _chat_service(config, tokenizer, infer, metrics)
     return Services(
-        config, info, limits, scheduler_limits, shards, tokenizer, metrics, batcher, infer
+        config,
+        info,
+        limits,
+        scheduler_limits,
+        shards,
+        tokenizer,
+        metrics,
+        batcher,
+        infer,
+        grammars,
+        chat,
     )
 
 
@@ -137,6 +156,26 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
             "`max_total_tokens` must be <= `max_batch_total_tokens`. "
             f"Given: {warmup.max_total_tokens} and {room}"
         )
+
+
+def _chat_service(
+    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, metrics: Metrics
+) -> ChatService:
+    path = config.tokenizer_config_path
+    try:
+        template = ChatTemplate.load(
+            Path(config.tokenizer_name),
+            None if path is None else Path(path),
+            tokenizer.bos_token,
+            tokenizer.eos_token,
+        )
+    except ValueError as error:
+        raise StartError(str(error)) from error
+    chat_format = detect_format(
+        None if template is None else template.tool_source, config.chat_format
+    )
+    special_ids = tokenizer.special_ids(chat_format.special_tokens)
+    return ChatService(infer, metrics, template, chat_format, special_ids)
 
 
 def _load_tokenizer(config: RouterConfig) -> Tokenizer:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +112,11 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Whether the token steers the model and is no part of the text it writes."""
         return token_id in self._special_ids
+
+    def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of the texts that are special tokens."""
+        known = {text: self._tokenizer.token_to_id(text) for text in texts}
+        return {text: token_id for text, token_id in known.items() if token_id in self._special_ids}
 
     def decode_each(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself, as it reads behind other text; U+FFFD for part of a

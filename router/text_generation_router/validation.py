@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from text_generation_router.errors import ValidationError
+from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
+from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
     Grammar,
@@ -151,7 +152,18 @@ def _top_n_tokens(asked: GenerateParameters, limits: Limits) -> str | None:
 
 
 def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:
-    return None if asked.inputs else "`inputs` cannot be empty"
+    given = asked.inputs if asked.input_ids is None else asked.input_ids
+    return None if given else "`inputs` cannot be empty"
+
+
+def _input_ids_known(asked: GenerateParameters, limits: Limits) -> str | None:
+    for token_id in asked.input_ids or ():
+        if not 0 <= token_id < limits.vocab_size:
+            return (
+                f"`inputs` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
+                f"vocabulary. Given: {token_id}"
+            )
+    return None
 
 
 def _truncate(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -194,19 +206,6 @@ def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits)
     )
 
 
-def _no_grammar(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    return None if asked.grammar is None else "grammar is not supported"
-
-
-def _no_adapter(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    if asked.adapter_id is None:
-        return None
-    return (
-        f"`adapter_id` {asked.adapter_id[:64]!r} is not served; this server has no adapters; "
-        "remove `adapter_id`"
-    )
-
-
 RULES: tuple[Rule, ...] = (
     _best_of_needs_sampling,
     _strictly_positive("temperature"),
@@ -222,6 +221,7 @@ RULES: tuple[Rule, ...] = (
     _top_n_tokens,
     _logit_bias_in_range,
     _inputs_not_empty,
+    _input_ids_known,
     _truncate,
 )
 
@@ -231,8 +231,6 @@ LENGTH_RULES: tuple[LengthRule, ...] = (
     _total_tokens,
     _input_tokens,
     _min_new_tokens,
-    _no_grammar,
-    _no_adapter,
 )
 
 
@@ -259,24 +257,35 @@ def check_best_of(best_of: int, limits: Limits) -> None:
 class Validation:
     """Turns what a user asks for into a `Request`, or raises the first rule that fails."""
 
-    def __init__(self, limits: Limits, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(
+        self, limits: Limits, tokenizer: Tokenizer, metrics: Metrics, grammars: GrammarCompiler
+    ) -> None:
         self.limits = limits
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._grammars = grammars
 
     async def validate(self, asked: GenerateParameters) -> Request:
         """The request to compute: ids truncated from the left, defaults and a seed filled in."""
         for rule in RULES:
             if complaint := rule(asked, self.limits):
                 raise ValidationError(complaint)
-        encoding = await self._tokenizer.encode(asked.inputs, asked.add_special_tokens)
-        input_ids = encoding.ids if asked.truncate is None else encoding.ids[-asked.truncate :]
+        input_ids = asked.input_ids
+        if input_ids is None:
+            encoding = await self._tokenizer.encode(asked.inputs, asked.add_special_tokens)
+            input_ids = encoding.ids
+        if asked.truncate is not None:
+            input_ids = input_ids[-asked.truncate :]
         room = self.limits.max_total_tokens - len(input_ids)
         asked_length = asked.max_new_tokens
         lengths = Lengths(len(input_ids), max(1, room) if asked_length is None else asked_length)
         for length_rule in LENGTH_RULES:
             if complaint := length_rule(lengths, asked, self.limits):
-                raise ValidationError(complaint)
+                is_context = length_rule in (_total_tokens, _input_tokens)
+                raise (ContextLengthError if is_context else ValidationError)(complaint)
+        grammar = await self._compiled(asked, lengths)
+        if asked.adapter_id is not None:
+            raise AdapterNotFoundError(asked.adapter_id)
         self._metrics.request_input_length.observe(lengths.inputs)
         self._metrics.request_max_new_tokens.observe(lengths.max_new_tokens)
         return Request(
@@ -287,10 +296,25 @@ class Validation:
                 min_new_tokens=asked.min_new_tokens or 0,
                 stop_sequences=asked.stop,
                 ignore_eos_token=asked.ignore_eos_token,
+                keeps_stop_sequence=asked.keeps_stop_sequence,
             ),
             prefill_logprobs=asked.decoder_input_details,
             top_n_tokens=asked.top_n_tokens or 0,
+            grammar=grammar,
+            visible_special_tokens=asked.visible_special_tokens,
         )
+
+    async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:
+        """The grammar in the form of the shards, which then know it."""
+        if asked.grammar is None:
+            return ""
+        grammar = await self._grammars.compile(asked.grammar)
+        if grammar.min_tokens > lengths.max_new_tokens:
+            raise ValidationError(
+                f"`max_new_tokens` must be >= {grammar.min_tokens}, the tokens that the shortest "
+                f"text of this grammar needs. Given: {lengths.max_new_tokens}"
+            )
+        return grammar.text
 
 
 # Called the same by users and by `SamplingParams`.

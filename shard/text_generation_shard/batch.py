@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.errors import BatchError
+from text_generation_shard.grammar import Constraint, Grammar
 from text_generation_shard.sampling import SamplingColumns, SamplingParams
 
 
@@ -25,6 +26,16 @@ class RowRequest:
     ignore_eos_token: bool = False
     prefill_logprobs: bool = False
     top_n_tokens: int = 0
+    grammar: Grammar | None = None
+
+    def constraint(self) -> Constraint | None:
+        """Its place in its grammar, behind what was generated before a preemption."""
+        if self.grammar is None:
+            return None
+        # An end token is not ignored for a grammar, but it comes as late as can be.
+        least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
+        generated = self.input_ids[self.num_prompt_tokens :]
+        return Constraint(self.grammar, generated, self.max_new_tokens, least)
 
 
 @dataclass(slots=True)
@@ -69,6 +80,8 @@ class RowTable:
         self.min_new_tokens = torch.zeros(capacity, dtype=torch.int64)
         self.ignore_eos = torch.zeros(capacity, dtype=torch.bool)
         self.requests: list[RowRequest | None] = [None] * capacity
+        # Of the rows whose output must follow a grammar.
+        self.constraints: dict[int, Constraint] = {}
         self._num_blocks = torch.zeros(capacity, dtype=torch.int64)
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -109,6 +122,7 @@ class RowTable:
             raise BatchError(f"all {len(self.requests)} rows are taken")
         token_ids = torch.tensor(request.input_ids, dtype=torch.int32)
         block_table = torch.tensor(request.block_table, dtype=torch.int64)
+        constraint = request.constraint()
         row = self._free.pop()
         self._rows[request.id] = row
         self.requests[row] = request
@@ -118,8 +132,11 @@ class RowTable:
         self.block_tables[row, :blocks] = block_table
         self._num_blocks[row] = blocks
         self.max_new_tokens[row] = request.max_new_tokens
-        self.min_new_tokens[row] = request.min_new_tokens
-        self.ignore_eos[row] = request.ignore_eos_token
+        # A grammar decides by itself when its text may end.
+        self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
+        self.ignore_eos[row] = request.ignore_eos_token and not constraint
+        if constraint:
+            self.constraints[row] = constraint
         return row
 
     def release(self, rows: Sequence[int]) -> None:
@@ -129,6 +146,7 @@ class RowTable:
             assert request is not None, "a row is released once"
             del self._rows[request.id]
             self.requests[row] = None
+            self.constraints.pop(row, None)
             self._free.append(row)
 
     def grow(self, request_id: int, block: int) -> None:
@@ -157,6 +175,13 @@ class RowTable:
     def tables(self, rows: Tensor, longest: int) -> Tensor:
         """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""
         return self.block_tables[rows, : -(-longest // self.block_size)]
+
+    def constraints_of(self, rows: Tensor) -> dict[int, Constraint]:
+        """The constraints of those of `rows` that have one, by place in `rows`."""
+        if not self.constraints:
+            return {}
+        places = enumerate(rows.tolist())
+        return {place: self.constraints[row] for place, row in places if row in self.constraints}
 
     def request(self, row: int) -> RowRequest:
         """The request a taken row belongs to."""

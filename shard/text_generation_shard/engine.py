@@ -17,6 +17,7 @@ from text_generation_shard.attention.registry import create_backend
 from text_generation_shard.batch import CachedBatch, RowRequest, RowTable
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.grammar import GrammarMasks, StepGrammars
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.models.llama import LlamaModel
@@ -69,6 +70,7 @@ class Engine:
             ) from error
         self.weights_bytes = parameters.nbytes
         self._is_stopping = threading.Event()
+        self._masks = GrammarMasks(self.model_config.vocab_size, self.device)
         self._eos = torch.tensor(self.model_config.eos_token_ids, dtype=torch.int64)
         self._use_table(RowTable(0, 0, self._backend.block_size))
         self._batches: dict[int, CachedBatch] = {}
@@ -83,6 +85,11 @@ class Engine:
     def attention_name(self) -> str:
         """The attention implementation in use."""
         return self._backend.name
+
+    @property
+    def recompute_at(self) -> int | None:
+        """A sequence that grows beyond so many tokens is computed anew; None: never."""
+        return self._model.rotary.recompute_at
 
     @property
     def num_rows_taken(self) -> int:
@@ -147,10 +154,11 @@ class Engine:
             for request in requests:
                 rows.append(self._table.take(request))
             batch = CachedBatch(batch_id, [item.id for item in requests], torch.tensor(rows))
+            grammars = self._masks.start(self._table.constraints_of(batch.rows))
             logits, logprobs = self._prefill_rows(rows)
             forward = time.perf_counter_ns()
             self._table.lens[batch.rows] = torch.tensor([len(item.input_ids) for item in requests])
-            result = self._choose(batch, logits)
+            result = self._choose(batch, logits, grammars)
         except BaseException:
             self._table.release(rows)
             raise
@@ -180,6 +188,7 @@ class Engine:
             self._table.grow(request_id, block)
         self._table.check_covered(batch.rows)
         self._recompute(batch)
+        grammars = self._masks.start(self._table.constraints_of(batch.rows))
         hidden = self._model.forward(self._builder.decode_batch(batch.rows))
         logits = self._model.logits(hidden)
         self._synchronize()
@@ -187,7 +196,7 @@ class Engine:
         rows = batch.rows
         self._table.lens[rows] += 1
         try:
-            result = self._choose(batch, logits)
+            result = self._choose(batch, logits, grammars)
         except BaseException:
             self._table.lens[rows] -= 1
             raise
@@ -298,7 +307,9 @@ class Engine:
         for piece in pieces(rows, [(0, limit)] * len(rows), self._max_prefill_tokens):
             self._model.forward(self._builder.piece_batch(piece))
 
-    def _choose(self, batch: CachedBatch, logits: Tensor) -> StepResult:
+    def _choose(
+        self, batch: CachedBatch, logits: Tensor, grammars: StepGrammars | None
+    ) -> StepResult:
         """Sample, write the tokens into the table, release the rows that ended."""
         table, rows = self._table, batch.rows
         requests = [table.request(row) for row in rows.tolist()]
@@ -309,18 +320,30 @@ class Engine:
         width = int(known.max())
         history = TokenHistory(table.token_ids[rows, :width], known, prompt_lens)
         generated = known - prompt_lens
+        if grammars is not None:
+            grammars.restrict(logits)
         choice = sample(logits, batch.columns, history, self._forbidden(rows, generated))
         token_ids = choice.token_ids.cpu()
+        if grammars is not None:
+            grammars.settle(choice, token_ids)
         table.token_ids[rows, known] = token_ids.to(torch.int32)
         is_eos = torch.isin(token_ids, self._eos) & ~table.ignore_eos[rows]
         reasons = torch.where(is_eos, int(FinishReason.EOS_TOKEN), int(FinishReason.NONE))
         # Length wins over an end token that arrives with the last one allowed, as in TGI.
-        reasons[generated + 1 >= table.max_new_tokens[rows]] = int(FinishReason.LENGTH)
+        is_last = generated + 1 >= table.max_new_tokens[rows]
+        failures: dict[int, str] = {}
+        if grammars is not None:
+            failures = grammars.failures()
+            # A text that was ended early for want of tokens is no natural ending either.
+            is_last |= is_eos & grammars.is_driven(len(rows))
+        reasons[is_last] = int(FinishReason.LENGTH)
+        reasons[list(failures)] = int(FinishReason.ERROR)
         result = StepResult(
             request_ids=list(batch.request_ids),
             token_ids=token_ids.tolist(),
             logprobs=choice.logprobs.tolist(),
             finish_reasons=reasons.tolist(),
+            errors=[(batch.request_ids[place], error) for place, error in failures.items()],
         )
         _add_top_tokens(result, requests, choice)
         self._release_ended(batch, reasons)

@@ -1,9 +1,10 @@
 """From scores to tokens, for all rows of a step at once.
 
-The order is TGI's (fact sheet model-server.md §7): watermark, repetition penalty, frequency and
-presence penalty, logit bias, forbidden end tokens, temperature, top_k, top_p, typical_p, choice.
-Frequency and presence penalties are OpenAI's: they look at the output only. Reported
-log-probabilities are the log-softmax of the scores after all of that.
+The order is TGI's (fact sheet model-server.md §7): what a grammar does not allow (`grammar`), then
+watermark, repetition penalty, frequency and presence penalty, logit bias, forbidden end tokens,
+temperature, top_k, top_p, typical_p, choice. Frequency and presence penalties are OpenAI's: they
+look at the output only. Reported log-probabilities are the log-softmax of the scores after all of
+that, so with a grammar they are those among the tokens it allows.
 
 A draw is a function of (seed, position) and the row's own scores, never of the batch.
 """
@@ -74,6 +75,13 @@ class Choice:
     token_ids: Tensor
     logprobs: Tensor
     scores: Tensor
+
+    def force(self, row: int, token_id: int) -> None:
+        """Make `token_id` the only choice this row had."""
+        self.token_ids[row] = token_id
+        self.logprobs[row] = 0.0
+        self.scores[row] = float("-inf")
+        self.scores[row, token_id] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

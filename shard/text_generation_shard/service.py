@@ -11,6 +11,7 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
+from text_generation_shard.grammar import Grammar, GrammarCompiler
 from text_generation_shard.sampling import SamplingParams
 from text_generation_shard.step import StepResult, WarmupLimits
 
@@ -31,12 +32,15 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self._engine = engine
         self._config = config
         self._device_thread = device_thread
+        model = engine.model_config
+        self._grammars = GrammarCompiler(config.model_path, model.vocab_size, model.eos_token_ids)
 
     async def _on_device(self, call: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._device_thread, call, *args)
 
     def close(self) -> None:
         """Let the running step end and take no more."""
+        self._grammars.close()
         self._device_thread.shutdown(wait=True, cancel_futures=True)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
@@ -52,6 +56,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             version=version("pytgi"),
             rank=self._config.rank,
             world_size=self._config.world_size,
+            recompute_at=engine.recompute_at,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
@@ -83,6 +88,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         """Allocate the cache and run a first pass."""
+        self._grammars.prepare()
         limits = WarmupLimits(
             max_prefill_tokens=request.max_prefill_tokens,
             max_batch_size=request.max_batch_size,
@@ -102,10 +108,22 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
         """Compute prompts and first tokens."""
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
-        requests = [_to_row_request(item) for item in request.batch.requests]
+        requests = [await self._to_row_request(item) for item in request.batch.requests]
         return _to_response(
             await self._on_device(self._engine.prefill, request.batch.id, requests, cached)
         )
+
+    async def CompileGrammar(
+        self, request: pb.CompileGrammarRequest, context: Any
+    ) -> pb.CompileGrammarResponse:
+        """Compile a grammar that requests will carry."""
+        grammar = await self._grammars.compile(request.grammar)
+        return pb.CompileGrammarResponse(error=grammar.error, min_tokens=grammar.min_tokens)
+
+    async def _to_row_request(self, message: pb.Request) -> RowRequest:
+        # Compiled and remembered since CompileGrammar, unless many others came between.
+        grammar = await self._grammars.compile(message.grammar) if message.grammar else None
+        return _to_row_request(message, grammar)
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
         """Compute one token for each running request."""
@@ -119,7 +137,7 @@ def _given(request: pb.WarmupRequest, name: Any) -> int | None:
     return int(getattr(request, name)) if request.HasField(name) else None
 
 
-def _to_row_request(message: pb.Request) -> RowRequest:
+def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
     chooser, stopping = message.parameters, message.stopping_parameters
     bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
     return RowRequest(
@@ -146,6 +164,7 @@ def _to_row_request(message: pb.Request) -> RowRequest:
         ignore_eos_token=stopping.ignore_eos_token,
         prefill_logprobs=message.prefill_logprobs,
         top_n_tokens=message.top_n_tokens,
+        grammar=grammar,
     )
 
 
@@ -163,6 +182,10 @@ def _to_response(result: StepResult) -> pb.StepResponse:
         prefill_logprobs=[
             pb.PrefillLogprobs(request_id=request_id, logprobs=values)
             for request_id, values in result.prefill_logprobs
+        ],
+        errors=[
+            pb.RequestError(request_id=request_id, message=message)
+            for request_id, message in result.errors
         ],
         forward_ns=result.forward_ns,
         decode_ns=result.decode_ns,

@@ -10,6 +10,7 @@ class FinishReason(IntEnum):
     NONE = 0
     LENGTH = 1
     EOS_TOKEN = 2
+    ERROR = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class StepResult:
     top_token_logprobs: list[float] = field(default_factory=list)
     # (request id, one log-probability per prompt token).
     prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
+    # (request id, sentence) of the requests that failed alone.
+    errors: list[tuple[int, str]] = field(default_factory=list)
     batch_id: int = 0
     # Who runs on; empty: nobody, and the batch is gone.
     running_ids: list[int] = field(default_factory=list)

@@ -12,9 +12,11 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_NONE: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_EOS_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_ERROR: _ClassVar[FinishReason]
 FINISH_REASON_NONE: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
+FINISH_REASON_ERROR: FinishReason
 
 class HealthRequest(_message.Message):
     __slots__ = ()
@@ -29,7 +31,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +41,7 @@ class InfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_AT_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -48,7 +51,8 @@ class InfoResponse(_message.Message):
     version: str
     rank: int
     world_size: int
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    recompute_at: int
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -69,6 +73,20 @@ class ClearCacheRequest(_message.Message):
 class ClearCacheResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("grammar",)
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    grammar: str
+    def __init__(self, grammar: _Optional[str] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ("error", "min_tokens")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    min_tokens: int
+    def __init__(self, error: _Optional[str] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "watermark", "logit_bias_ids", "logit_bias_values")
@@ -109,7 +127,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens")
+    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +137,7 @@ class Request(_message.Message):
     STOPPING_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -128,7 +147,8 @@ class Request(_message.Message):
     stopping_parameters: StoppingCriteriaParameters
     prefill_logprobs: bool
     top_n_tokens: int
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests")
@@ -232,8 +252,16 @@ class PrefillLogprobs(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, request_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class RequestError(_message.Message):
+    __slots__ = ("request_id", "message")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    message: str
+    def __init__(self, request_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns")
+    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +269,7 @@ class StepResponse(_message.Message):
     DECODE_NS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     CONCAT_NS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
     generations: Generations
     batch: CachedBatch
     prefill_logprobs: _containers.RepeatedCompositeFieldContainer[PrefillLogprobs]
@@ -248,4 +277,5 @@ class StepResponse(_message.Message):
     decode_ns: int
     total_ns: int
     concat_ns: int
-    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ...) -> None: ...
+    errors: _containers.RepeatedCompositeFieldContainer[RequestError]
+    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ...) -> None: ...

@@ -70,6 +70,11 @@ class TextGenerationServiceStub(object):
                 request_serializer=text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/text_generation.v1.TextGenerationService/CompileGrammar',
+                request_serializer=text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
         self.Health = channel.unary_unary(
                 '/text_generation.v1.TextGenerationService/Health',
                 request_serializer=text__generation__proto_dot_v1_dot_generate__pb2.HealthRequest.SerializeToString,
@@ -130,6 +135,13 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompileGrammar(self, request, context):
+        """Compiles a grammar beside the device's work and keeps it for the requests that carry it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Health(self, request, context):
         """OK while the device thread takes work; answers while the device is busy.
         """
@@ -174,6 +186,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.FromString,
                     response_serializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarResponse.SerializeToString,
             ),
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
@@ -371,6 +388,33 @@ class TextGenerationService(object):
             '/text_generation.v1.TextGenerationService/Decode',
             text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.SerializeToString,
             text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/text_generation.v1.TextGenerationService/CompileGrammar',
+            text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
+            text__generation__proto_dot_v1_dot_generate__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

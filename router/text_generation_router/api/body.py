@@ -1,4 +1,4 @@
-"""Reads request bodies: API key, content type, size, JSON; refuses each in its own words.
+"""What routes ask before they run: API key, content type, size, JSON; each refused in its words.
 
 The statuses are those of TGI's extractor. The body of every refusal is the JSON error object, since
 clients call `.json()` on it.
@@ -18,6 +18,12 @@ from text_generation_router.config import RouterConfig
 # A client that has not sent its body after so long is told so.
 BODY_TIMEOUT_S = 60
 _SHOWN_CHARACTERS = 60
+# orjson reads deeper than it writes (254), and answers show parts of requests some levels down.
+_SAFE_DEPTH = 240
+_NO_KEY = (
+    "The API key is missing or wrong; send one that the server was started with as "
+    "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+)
 
 
 class BodyError(HTTPException):
@@ -44,8 +50,9 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """The parsed body. Raises BodyError."""
+        body = await self.body()
         try:
-            return orjson.loads(await self.body())
+            parsed = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             if error.msg.startswith("number is infinity"):
                 raise BodyError(
@@ -54,6 +61,9 @@ class JsonRequest(Request):
                     f"number out of range at line {error.lineno} column {error.colno}",
                 ) from error
             raise BodyError(400, f"Failed to parse the request body as JSON: {error}") from error
+        if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
+            _check_depth(parsed)
+        return parsed
 
     def _check_content_type(self) -> None:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -81,18 +91,36 @@ class JsonRequest(Request):
         return b"".join(chunks)
 
 
-class JsonRoute(APIRoute):
-    """A POST route behind the API key whose body is read by `JsonRequest`."""
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+
+class KeyRoute(APIRoute):
+    """A route behind the API keys; raises HTTPException 401."""
+
+    def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             if not _has_key(request):
-                return Response(status_code=401)
-            return await handler(JsonRequest(request.scope, request.receive))
+                raise HTTPException(401, _NO_KEY)
+            return await handler(request)
 
         return guarded
+
+
+class JsonRoute(KeyRoute):
+    """A POST route behind the API keys whose body is read by `JsonRequest`.
+
+    The key is looked at before the body.
+    """
+
+    def get_route_handler(self) -> Handler:
+        handler = super().get_route_handler()
+
+        async def reading(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return reading
 
 
 def shape_error(errors: Sequence[Any]) -> str:
@@ -109,14 +137,30 @@ def shape_error(errors: Sequence[Any]) -> str:
     return f"{sentence}. Given: {given}"
 
 
+def _check_depth(parsed: Any) -> None:
+    """Raises BodyError for what could not be written again inside of an answer."""
+    try:
+        orjson.dumps([[[[[[[[parsed]]]]]]]])
+    except orjson.JSONEncodeError as error:
+        raise BodyError(
+            400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
+        ) from error
+
+
 def _has_key(request: Request) -> bool:
-    key = _config(request).api_key
-    if key is None:
+    """Whether the request carries one of the keys, as OpenAI's clients or as Anthropic's send it.
+
+    Takes the same time wherever the keys differ, and whichever of them it is.
+    """
+    keys = _config(request).api_key
+    if not keys:
         return True
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Headers are latin-1 text; comparing bytes takes the same time wherever they differ.
-    same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
-    return same and scheme.lower() == "bearer"
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")
+    # Headers are latin-1 text.
+    sent = given.strip().encode("latin-1")
+    return any([hmac.compare_digest(sent, key.encode()) for key in keys])
 
 
 def _config(request: Request) -> RouterConfig:

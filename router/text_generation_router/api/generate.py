@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-import struct
-from collections.abc import AsyncIterator, Coroutine
-from math import isfinite
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.numbers import float32
 from text_generation_router.api.schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -19,6 +18,7 @@ from text_generation_router.api.schemas import (
     StreamResponse,
 )
 from text_generation_router.api.sse import EventStream, error_event, events
+from text_generation_router.api.timing import timing_headers
 from text_generation_router.errors import RouterError
 from text_generation_router.infer import GenerateResult, Generation
 from text_generation_router.request import Token, TokenOutput
@@ -30,10 +30,15 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Json = dict[str, Any]
 
-ERRORS: dict[int | str, dict[str, Any]] = {
+UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The API key is missing or wrong; the body is empty"}
+}
+ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
         (400, "The body is not JSON"),
+        (404, "The adapter is not served"),
+        (408, "The body did not arrive in time"),
         (413, "The body is too large"),
         (415, "The body does not say that it is JSON"),
         (422, "Input validation error"),
@@ -49,6 +54,15 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
             "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
         },
     }
+}
+# Where an answer is a stream, FastAPI would document errors as events too.
+_STREAM_ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
+    status: {
+        "description": answer["description"],
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
+    }
+    for status, answer in ERRORS.items()
+    if status not in UNAUTHORIZED
 }
 
 router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
@@ -84,7 +98,7 @@ async def generate(
     status_code=200,
     response_class=EventStream,
     response_model=StreamResponse,
-    responses=_EVENTS | ERRORS,
+    responses=_EVENTS | _STREAM_ERRORS,
 )
 async def generate_stream(body: GenerateRequest, services: ServicesDependency) -> Response:
     """Generate a stream of tokens using Server-Sent Events."""
@@ -96,7 +110,7 @@ async def generate_stream(body: GenerateRequest, services: ServicesDependency) -
     "/",
     summary="Generate tokens if `stream == false` or a stream of token if `stream == true`",
     response_model=list[GenerateResponse],
-    responses=ERRORS,
+    responses=_EVENTS | ERRORS,
 )
 async def compat_generate(
     body: CompatGenerateRequest, request: Request, services: ServicesDependency
@@ -114,18 +128,26 @@ async def _generate(
     asked: GenerateParameters, request: Request, services: Services, in_list: bool
 ) -> Response:
     """The whole answer; a client that leaves meanwhile ends the generation."""
-    outcome = await _unless_disconnected(request, services.infer.generate_best_of(asked))
+    outcome = await unless_disconnected(request, services.infer.generate_best_of(asked))
     if outcome is None:
         return Response(status_code=499)
     best, others = outcome
-    answer: Json = {"generated_text": _full_text(best.ending.generated.text, asked)}
-    if asked.details or asked.decoder_input_details:
-        answer["details"] = _details(best, others, asked)
+    answer = generate_answer(best, others, asked)
     return Response(
         orjson.dumps([answer] if in_list else answer),
         media_type="application/json",
-        headers=_timing_headers(best, asked, services),
+        headers=timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services),
     )
+
+
+def generate_answer(
+    best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters
+) -> Json:
+    """The body of /generate."""
+    answer: Json = {"generated_text": _full_text(best.ending.generated.text, asked)}
+    if asked.details or asked.decoder_input_details:
+        answer["details"] = _details(best, others, asked)
+    return answer
 
 
 def _generate_stream(asked: GenerateParameters, services: Services) -> Response:
@@ -196,7 +218,7 @@ def _sequence(result: GenerateResult) -> Json:
         "generated_tokens": generated.generated_tokens,
         "seed": generated.seed,
         "prefill": [
-            {"id": token.id, "text": token.text, "logprob": _float32(token.logprob)}
+            {"id": token.id, "text": token.text, "logprob": float32(token.logprob)}
             for token in result.prefill
         ],
         "tokens": [_token(token) for token in result.tokens],
@@ -214,59 +236,16 @@ def _token(token: Token) -> Json:
     return {
         "id": token.id,
         "text": token.text,
-        "logprob": _float32(token.logprob),
+        "logprob": float32(token.logprob),
         "special": token.special,
     }
-
-
-_pack_float32 = struct.Struct("f").pack
-
-
-def _float32(value: float | None) -> float | None:
-    """A 32-bit float as the shortest decimal that reads back as the same 32 bits, as TGI prints."""
-    if value is None or not isfinite(value):
-        return None
-    bits = _pack_float32(value)
-    shortest = float(f"{value:.8g}")
-    if _pack_float32(shortest) != bits:
-        return float(f"{value:.9g}")
-    for digits in (7, 6):
-        shorter = float(f"{value:.{digits}g}")
-        if _pack_float32(shorter) != bits:
-            break
-        shortest = shorter
-    return shortest
 
 
 def _full_text(text: str, asked: GenerateParameters) -> str:
     return asked.inputs + text if asked.return_full_text else text
 
 
-def _timing_headers(
-    result: GenerateResult, asked: GenerateParameters, services: Services
-) -> dict[str, str]:
-    """Where the time went; whole milliseconds, but x-compute-time in seconds."""
-    durations = result.ending.durations
-    milliseconds = {
-        "x-total-time": durations.total_s,
-        "x-validation-time": durations.validation_s,
-        "x-queue-time": durations.queue_s,
-        "x-inference-time": durations.inference_s,
-        "x-time-per-token": durations.time_per_token_s,
-    }
-    return {
-        "x-compute-type": services.compute_type,
-        "x-compute-time": f"{durations.total_s:.9f}",
-        "x-compute-characters": str(len(asked.inputs)),
-        **{name: str(int(seconds * 1000)) for name, seconds in milliseconds.items()},
-        "x-prompt-tokens": str(result.prompt_tokens),
-        "x-generated-tokens": str(result.ending.generated.generated_tokens),
-    }
-
-
-async def _unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, Result]
-) -> Result | None:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`, or None after cancelling it because the client left."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
@@ -278,6 +257,16 @@ async def _unless_disconnected(
     finally:
         watcher.cancel()
         task.cancel()
+
+
+async def at_once(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results in order; one failure ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _disconnect(request: Request) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Response
 
-from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ERRORS, ServicesDependency
+from text_generation_router.api.body import JsonRoute, KeyRoute
+from text_generation_router.api.generate import ERRORS, UNAUTHORIZED, ServicesDependency
 from text_generation_router.api.schemas import (
     ErrorResponse,
     GenerateRequest,
@@ -19,21 +19,35 @@ from text_generation_router.api.schemas import (
 from text_generation_router.config import VERSION
 from text_generation_router.errors import UnhealthyError
 from text_generation_router.metrics import CONTENT_TYPE
+from text_generation_router.services import Services
 from text_generation_router.tokenizer import Encoding
 
 HEALTH_TIMEOUT_S = 5
 
-_UNHEALTHY: dict[int | str, dict[str, Any]] = {
+UNHEALTHY: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorResponse, "description": "Service not ready"}
 }
 
+# Health and metrics are open to everybody.
 router = APIRouter(tags=["Text Generation Inference"])
+key_router = APIRouter(route_class=KeyRoute, tags=["Text Generation Inference"])
 body_router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
 Handler = Callable[..., Awaitable[Response]]
 
 
-def _get(path: str, **options: Any) -> Callable[[Handler], Handler]:
+async def check_health(services: Services) -> None:
+    """Raises UnhealthyError unless every shard takes work and the scheduler runs."""
+    try:
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            is_healthy = await services.batcher.probe()
+    except TimeoutError:
+        is_healthy = False
+    if not is_healthy:
+        raise UnhealthyError
+
+
+def get(router: APIRouter, path: str, **options: Any) -> Callable[[Handler], Handler]:
     """A GET route that answers HEAD as well, as TGI's do."""
 
     def register(handler: Handler) -> Handler:
@@ -44,22 +58,28 @@ def _get(path: str, **options: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-@_get("/", include_in_schema=False)
-@_get("/ping", include_in_schema=False)
-@_get("/health", summary="Health check method", response_class=Response, responses=_UNHEALTHY)
+@get(router, "/", include_in_schema=False)
+@get(router, "/ping", include_in_schema=False)
+@get(
+    router,
+    "/health",
+    summary="Health check method",
+    response_class=Response,
+    responses=UNHEALTHY,
+)
 async def health(services: ServicesDependency) -> Response:
     """200 while every shard takes work and the scheduler runs."""
-    try:
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            is_healthy = await services.batcher.probe()
-    except TimeoutError:
-        is_healthy = False
-    if not is_healthy:
-        raise UnhealthyError
+    await check_health(services)
     return Response()
 
 
-@_get("/info", summary="Text Generation Inference endpoint info", response_model=InfoResponse)
+@get(
+    key_router,
+    "/info",
+    summary="Text Generation Inference endpoint info",
+    response_model=InfoResponse,
+    responses=UNAUTHORIZED,
+)
 async def get_model_info(services: ServicesDependency) -> Response:
     """What this server is and what it allows."""
     config, limits, shard = services.config, services.limits, services.info
@@ -95,7 +115,7 @@ async def get_model_info(services: ServicesDependency) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-@_get("/metrics", summary="Prometheus metrics scrape endpoint", response_class=Response)
+@get(router, "/metrics", summary="Prometheus metrics scrape endpoint", response_class=Response)
 async def metrics(services: ServicesDependency) -> Response:
     """Every metric in Prometheus' text format."""
     return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -111,11 +131,12 @@ async def tokenize(body: GenerateRequest, services: ServicesDependency) -> Respo
     """The tokens of the inputs with their byte offsets."""
     encoding = await services.tokenizer.encode(body.inputs)
     # A prompt of megabytes must not stop the streams of others.
-    content = await asyncio.to_thread(_render_tokens, body.inputs, encoding)
+    content = await asyncio.to_thread(render_tokens, body.inputs, encoding)
     return Response(content, media_type="application/json")
 
 
-def _render_tokens(text: str, encoding: Encoding) -> bytes:
+def render_tokens(text: str, encoding: Encoding) -> bytes:
+    """The JSON list of the tokens of a text."""
     byte_offsets = [0, *accumulate(len(character.encode()) for character in text)]
     return orjson.dumps(
         [

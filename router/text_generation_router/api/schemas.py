@@ -1,14 +1,16 @@
 """TGI's JSON bodies, for parsing (requests) and for the documentation (responses)."""
 
 import struct
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
 
-def _to_float32(value: float) -> float:
+def to_float32(value: float) -> float:
     """The nearest 32-bit float, which is what the shard computes with."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", value))
@@ -26,20 +28,108 @@ def _to_token_ids(biases: dict[str, float]) -> dict[str, float]:
     return biases
 
 
-Float32 = Annotated[float, AfterValidator(_to_float32)]
+Float32 = Annotated[float, AfterValidator(to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
 LogitBias = Annotated[dict[str, Float32], AfterValidator(_to_token_ids)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """Types are taken literally: 1 is a number, "1" is not. Unknown fields are not read."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class GenerateParametersBody(_Body):
+JsonSchema = dict[str, Any]
+_ANY_OBJECT: JsonSchema = {"type": "object"}
+
+
+class JsonGrammarBody(Body):
+    """A JSON schema, or a string that holds one."""
+
+    type: Literal["json", "json_object"]
+    value: JsonSchema | str = Field(examples=[{"properties": {"name": {"type": "string"}}}])
+
+    def to_grammar(self) -> Grammar:
+        """The same without pydantic."""
+        return _schema_grammar(self.value)
+
+
+class NamedSchemaBody(Body):
+    """A JSON schema as OpenAI wraps it; its name and `strict` change nothing: it always holds."""
+
+    schema_: JsonSchema = Field(alias="schema", examples=[{"type": "object"}])
+    name: str | None = None
+
+
+class SchemaGrammarBody(Body):
+    """A JSON schema in TGI's place (`value`) or in OpenAI's (`json_schema`)."""
+
+    type: Literal["json_schema"]
+    value: NamedSchemaBody | None = None
+    json_schema: NamedSchemaBody | None = None
+
+    @model_validator(mode="after")
+    def _check_one_is_given(self) -> Self:
+        if (self.value is None) == (self.json_schema is None):
+            raise ValueError("one of `json_schema` and `value` must be given")
+        return self
+
+    def to_grammar(self) -> Grammar:
+        """The same without pydantic."""
+        given = self.value or self.json_schema
+        assert given is not None
+        return _schema_grammar(given.schema_)
+
+
+class RegexGrammarBody(Body):
+    """A regular expression that the whole text matches."""
+
+    type: Literal["regex"]
+    value: str = Field(examples=["[0-9]{3}-[a-z]+"])
+
+    def to_grammar(self) -> Grammar:
+        """The same without pydantic."""
+        return Grammar("regex", self.value)
+
+
+class TextFormatBody(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+    def to_grammar(self) -> None:
+        """There is none."""
+
+
+class JsonFormatBody(Body):
+    """Any JSON object, or in TGI's spelling one that follows a schema."""
+
+    type: Literal["json_object", "json"]
+    value: JsonSchema | str | None = None
+
+    def to_grammar(self) -> Grammar:
+        """The same without pydantic."""
+        return _schema_grammar(_ANY_OBJECT if self.value is None else self.value)
+
+
+GrammarBody = Annotated[
+    JsonGrammarBody | SchemaGrammarBody | RegexGrammarBody, Field(discriminator="type")
+]
+# `response_format` of OpenAI's routes: `None` or its `to_grammar()` is the request's grammar.
+ResponseFormatBody = Annotated[
+    TextFormatBody | JsonFormatBody | SchemaGrammarBody | RegexGrammarBody,
+    Field(discriminator="type"),
+]
+
+
+def _schema_grammar(schema: JsonSchema | str) -> Grammar:
+    source = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+    return Grammar("json_schema", source)
+
+
+class GenerateParametersBody(Body):
     """How to generate. Fields that TGI does not have are the last four."""
 
     best_of: Uint64 | None = Field(
@@ -79,7 +169,9 @@ class GenerateParametersBody(_Body):
     top_n_tokens: Uint32 | None = Field(
         default=None, description="Return so many best tokens at each step.", examples=[5]
     )
-    grammar: dict[str, Any] | None = Field(default=None, description="Not supported.")
+    grammar: GrammarBody | None = Field(
+        default=None, description="What the generated text must look like."
+    )
     adapter_id: str | None = Field(default=None, description="Not supported.")
     presence_penalty: Float32 | None = Field(
         default=None, description="-2.0 to 2.0.", examples=[0.1]
@@ -93,7 +185,7 @@ class GenerateParametersBody(_Body):
     min_new_tokens: Uint32 | None = Field(default=None, description="No end before so many tokens.")
 
 
-class GenerateRequest(_Body):
+class GenerateRequest(Body):
     """Body of /generate, /generate_stream and /tokenize."""
 
     inputs: str = Field(examples=["My name is Olivier and I"])
@@ -110,6 +202,8 @@ class GenerateRequest(_Body):
         if given["return_full_text"] is None:
             given["return_full_text"] = return_full_text
         given["stop"] = tuple(self.parameters.stop)
+        grammar = self.parameters.grammar
+        given["grammar"] = None if grammar is None else grammar.to_grammar()
         given["logit_bias"] = tuple(
             (int(key), bias) for key, bias in (self.parameters.logit_bias or {}).items()
         )

@@ -1,7 +1,8 @@
 """Server-sent events as TGI writes them: `data: {json}` and an empty line, encoded once."""
 
 import logging
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -18,11 +19,19 @@ SEND_TIMEOUT_S = 30
 logger = logging.getLogger(__name__)
 
 
+COMMENT = b":\n\n"
+"""What keeps a quiet stream alive: clients skip it."""
+
+
 class _KeepAlive(ServerSentEvent):
-    """A bare comment, which clients skip."""
+    """An event that is encoded already."""
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__()
+        self._encoded = encoded
 
     def encode(self) -> bytes:
-        return b":\n\n"
+        return self._encoded
 
 
 class EventStream(EventSourceResponse):
@@ -33,14 +42,19 @@ class EventStream(EventSourceResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterable[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterable[bytes],
+        headers: Mapping[str, str],
+        keep_alive: bytes = COMMENT,
+    ) -> None:
         # The type is given here, because starlette would add a charset, which TGI does not send.
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
         super().__init__(
             events,
             headers={**fixed, **headers},
             ping=KEEP_ALIVE_S,
-            ping_message_factory=_KeepAlive,
+            ping_message_factory=lambda: _KeepAlive(keep_alive),
             send_timeout=SEND_TIMEOUT_S,
         )
         del self.headers["connection"]
@@ -65,6 +79,25 @@ def event(payload: Mapping[str, Any]) -> bytes:
 def events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
     """Events that are ready together, for one write."""
     return b"".join(map(event, payloads))
+
+
+def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
+    """Events that say their `type` before their data as well, as newer APIs have them."""
+    return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
+
+
+async def begun(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """The same chunks, of which the first is there already: what fails before it is raised here,
+    where it can still become a status."""
+    first = await anext(chunks)
+
+    async def all_of_them() -> AsyncGenerator[bytes]:
+        async with aclosing(chunks):
+            yield first
+            async for chunk in chunks:
+                yield chunk
+
+    return all_of_them()
 
 
 def error_event(error: RouterError) -> bytes:

@@ -108,6 +108,13 @@ class ShardedClient:
         [response, *_] = await _all(stub.Decode(request) for stub in self._stubs)
         return translate.from_step(response)
 
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+        """See `Shards.compile_grammar`."""
+        request = pb.CompileGrammarRequest(grammar=grammar)
+        async with asyncio.timeout(timeout_s):
+            [response, *_] = await _all(stub.CompileGrammar(request) for stub in self._stubs)
+        return response.error, response.min_tokens
+
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
         request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids)

@@ -13,6 +13,7 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_NONE: None,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+    pb.FINISH_REASON_ERROR: None,
 }
 
 
@@ -29,6 +30,7 @@ class ShardInfo:
     version: str
     rank: int
     world_size: int
+    recompute_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,13 @@ def _to_request(entry: Entry) -> pb.Request:
         id=entry.id,
         input_ids=entry.input_ids,
         num_prompt_tokens=len(request.input_ids),
-        num_cached_tokens=0,
+        num_cached_tokens=entry.num_cached_tokens,
         block_table=entry.block_table.block_ids,
         parameters=_to_parameters(request.sampling),
         stopping_parameters=_to_stopping(request.stopping),
         prefill_logprobs=entry.wants_prefill_logprobs,
         top_n_tokens=request.top_n_tokens,
+        grammar=request.grammar,
     )
 
 
@@ -112,6 +115,7 @@ def from_step(response: pb.StepResponse) -> StepResult:
         top_token_ids=tuple(generations.top_token_ids),
         top_token_logprobs=tuple(generations.top_token_logprobs),
         prefill_logprobs={p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        errors={error.request_id: error.message for error in response.errors},
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
         concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
@@ -135,6 +139,7 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
         version=response.version,
         rank=response.rank,
         world_size=response.world_size,
+        recompute_at=response.recompute_at if response.HasField("recompute_at") else None,
     )
 
 

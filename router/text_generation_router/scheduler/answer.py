@@ -12,7 +12,7 @@ from text_generation_router.request import (
     Token,
     TokenOutput,
 )
-from text_generation_router.scheduler.stop_strings import StopStrings
+from text_generation_router.scheduler.stop_strings import StopMatch, StopStrings
 from text_generation_router.tokenizer import Tokenizer
 
 
@@ -20,7 +20,9 @@ class Answer:
     """Turns the shard's tokens into outputs and ends the text at a stop string.
 
     Promises: the texts of all tokens, joined, are what the model wrote, special tokens included and
-    cut behind a stop string; `GeneratedText.text` is the same without the special tokens.
+    cut behind a stop string. The deltas, joined, are `GeneratedText.text`: the same without the
+    special tokens that are not visible and, where stop strings are left out, without the one that
+    ended the text; no part of it was ever in a delta.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -28,7 +30,9 @@ class Answer:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream_decoder()
         self._stop_strings = StopStrings(request.stopping.stop_sequences)
-        self._text: list[str] = []
+        self._deltas: list[str] = []
+        # The end of the visible text, held back because it may become a stop string.
+        self._held = ""
         self._num_tokens = 0
 
     def prefill(self, logprobs: Sequence[float]) -> PrefillOutput:
@@ -45,8 +49,8 @@ class Answer:
     ) -> TokenOutput:
         """The output for the next token; `generated` and `timings` are set if it is the last.
 
-        `finish_reason` is the shard's and wins over a stop string; the text is cut all the same.
-        `top_tokens`: ids and log-probabilities.
+        `finish_reason` is the shard's. Where stop strings are kept it wins over a stop string, as
+        in TGI; the text is cut all the same. `top_tokens`: ids and log-probabilities.
         """
         self._num_tokens += 1
         is_end = finish_reason is FinishReason.EOS_TOKEN
@@ -54,28 +58,68 @@ class Answer:
         if special:
             # It interrupts a character that is not complete.
             visible = self._decoder.flush()
-            text = visible + self._tokenizer.decode_each([token_id])[0]
+            token_text = self._tokenizer.decode_each([token_id])[0]
+            text = visible + token_text
+            if not is_end and token_text in self._request.visible_special_tokens:
+                visible = text
         else:
             text = visible = self._decoder.step(token_id)
             if finish_reason is not None:
                 text = visible = visible + self._decoder.flush()
-        cut = self._stop_strings.search(text)
-        if cut is not None:
-            text, visible = text[:cut], visible[:cut]
-            finish_reason = finish_reason or FinishReason.STOP_SEQUENCE
-        self._text.append(visible)
+        match = self._search(text, visible, is_end)
+        if match is not None:
+            text, visible = text[: match.end], visible[: match.end]
+            if finish_reason is None or not self._request.stopping.keeps_stop_sequence:
+                finish_reason = FinishReason.STOP_SEQUENCE
+        delta = self._delta(visible, match, is_last=finish_reason is not None)
+        self._deltas.append(delta)
         return TokenOutput(
             Token(token_id, text, _finite(logprob), special),
-            visible,
+            delta,
             self._tokens(*top_tokens),
-            None if finish_reason is None else self._generated(finish_reason),
+            None if finish_reason is None else self._generated(finish_reason, match),
             None if finish_reason is None else timings,
         )
 
-    def _generated(self, finish_reason: FinishReason) -> GeneratedText:
+    def _search(self, text: str, visible: str, is_end: bool) -> StopMatch | None:
+        """The stop string that a token completes.
+
+        Kept ones are looked for in all text, as TGI does; those left out in what is shown, because
+        there they must not appear, and a hidden special token may be one as a whole.
+        """
+        if self._request.stopping.keeps_stop_sequence:
+            return self._stop_strings.search(text)
+        match = self._stop_strings.search(visible)
+        hidden = text[len(visible) :]
+        if match is None and hidden and not is_end:
+            stops = self._request.stopping.stop_sequences
+            match = StopMatch(hidden, len(text)) if hidden in stops else None
+        return match
+
+    def _delta(self, visible: str, match: StopMatch | None, is_last: bool) -> str:
+        """What can be shown of `visible` and of what was held back before."""
+        if self._request.stopping.keeps_stop_sequence:
+            return visible
+        shown = self._held + visible
+        num_held = 0
+        if match is not None:
+            # Removes nothing where a hidden token was the stop string.
+            shown = shown.removesuffix(match.stop_string)
+        elif not is_last:
+            num_held = self._stop_strings.num_unfinished
+        end = len(shown) - num_held
+        self._held = shown[end:]
+        return shown[:end]
+
+    def _generated(self, finish_reason: FinishReason, match: StopMatch | None) -> GeneratedText:
         sampling = self._request.sampling
-        seed = sampling.seed if sampling.is_sampling else None
-        return GeneratedText("".join(self._text), self._num_tokens, finish_reason, seed)
+        return GeneratedText(
+            "".join(self._deltas),
+            self._num_tokens,
+            finish_reason,
+            sampling.seed if sampling.is_sampling else None,
+            None if match is None else match.stop_string,
+        )
 
     def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Token, ...]:
         texts = self._tokenizer.decode_each(token_ids)

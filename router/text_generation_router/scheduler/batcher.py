@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -53,6 +53,8 @@ class SchedulerLimits:
     waiting_served_ratio: float
     # … or when so many steps have passed since others joined.
     max_waiting_tokens: int
+    # A row that grows beyond so many tokens writes all its blocks anew; None: none ever does.
+    recompute_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,43 @@ class Batcher:
     # ---- Called by clients, between the steps of `run` ----
 
     def submit(self, request: Request) -> Entry:
-        """Queues a request. Raises ValidationError if it can never fit the KV blocks."""
+        """Queues one request; see `submit_many`."""
+        [entry] = self.submit_many([request])
+        return entry
+
+    def submit_many(self, requests: Sequence[Request]) -> list[Entry]:
+        """Queues requests for one and the same prompt, which is computed once and shared.
+
+        Only the first, which computes it, may ask for the prompt's log-probabilities. Raises
+        ValidationError if one of them can never fit the KV blocks.
+        """
         if self._refusal is not None:
             raise self._refusal()
+        for request in requests:
+            assert request.input_ids == requests[0].input_ids, "another prompt can share nothing"
+            self._check_fits(request)
+        assert not any(request.prefill_logprobs for request in requests[1:]), "only the first"
+        entries = [
+            Entry(next(self._entry_ids), request, Answer(request, self._tokenizer))
+            for request in requests
+        ]
+        shares = len(entries) > 1 and not any(map(self._is_written_anew, requests))
+        for entry in entries:
+            entry.siblings = entries if shares else ()
+            self._live[entry.id] = entry
+            self._queue.append(entry)
+        self._meter.note_queue(len(self._queue))
+        self._work.set()
+        return entries
+
+    def _is_written_anew(self, request: Request) -> bool:
+        """Whether the prompt's blocks are written again while it runs, and so can not be shared."""
+        limit, num_inputs = self._limits.recompute_at, len(request.input_ids)
+        return (
+            limit is not None and num_inputs <= limit < num_inputs + request.stopping.max_new_tokens
+        )
+
+    def _check_fits(self, request: Request) -> None:
         num_tokens = len(request.input_ids) + request.stopping.max_new_tokens
         if self._allocator.num_blocks_for(num_tokens) > self._allocator.num_blocks:
             raise ValidationError(
@@ -130,12 +166,6 @@ class Batcher:
                 f"cache. Given: {len(request.input_ids)} `inputs` tokens and "
                 f"{request.stopping.max_new_tokens} `max_new_tokens`"
             )
-        entry = Entry(next(self._entry_ids), request, Answer(request, self._tokenizer))
-        self._live[entry.id] = entry
-        self._queue.append(entry)
-        self._meter.note_queue(len(self._queue))
-        self._work.set()
-        return entry
 
     def cancel(self, entry: Entry) -> None:
         """Ends an entry nobody waits for; does nothing if it has ended."""
@@ -170,6 +200,12 @@ class Batcher:
         tables = [entry.block_table for entry in self._running.values()]
         self._allocator.integrity([table for table in tables if table is not None])
         assert None not in tables and list(self._running) == sorted(self._running)
+        for entry in self._running.values():
+            num_shared = entry.num_shareable_blocks(self._allocator.block_size)
+            for sibling in entry.siblings:
+                if entry.block_table is not None and sibling.block_table is not None:
+                    ours, theirs = entry.block_table.block_ids, sibling.block_table.block_ids
+                    assert ours[:num_shared] == theirs[:num_shared], "a prompt is there twice"
         undelivered = {} if self._reply is None else self._reply.step.entries
         places = {entry.id for entry in self._queue} | set(self._running) | set(undelivered)
         assert set(self._live) <= places, "an entry is nowhere"
@@ -263,7 +299,7 @@ class Batcher:
         ):
             entry = step.entries[request_id]
             entry.token_ids.append(token_id)
-            if finish_reason is not None:
+            if finish_reason is not None or request_id in result.errors:
                 self._release(entry)
         self._meter.note_step(step.method, time.perf_counter() - step.launched, result)
         return _Reply(step, result)
@@ -284,6 +320,9 @@ class Batcher:
         ):
             entry = step.entries[request_id]
             if entry.state is EntryState.ENDED:
+                continue
+            if (message := result.errors.get(request_id)) is not None:
+                self._end(entry, GenerationError(message))
                 continue
             outputs: list[Output] = []
             if (prefill_logprobs := result.prefill_logprobs.get(request_id)) is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from enum import Enum
 
 from text_generation_router.errors import RouterError
@@ -29,8 +30,12 @@ class Entry:
         self.token_ids: list[int] = []
         """What the shard has generated; one step ahead of `answer` while a reply is delivered."""
         self.state = EntryState.QUEUED
+        self.siblings: Sequence[Entry] = ()
+        """All sequences of the same prompt, itself among them; empty: there are no others."""
         self.block_table: BlockTable | None = None
         """Held from admission until no step can write to it any more."""
+        self.num_cached_tokens = 0
+        """How many leading tokens are in blocks shared with a sibling, which computes them."""
         self.queued = time.perf_counter()
         self.timings: Timings | None = None
         """When it was queued and first admitted; a preemption does not change it."""
@@ -54,6 +59,19 @@ class Entry:
     def wants_prefill_logprobs(self) -> bool:
         """Whether the prompt's log-probabilities were asked for and are still owed."""
         return self.request.prefill_logprobs and not self.token_ids
+
+    @property
+    def sharing_table(self) -> BlockTable | None:
+        """The table of a sibling that holds the prompt; None if this entry must compute it."""
+        tables = (sibling.block_table for sibling in self.siblings)
+        return next((table for table in tables if table is not None), None)
+
+    def num_shareable_blocks(self, block_size: int) -> int:
+        """How many leading blocks siblings share: those that hold nothing but prompt.
+
+        The prompt's last token is never shared: its output is this entry's own first token.
+        """
+        return (len(self.request.input_ids) - 1) // block_size
 
     def deliver(self, *outputs: Output) -> None:
         """Hands over the outputs of one step; the client wakes up once for all of them."""

@@ -35,6 +35,8 @@ class StepResult:
     top_token_logprobs: Sequence[float] = ()
     # By request, one value a prompt token; the first is NaN.
     prefill_logprobs: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    # By request, a sentence: it failed alone, its row is free and its token means nothing.
+    errors: Mapping[int, str] = field(default_factory=dict)
     forward_ns: int = 0
     decode_ns: int = 0
     # None when nothing was joined.
@@ -44,6 +46,7 @@ class StepResult:
         """Whether exactly `asked` got a token and the rows left are `running` less the finished."""
         columns = zip(self.request_ids, self.finish_reasons, strict=True)
         finished = {request_id for request_id, reason in columns if reason is not None}
+        finished |= self.errors.keys()
         left = () if self.batch is None else self.batch.request_ids
         return asked == set(self.request_ids) and running - finished == set(left)
 
@@ -87,6 +90,13 @@ class Shards(Protocol):
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """Frees all rows of a batch, or of all batches; an unknown id is no error."""
+        ...
+
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+        """Has a grammar in llguidance's form compiled, beside the steps; raises TimeoutError.
+
+        Returns a sentence if it can not be used (else ""), and the fewest tokens it needs.
+        """
         ...
 
     async def health(self) -> None:

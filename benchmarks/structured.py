@@ -1,0 +1,146 @@
+"""What grammars cost the neighbours: 16 clients, half of them constrained, half measured.
+
+One server, one run, alternating: in the odd measurements the other eight clients ask for free
+text, in the even ones for JSON of a schema that no request had before. Printed is the throughput of
+the eight clients that never ask for a grammar.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from load import APIS, Load, events, prompts
+from make_checkpoint import write_checkpoint
+from serve import machine
+from servers import FOLDER, WORK, Running, ours, running
+
+MEASURED = 8
+OTHERS = 8
+NEW_TOKENS = 64
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=WORK / "llama-125m")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=3, help="of each measured client")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=FOLDER / "results" / f"structured-{datetime.now(UTC):%Y-%m-%d}.json",
+    )
+    options = parser.parse_args()
+    if not (options.checkpoint / "config.json").exists():
+        write_checkpoint(options.checkpoint)
+    server = ours(options.checkpoint, "--dtype", "bfloat16")
+    schemas = map(schema, itertools.count())
+    found: dict[str, list[dict[str, float]]] = {"free": [], "constrained": []}
+    with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+        asyncio.run(measure(handle, 1, 0, schemas))
+        asyncio.run(measure(handle, 1, 1, schemas))
+        for number in range(options.rounds):
+            for seed, kind in enumerate(found):
+                print(f"round {number + 1} of {options.rounds}: {kind}", file=sys.stderr)
+                run = measure(handle, options.requests, seed, schemas)
+                found[kind].append(asyncio.run(run))
+    report = summarise(found)
+    print(table(report))
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written to {options.output}", file=sys.stderr)
+
+
+def schema(number: int) -> dict[str, Any]:
+    """A schema of its own for each number; strings long enough for the answer's whole length."""
+    text = {"type": "string", "minLength": 20, "maxLength": 400}
+    item = {
+        "type": "object",
+        "properties": {"id": {"type": "integer"}, f"kind{number}": {"enum": ["a", "b", "c"]}},
+        "required": ["id", f"kind{number}"],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "object",
+        "properties": {f"name{number}": text, "items": {"type": "array", "items": item}},
+        "required": [f"name{number}"],
+        "additionalProperties": False,
+    }
+
+
+async def measure(
+    handle: Running, requests: int, constrained: int, schemas: "map[dict[str, Any]]"
+) -> dict[str, float]:
+    """Tokens per second of both halves, from the first request to the last of the measured."""
+    waiting = prompts((MEASURED + OTHERS) * 64, 128, seed=7)
+    num_tokens = [0, 0]
+    is_over = asyncio.Event()
+
+    async def ask(half: int, grammar: dict[str, Any] | None) -> None:
+        parameters: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "details": True}
+        if grammar is None:
+            parameters["ignore_eos_token"] = True
+        else:
+            parameters["grammar"] = {"type": "json", "value": grammar}
+        load = Load(handle.url, APIS["tgi"], "", 1, 1, 128, NEW_TOKENS, 0)
+        body = {"inputs": waiting.pop(), "parameters": parameters}
+        async for _, event in events(load, body):
+            if "error" in event:
+                raise RuntimeError(f"the server answered {event}")
+            num_tokens[half] += 1
+
+    async def measured() -> None:
+        for _ in range(requests):
+            await ask(0, None)
+
+    async def other() -> None:
+        while not is_over.is_set():
+            await ask(1, next(schemas) if constrained else None)
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        others = [group.create_task(other()) for _ in range(OTHERS)]
+        await asyncio.gather(*(measured() for _ in range(MEASURED)))
+        elapsed = time.perf_counter() - started
+        counts = list(num_tokens)
+        is_over.set()
+        await asyncio.gather(*others)
+    return {"measured": counts[0] / elapsed, "others": counts[1] / elapsed, "elapsed_s": elapsed}
+
+
+def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians, the ratio, and what it takes to run it again."""
+    medians = {
+        kind: {half: statistics.median(one[half] for one in rounds) for half in rounds[0]}
+        for kind, rounds in found.items()
+    }
+    return {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", "benchmarks/structured.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "tokens_per_s": medians,
+        "ratio": medians["constrained"]["measured"] / medians["free"]["measured"],
+        "rounds": found,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        "| the other 8 clients ask for | the measured 8, tokens/s | the others, tokens/s |",
+        "|---|---|---|",
+    ]
+    for kind, one in report["tokens_per_s"].items():
+        lines.append(f"| {kind} text | {one['measured']:.1f} | {one['others']:.1f} |")
+    return "\n".join([*lines, f"ratio {report['ratio']:.3f}"])
+
+
+if __name__ == "__main__":
+    main()

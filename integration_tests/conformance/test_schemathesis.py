@@ -1,0 +1,55 @@
+"""Requests made from /api-doc/openapi.json, valid and not: no 500, nothing that is undocumented."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration_tests.conformance.transcript import API_KEY
+from integration_tests.server import LauncherHandle, running
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = ".venv-clients/schemathesis"
+TIMEOUT_S = 240
+OPTIONS = (
+    *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
+    *("--max-examples", "10"),
+    *("--seed", "20240229"),
+    *("--request-timeout", "20"),
+    *("--suppress-health-check", "all"),  # they judge the schema, not the server
+    *("--generation-database", "none"),
+    *("--warnings", "off"),
+    *("--output-sanitize", "false"),
+    "--no-color",
+)
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[LauncherHandle]:
+    """Answers are short, whatever a request forgets to limit."""
+    with running(
+        None, "--device", "cpu", "--max-total-tokens", "20", "--api-key", API_KEY
+    ) as handle:
+        yield handle
+        handle.assert_idle()
+
+
+@pytest.mark.parametrize("phase", ["coverage", "fuzzing"])
+def test_every_answer_is_documented(
+    small_server: LauncherHandle, tmp_path: Path, phase: str
+) -> None:
+    made = subprocess.run(
+        ["make", f"{ENVIRONMENT}/.installed"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    command = [str(ROOT / ENVIRONMENT / "bin/schemathesis"), "run", "--phases", phase]
+    headers = ["--header", f"Authorization: Bearer {API_KEY}"]
+    done = subprocess.run(
+        [*command, *OPTIONS, *headers, f"{small_server.url}/api-doc/openapi.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,58 @@
+"""Every route, streamed and not, good and bad requests: what comes back is what was written down.
+
+`UPDATE_FROZEN=1 pytest integration_tests/conformance/test_transcripts.py` writes down what comes
+back now (for a new transcript, write its request first); the difference is the change of the API.
+"""
+
+import os
+from collections.abc import Iterator
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration_tests.conformance import transcript
+from integration_tests.server import LauncherHandle, running
+
+FILES = sorted((Path(__file__).parent / "transcripts").glob("*.json"))
+CASES = [
+    pytest.param(path, name, id=f"{path.stem}-{name}")
+    for path in FILES
+    for name in transcript.read(path)
+]
+
+
+@pytest.fixture(scope="module")
+def conformance_server() -> Iterator[LauncherHandle]:
+    """The embedded model in float32, whose greedy answers are the same on every processor."""
+    with running(None, *transcript.SERVER_FLAGS) as handle:
+        yield handle
+        handle.assert_idle()
+
+
+@pytest.mark.parametrize(("path", "name"), CASES)
+def test_transcript(conformance_server: LauncherHandle, path: Path, name: str) -> None:
+    entry = transcript.read(path)[name]
+    answer = transcript.transcribe(transcript.send(conformance_server.client, entry["request"]))
+    if entry.get("is_interleaved"):
+        answer["events"] = transcript.sorted_by_choice(answer["events"])
+    if os.environ.get("UPDATE_FROZEN") == "1":
+        entry = _update(path, name, answer)
+    expected = entry["response"]
+    texts = [transcript.pretty(one) for one in (expected, transcript.settle(answer, expected))]
+    difference = unified_diff(
+        *(text.splitlines() for text in texts), "expected", "got", lineterm=""
+    )
+    assert texts[0] == texts[1], "\n".join(difference)
+
+
+def _update(path: Path, name: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """Writes the answer into its file, unless what is there is as good."""
+    transcripts = transcript.read(path)
+    entry: dict[str, Any] = transcripts[name]
+    if "response" in entry:
+        answer = transcript.settle(answer, entry["response"])
+    entry["response"] = answer
+    transcript.write(path, transcripts)
+    return entry

@@ -1,0 +1,148 @@
+"""Structured output from a real server: what comes out follows the grammar, or a typed error says
+why it can not."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from integration_tests.schemas import SCHEMAS, Schema, check, closed
+from integration_tests.server import LauncherHandle, running, token_ids
+
+PERSON = closed(name={"type": "string"}, age={"type": "integer", "minimum": 0})
+DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
+CLIENTS = 16
+# Schemas that need more do not fit the few tokens they are given here.
+MAX_NEW_TOKENS = 45
+
+
+@pytest.fixture(scope="module", params=["embedded", "random weights"])
+def either_server(
+    request: pytest.FixtureRequest, tiny_model_path: Path
+) -> Iterator[LauncherHandle]:
+    """A model that has learnt something, and one that knows nothing."""
+    with running(None if request.param == "embedded" else tiny_model_path) as handle:
+        yield handle
+        handle.assert_idle()
+
+
+async def _ask(client: httpx.AsyncClient, schema: Schema, **parameters: Any) -> httpx.Response:
+    grammar = {"type": "json", "value": schema}
+    body = {"inputs": "An example:", "parameters": {"grammar": grammar, **DRAWN, **parameters}}
+    return await client.post("/generate", json=body)
+
+
+async def test_two_hundred_schemas(either_server: LauncherHandle) -> None:
+    gate = asyncio.Semaphore(CLIENTS)
+
+    async def prove(client: httpx.AsyncClient, number: int, schema: Schema) -> int:
+        """The fewest tokens there are, then some more: 1 where the text follows the schema."""
+        async with gate:
+            response = await _ask(client, schema, max_new_tokens=1)
+            assert response.status_code == 422, response.text
+            needed = re.search(r"must be >= (\d+), the tokens", response.json()["error"])
+            assert needed is not None, response.text
+            least = int(needed[1])
+            for room in (least, least + number % 7, max(least, MAX_NEW_TOKENS)):
+                response = await _ask(client, schema, max_new_tokens=room, seed=number)
+                assert response.status_code == 200, f"{schema}: {response.text}"
+                check(response.json()["generated_text"], schema)
+            return 1
+
+    async with either_server.async_client() as client:
+        done = await asyncio.gather(*(prove(client, *item) for item in enumerate(SCHEMAS)))
+    assert sum(done) == 200
+
+
+def test_every_spelling(server: LauncherHandle) -> None:
+    spellings: list[dict[str, Any]] = [
+        {"type": "json", "value": PERSON},
+        {"type": "json_object", "value": json.dumps(PERSON)},
+        {"type": "json_schema", "value": {"schema": PERSON, "name": "person"}},
+        {"type": "json_schema", "json_schema": {"schema": PERSON, "strict": True}},
+    ]
+    texts = {
+        server.generate("x", grammar=g, max_new_tokens=40)["generated_text"] for g in spellings
+    }
+    assert len(texts) == 1
+    check(texts.pop(), PERSON)
+    answer = server.generate(
+        "x", grammar={"type": "regex", "value": "[0-4]{3}/[a-c]+x"}, max_new_tokens=12
+    )
+    assert re.fullmatch("[0-4]{3}/[a-c]+x", answer["generated_text"])
+
+
+def test_neighbours_write_what_they_write_alone(server: LauncherHandle) -> None:
+    free = {"max_new_tokens": 30, "ignore_eos_token": True}
+    alone = token_ids(server.generate("the cat", **free))
+
+    async def together() -> list[httpx.Response]:
+        async with server.async_client() as client:
+            body = {"inputs": "the cat", "parameters": {**free, "details": True}}
+            return await asyncio.gather(
+                *(client.post("/generate", json=body) for _ in range(4)),
+                *(_ask(client, schema, max_new_tokens=200, seed=1) for schema in SCHEMAS[:8]),
+            )
+
+    answers = asyncio.run(together())
+    assert [token_ids(answer.json()) for answer in answers[:4]] == [alone] * 4
+    for answer, schema in zip(answers[4:], SCHEMAS, strict=False):
+        check(answer.json()["generated_text"], schema)
+
+
+def test_a_preempted_text_is_the_same(tiny_model_path: Path) -> None:
+    schema: Schema = {"type": "array", "items": {"type": "string", "minLength": 8}, "minItems": 3}
+    seeds = range(6)
+
+    async def all_of(server: LauncherHandle) -> list[str]:
+        async with server.async_client() as client:
+            asked = (_ask(client, schema, max_new_tokens=100, seed=seed) for seed in seeds)
+            return [answer.json()["generated_text"] for answer in await asyncio.gather(*asked)]
+
+    with running(tiny_model_path) as roomy:
+        wanted = asyncio.run(all_of(roomy))
+    flags = ("--max-batch-total-tokens", "160", "--max-total-tokens", "160")
+    with running(tiny_model_path, *flags, "--max-batch-prefill-tokens", "64") as cramped:
+        assert asyncio.run(all_of(cramped)) == wanted
+        assert cramped.metrics()["tgi_request_preempted"] > 0
+    for text in wanted:
+        check(text, schema)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "json", "value": "{"}, "grammar is not valid: "),
+    ({"type": "json", "value": "[]"}, "grammar is not valid: a JSON schema must be an object"),
+    ({"type": "json", "value": {"no": 1}}, "Grammar must have a 'properties' field"),
+    ({"type": "json", "value": {"type": "array", "uniqueItems": True}}, '"uniqueItems"'),
+    ({"type": "json", "value": {"$ref": "http://x.org/y"}}, "cannot compile regex from schema: "),
+    ({"type": "json", "value": closed(a={"type": "string", "format": "phone"})}, "Unknown format"),
+    ({"type": "json", "value": {"type": "array", "items": [{}]}}, "use `prefixItems`"),
+    ({"type": "json", "value": {"enum": ["x" * 70_000]}}, "at most 65536 bytes"),
+    ({"type": "json", "value": closed(a={}, b={"minItems": 10**6, "type": "array"})}, "smaller"),
+    ({"type": "regex", "value": "("}, "grammar is not valid: "),
+    ({"type": "regex", "value": "a(?=b)"}, "look-around"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "sentence"), REFUSED, ids=range(len(REFUSED)))
+def test_what_can_not_be_done_is_said(
+    server: LauncherHandle, grammar: dict[str, Any], sentence: str
+) -> None:
+    body = {"inputs": "x", "parameters": {"grammar": grammar, "max_new_tokens": 200}}
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 422, response.text
+    assert response.json()["error_type"] == "validation"
+    assert sentence in response.json()["error"]
+
+
+def test_grammars_can_be_switched_off(tiny_model_path: Path) -> None:
+    body = {"inputs": "x", "parameters": {"grammar": {"type": "regex", "value": "a"}}}
+    with running(tiny_model_path, "--disable-grammar-support") as handle:
+        response = handle.client.post("/generate", json=body)
+    assert response.status_code == 422
+    assert response.json()["error"] == "Input validation error: grammar is not supported"

@@ -1,0 +1,162 @@
+"""Several sequences over one prompt: computed once, shared, never written to by two."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from text_generation_router.errors import GenerationError, ValidationError
+
+from router.tests.scheduling import (
+    Failing,
+    FakeShards,
+    Gate,
+    Outcome,
+    Rig,
+    collect,
+    expected_ids,
+    make_request,
+    running,
+)
+
+
+def submit(rig: Rig, num: int, prompt: Sequence[int], max_new_tokens: int = 5) -> list:
+    return rig.batcher.submit_many([make_request(prompt, max_new_tokens)] * num)
+
+
+async def outcomes_of(entries: list) -> list[Outcome]:
+    return list(await asyncio.gather(*map(collect, entries)))
+
+
+def prefills(rig: Rig) -> list[tuple[int, ...]]:
+    return [ids for method, ids in rig.shards.calls if method == "prefill"]
+
+
+@pytest.mark.parametrize(
+    ("length", "num_shared"), [(1, 0), (3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (10, 2)]
+)
+async def test_the_prompt_is_computed_once(length: int, num_shared: int) -> None:
+    """Shared are the blocks of 4 that are full of prompt and do not hold its last token."""
+    gate = Gate("decode")
+    async with running(FakeShards(hook=gate)) as rig:
+        entries = submit(rig, 3, range(length))
+        await rig.until(lambda: gate.is_reached)
+        rig.batcher.integrity()
+        own = length // 4 + 1 - num_shared
+        assert rig.metrics.kv_blocks_used.value == num_shared + 3 * own
+        assert rig.shards.num_computed == length + 2 * (length - 4 * num_shared)
+        assert prefills(rig) == [(0, 1, 2)]
+        gate.open()
+        for outcome in await outcomes_of(entries):
+            assert outcome.ids == expected_ids(range(length), 5)
+
+
+async def test_shared_tokens_count_once_in_a_prefill() -> None:
+    """40 tokens, then 4 more for each sibling."""
+    async with running(max_batch_prefill_tokens=52) as rig:
+        await outcomes_of(submit(rig, 5, range(40)))
+    assert prefills(rig) == [(0, 1, 2, 3), (4,)]
+    assert rig.shards.num_computed == 40 + 4 * 4
+
+
+async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
+    async with running(FakeShards(max_rows=2), max_batch_size=2) as rig:
+        lengths = [3, 9, 4, 5, 3]
+        requests = [make_request(range(10), num) for num in lengths]
+        outcomes = await outcomes_of(rig.batcher.submit_many(requests))
+    for num, outcome in zip(lengths, outcomes, strict=True):
+        assert outcome.ids == expected_ids(range(10), num)
+    assert prefills(rig)[0] == (0, 1) and len(prefills(rig)) > 2
+    assert rig.shards.num_computed == 10 + 4 * 2
+
+
+async def test_who_comes_when_no_sibling_runs_computes_the_prompt() -> None:
+    async with running(FakeShards(max_rows=1), max_batch_size=1) as rig:
+        for outcome in await outcomes_of(submit(rig, 3, range(10))):
+            assert outcome.ids == expected_ids(range(10), 5)
+    assert rig.shards.num_computed == 30
+
+
+async def test_more_sequences_than_blocks_are_preempted_and_finish() -> None:
+    """One sequence alone takes 7 of the 8 blocks at its end."""
+    async with running(FakeShards(num_blocks=8, block_size=4)) as rig:
+        entries = submit(rig, 6, range(9), 18)
+        others = [rig.batcher.submit(make_request((n,), 12)) for n in range(3)]
+        for outcome in await outcomes_of(entries):
+            assert outcome.ids == expected_ids(range(9), 18)
+        for n, outcome in enumerate(await outcomes_of(others)):
+            assert outcome.ids == expected_ids((n,), 12)
+    assert rig.metrics.request_preempted.value() > 3
+
+
+async def test_a_preempted_sequence_shares_again_when_it_comes_back() -> None:
+    async with running(FakeShards(num_blocks=10, block_size=4)) as rig:
+        lengths = [25, 9, 12, 12]
+        requests = [make_request(range(9), num) for num in lengths]
+        outcomes = await outcomes_of(rig.batcher.submit_many(requests))
+    for num, outcome in zip(lengths, outcomes, strict=True):
+        assert outcome.ids == expected_ids(range(9), num)
+    # The last two come back with 17 tokens, of which 8 are there.
+    assert rig.metrics.request_preempted.value() == 2
+    assert rig.shards.num_computed == 9 + 3 + 2 * (17 - 8)
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode"])
+async def test_the_one_that_computed_the_prompt_leaves(method: str) -> None:
+    gate = Gate(method)
+    async with running(FakeShards(hook=gate, num_blocks=12)) as rig:
+        entries = submit(rig, 3, range(9), 12)
+        await rig.until(lambda: gate.is_reached)
+        rig.batcher.cancel(entries[0])
+        newcomers = [rig.batcher.submit(make_request((n,) * 4, 8)) for n in range(4)]
+        gate.open()
+        for outcome in await outcomes_of(entries[1:]):
+            assert outcome.ids == expected_ids(range(9), 12)
+        for n, outcome in enumerate(await outcomes_of(newcomers)):
+            assert outcome.ids == expected_ids((n,) * 4, 8)
+
+
+async def test_a_failed_prefill_fails_those_in_it_and_the_next_compute_anew() -> None:
+    shards = FakeShards(hook=Failing(prefill=[1]))
+    async with running(shards, max_batch_size=2) as rig:
+        outcomes = await outcomes_of(submit(rig, 4, range(9)))
+    assert [type(outcome.error) for outcome in outcomes] == [GenerationError] * 2 + [type(None)] * 2
+    assert [outcome.ids for outcome in outcomes[2:]] == [expected_ids(range(9), 5)] * 2
+    assert shards.num_computed == 9 + 1
+
+
+async def test_only_the_first_tells_of_the_prompt() -> None:
+    told, plain = (make_request(range(9), 3, prefill_logprobs=asked) for asked in (True, False))
+    async with running() as rig:
+        outcomes = await outcomes_of(rig.batcher.submit_many([told, plain]))
+        with pytest.raises(AssertionError, match="the first"):
+            rig.batcher.submit_many([plain, told])
+    assert len(outcomes[0].prefill.tokens) == 9 and outcomes[1].prefill is None
+
+
+@pytest.mark.parametrize(
+    ("length", "max_new_tokens", "is_shared"),
+    [(9, 3, True), (9, 4, False), (12, 1, False), (13, 5, True)],
+)
+async def test_blocks_that_will_be_written_anew_are_not_shared(
+    length: int, max_new_tokens: int, is_shared: bool
+) -> None:
+    """Behind 12 tokens; a prompt that is longer is written only once."""
+    async with running(recompute_at=12) as rig:
+        for outcome in await outcomes_of(submit(rig, 2, range(length), max_new_tokens)):
+            assert outcome.ids == expected_ids(range(length), max_new_tokens)
+    own = length - (length - 1) // 4 * 4 if is_shared else length
+    assert rig.shards.num_computed == length + own
+
+
+async def test_one_that_can_never_fit_refuses_all() -> None:
+    async with running(FakeShards(num_blocks=4, block_size=4)) as rig:
+        requests = [make_request(range(9), 7), make_request(range(9), 8)]
+        with pytest.raises(ValidationError, match="<= 16"):
+            rig.batcher.submit_many(requests)
+        assert rig.metrics.queue_size.value == 0
+
+
+async def test_another_prompt_is_a_bug() -> None:
+    async with running() as rig:
+        with pytest.raises(AssertionError, match="another prompt"):
+            rig.batcher.submit_many([make_request((1,)), make_request((2,))])

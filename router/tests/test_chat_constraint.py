@@ -1,0 +1,250 @@
+"""The grammars, matched by llguidance on a real tokenizer, token by token."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import llguidance
+import pytest
+import tokenizers
+from text_generation_router.chat.constraint import tool_grammar
+from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
+from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
+from text_generation_router.errors import ToolError
+
+MODEL = Path(__file__).parents[2] / "launcher/text_generation_launcher/embedded_model"
+THINK = ("<think>", "</think>")
+ALL = [replace(row, reasoning=pair) for row in FORMATS.values() for pair in (None, THINK)]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SUM = {
+    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/number"}},
+    "required": ["a", "b"],
+    "$defs": {"number": {"type": "number", "minimum": 0}},
+}
+TOOLS = [ToolSpec("get_weather", "Says it.", CITY), ToolSpec("add", None, SUM), ToolSpec("now")]
+WEATHER, ADD = ("get_weather", '{"city": "Zürich {"}'), ("add", '{"a": 1, "b": 2.5}')
+NOW = ("now", "{}")
+
+
+@cache
+def tokenizer(is_special: bool) -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer]:
+    """The embedded model's, with every marker as a special token or as plain text."""
+    made = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    if is_special:
+        made.add_special_tokens(sorted({m for row in ALL for m in row.special_tokens}))
+    return made, llguidance.LLTokenizer(made.to_str())
+
+
+def special_ids(form: ChatFormat, is_special: bool) -> Mapping[str, int]:
+    known = {m: tokenizer(is_special)[0].token_to_id(m) for m in form.special_tokens}
+    return {marker: token_id for marker, token_id in known.items() if token_id is not None}
+
+
+class Matched:
+    """A grammar over one tokenizer."""
+
+    def __init__(
+        self,
+        form: ChatFormat,
+        choice: str,
+        tools: list[ToolSpec] = TOOLS,
+        *,
+        parallel: bool = True,
+        is_special: bool = False,
+        in_reasoning: bool = False,
+    ) -> None:
+        self._tokenizer, self._matching = tokenizer(is_special)
+        grammar = tool_grammar(
+            form,
+            tools,
+            choice,
+            parallel=parallel,
+            special_ids=special_ids(form, is_special),
+            starts_in_reasoning=in_reasoning,
+        )
+        assert grammar is not None and grammar.kind == "lark"
+        self._source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        said = llguidance.LLMatcher.validate_grammar_with_warnings(self._source, self._matching)
+        assert said == (False, []), said
+
+    def takes(self, text: str) -> bool:
+        """Whether the answer may be this text: every token is allowed, and then the end."""
+        matcher = llguidance.LLMatcher(self._matching, self._source, log_level=0)
+        for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
+            mask = matcher.compute_logit_bias()
+            if not mask[token_id] or not matcher.consume_token(token_id):
+                return False
+        return matcher.is_accepting()
+
+
+def marked(form: ChatFormat) -> ChatFormat:
+    """The format, writing its marker even where it may be left out."""
+    return replace(form, may_be_bare=False)
+
+
+def names(form: ChatFormat) -> str:
+    return form.name + ("-think" if form.reasoning else "")
+
+
+both_tokenizers = pytest.mark.parametrize("is_special", [False, True], ids=["text", "special"])
+every_format = pytest.mark.parametrize("form", ALL, ids=names)
+
+
+@both_tokenizers
+@every_format
+def test_auto_takes_text_and_calls(form: ChatFormat, is_special: bool) -> None:
+    matched = Matched(form, "auto", is_special=is_special)
+    for text in ("", "Hi <b> Zürich.\n\n[1] { }", " \n", "\nSo"):
+        assert matched.takes(text), text
+    for calls in ([WEATHER], [ADD], [NOW], [WEATHER, ADD, NOW]):
+        for write in (form.write_calls, marked(form).write_calls):
+            assert matched.takes(write(calls)), calls
+    assert matched.takes("\n" + form.write_calls([WEATHER]))
+    if form.begin:
+        assert matched.takes("I look.\n" + marked(form).write_calls([WEATHER, ADD]))
+
+
+@both_tokenizers
+@every_format
+def test_behind_the_marker_only_calls_of_the_tools_are_taken(
+    form: ChatFormat, is_special: bool
+) -> None:
+    wrong = [
+        ("nope", "{}"),
+        ("add", '{"a": "1", "b": 2}'),
+        ("add", '{"a": 1, "b": -2}'),
+        ("add", '{"a": 1}'),
+        ("add", '{"a": 1, "b": 2, "c": 3}'),
+        ("get_weather", "{}"),
+        ("get_weather", "[]"),
+        ("now", '{"a": 1}'),
+    ]
+    for choice in ("auto", "required"):
+        matched = Matched(form, choice, is_special=is_special)
+        for call in wrong:
+            assert not matched.takes(form.write_calls([call])), call
+            assert not matched.takes(form.write_calls([NOW, call])), call
+        whole = form.write_calls([WEATHER])
+        for end in range(1, len(whole)):
+            # Short of a marker it is text.
+            is_call = form.begin in whole[:end] if not form.is_bare else True
+            if is_call or choice == "required":
+                assert not matched.takes(whole[:end]), whole[:end]
+        assert not matched.takes(whole + "and so")
+
+
+@both_tokenizers
+@every_format
+def test_required_takes_calls_only(form: ChatFormat, is_special: bool) -> None:
+    matched = Matched(form, "required", is_special=is_special)
+    for text in ("", "Hi", " ", "I look.\n" + form.write_calls([NOW])):
+        assert not matched.takes(text), text
+    for text in (form.write_calls([NOW]), "\n" + form.write_calls([WEATHER, ADD])):
+        assert matched.takes(text), text
+    assert matched.takes(marked(form).write_calls([WEATHER]))
+
+
+@both_tokenizers
+@every_format
+def test_one_call_where_there_may_be_no_more(form: ChatFormat, is_special: bool) -> None:
+    for choice in ("auto", "required"):
+        matched = Matched(form, choice, parallel=False, is_special=is_special)
+        assert matched.takes(form.write_calls([ADD]))
+        assert not matched.takes(form.write_calls([ADD, NOW]))
+    named = Matched(form, "add", is_special=is_special)
+    assert named.takes(form.write_calls([ADD]))
+    assert not named.takes(form.write_calls([ADD, ADD]))
+    assert not named.takes(form.write_calls([NOW]))
+    assert not named.takes("Hi")
+
+
+@both_tokenizers
+@pytest.mark.parametrize("form", [f for f in ALL if f.reasoning], ids=names)
+def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> None:
+    call = form.write_calls([WEATHER])
+    # A thought may speak of calls; as text, but not as a token.
+    for thought in ("\nhm { <", "", "" if is_special else f"\n{form.begin} no"):
+        inside = f"{thought}</think>\n\n"
+        for choice in ("auto", "required"):
+            free = Matched(form, choice, is_special=is_special)
+            inner = Matched(form, choice, is_special=is_special, in_reasoning=True)
+            for matched, text in ((free, f"<think>{inside}"), (inner, inside)):
+                assert matched.takes(text + call)
+                assert matched.takes(text + "Hi") == (choice == "auto")
+                assert not matched.takes(text + form.write_calls([("nope", "{}")]))
+                assert not matched.takes(text + call + "and so")
+            assert free.takes("\n<think>" + inside + call)
+            assert free.takes(call)
+            # Cut by the end of the tokens.
+            assert free.takes("<think>" + thought)
+            assert inner.takes(thought)
+
+
+@every_format
+def test_what_is_taken_is_read_as_the_same_calls(form: ChatFormat) -> None:
+    loose = form.write_calls([ADD]).replace('"a": 1, ', '"a":1,\n')
+    assert Matched(form, "required").takes(loose)
+    parser = ChatParser(form, parses_tools=True)
+    events = [*parser.feed(loose), *parser.finish()]
+    assert events[0] == ToolCallStart(0, "add")
+    arguments = "".join(e.text for e in events if isinstance(e, ToolCallArguments))
+    assert json.loads(arguments) == {"a": 1, "b": 2.5}
+
+
+def test_whitespace_is_bounded() -> None:
+    matched = Matched(FORMATS["hermes"], "required")
+    call = '<tool_call>{}{{"name":{}"now",{}"arguments":{}{{{}}}{}}}{}</tool_call>'
+    assert matched.takes(call.format("\n", " ", "\n  ", " ", "\n", "\n", "\n"))
+    for place in range(7):
+        spaces = [""] * 7
+        assert matched.takes(call.format(*spaces))
+        spaces[place] = " " * 9
+        assert not matched.takes(call.format(*spaces)), place
+
+
+def test_names_of_all_kinds() -> None:
+    for name in ('quote " back \\', "ünï", "a/b", "line\nbreak"):
+        form, tools = FORMATS["generic"], [ToolSpec(name), ToolSpec(name + "x")]
+        assert Matched(form, "required", tools).takes(form.write_calls([(name, "{}")]))
+        assert Matched(form, name, tools).takes(form.write_calls([(name, "{}")]))
+    with pytest.raises(ToolError, match="a b"):
+        tool_grammar(FORMATS["mistral-args"], [ToolSpec("a b")], "auto", parallel=True)
+
+
+def test_arguments_are_always_an_object() -> None:
+    form = FORMATS["hermes"]
+    for schema in ({}, {"type": ["object", "null"]}, {"anyOf": [CITY, {"type": "string"}]}):
+        matched = Matched(form, "required", [ToolSpec("f", None, schema)])
+        assert matched.takes(form.write_calls([("f", "{}" if not schema else '{"city": "a"}')]))
+        for wrong in ("null", '"a"', "[]", "1"):
+            assert not matched.takes(form.write_calls([("f", wrong)])), schema
+    with pytest.raises(ToolError, match="tool f must be a JSON schema of an object, not of 'arr"):
+        tool_grammar(form, [ToolSpec("f", None, {"type": "array"})], "auto", parallel=True)
+
+
+def test_more_arguments_only_where_the_schema_says_so() -> None:
+    form = FORMATS["hermes"]
+    call = form.write_calls([("f", '{"city": "a", "more": 1}')])
+    for more in ({"additionalProperties": True}, {"allOf": [{"properties": {"more": {}}}]}):
+        assert Matched(form, "required", [ToolSpec("f", None, CITY | more)]).takes(call), more
+    assert not Matched(form, "required", [ToolSpec("f", None, CITY)]).takes(call)
+
+
+def test_only_strict_schemas_are_refused_for_what_can_not_be_enforced() -> None:
+    schema = CITY | {"not": {"required": ["x"]}}
+    for is_strict in (False, True):
+        tool = ToolSpec("f", None, schema, is_strict)
+        grammar = tool_grammar(FORMATS["hermes"], [tool], "auto", parallel=True)
+        assert grammar is not None
+        source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        matcher = llguidance.LLMatcher(tokenizer(False)[1], source, log_level=0)
+        assert matcher.is_error() == is_strict
+
+
+def test_nothing_is_asked_without_tools() -> None:
+    assert tool_grammar(FORMATS["hermes"], TOOLS, "none", parallel=True) is None
+    assert tool_grammar(FORMATS["hermes"], [], "auto", parallel=True) is None
+    with pytest.raises(ToolError, match="Tool with name nope not found"):
+        tool_grammar(FORMATS["hermes"], TOOLS, "nope", parallel=True)

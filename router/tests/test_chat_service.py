@@ -1,0 +1,113 @@
+"""Conversations on a model that is scripted: prompts, constraints, steps."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.parser import ContentDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.service import ChatStep, ToolCall, message_of
+from text_generation_router.errors import TemplateError, ToolError
+from text_generation_router.request import Grammar
+from text_generation_router.services import StartError
+from text_generation_router.validation import GenerateParameters
+
+from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
+
+# No tools, no system message: as Gemma's.
+TEMPLATE = """
+{%- for message in messages %}
+{%- if message.role == "system" %}{{ raise_exception("no system") }}{% endif -%}
+<{{ message.role }}>{{ message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}<model>{% endif %}"""
+ASKED = Conversation(
+    messages=({"role": "user", "content": "Hi"},),
+    parameters=GenerateParameters(inputs="", max_new_tokens=100),
+    tools=(ToolSpec("f", "Does f.", {"type": "object"}),),
+)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    async with serve(tmp_path) as server:
+        yield server
+
+
+async def test_tools_are_told_where_the_template_does_not(server: Server) -> None:
+    prompt = await server.services.chat.render(ASKED)
+    assert prompt.startswith("<user>You can call these functions")
+    assert '"name": "f", "description": "Does f."' in prompt
+    assert prompt.endswith("\n\nHi<model>")
+    assert (
+        await server.services.chat.render(replace(ASKED, tool_choice="none")) == "<user>Hi<model>"
+    )
+    with pytest.raises(TemplateError, match="no system"):
+        messages = ({"role": "system", "content": "a"},)
+        await server.services.chat.render(replace(ASKED, messages=messages))
+
+
+async def test_the_format_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    async with serve(tmp_path, chat_format="hermes") as server:
+        assert "<tool_call>" in await server.services.chat.render(ASKED)
+
+
+def test_a_template_that_can_not_be_read_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="nope"):
+        assemble_scripted(tmp_path, tokenizer_config_path=str(tmp_path / "nope"))
+
+
+async def test_steps_have_all_tokens_once(server: Server) -> None:
+    text = '{"name": "f", "arguments": {"x": 1}}'
+    server.shards.script = [*script_of(text), EOS_ID]
+    async with server.services.chat.start(ASKED) as [generation]:
+        assert generation.prompt_tokens == len(await server.services.chat.render(ASKED))
+        message = await generation.collect()
+    assert message.tool_calls == (ToolCall("f", '{"x": 1}'),)
+    assert (message.content, message.reasoning) == (None, None)
+    assert generation.has_tool_calls
+    assert generation.ending is not None
+    assert "".join(output.delta for output in message.outputs) == text
+    assert len(message.outputs) == len(text) + 1
+    assert all(step.events for step in message.steps[:-1])
+
+
+async def test_sequences_are_parsed_apart(server: Server) -> None:
+    server.shards.script = [*script_of("ab"), EOS_ID]
+    async with server.services.chat.start(replace(ASKED, num_sequences=2)) as generations:
+        messages = [await generation.collect() for generation in generations]
+    assert [message.content for message in messages] == ["ab", "ab"]
+
+
+async def test_what_contradicts_itself_is_refused(server: Server) -> None:
+    grammar = replace(ASKED.parameters, grammar=Grammar("regex", "a"))
+    wrong = (
+        replace(ASKED, parameters=grammar),
+        replace(ASKED, tools=ASKED.tools * 2),
+        replace(ASKED, tool_choice="g"),
+        replace(ASKED, tools=(), tool_choice="required"),
+    )
+    for conversation in wrong:
+        with pytest.raises(ToolError):
+            async with server.services.chat.start(conversation):
+                pass
+    assert server.services.metrics.request_failure.value(err="validation") == len(wrong)
+
+
+def test_message_of_pieces() -> None:
+    events = (
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, "{"),
+        ToolCallStart(1, "g"),
+        ToolCallArguments(1, "{}"),
+        ToolCallArguments(0, "}"),
+    )
+    message = message_of([ChatStep(events, ())])
+    assert message.tool_calls == (ToolCall("f", "{}"), ToolCall("g", "{}"))
+    assert message.content is None
+    assert message_of([ChatStep((ContentDelta("a"), *events), ())]).content == "a"
+    assert message_of([]).content == ""

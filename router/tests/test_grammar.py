@@ -1,0 +1,188 @@
+"""Grammars on their way to the shards: what is written, what is refused, what is remembered."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+from pydantic import ValidationError as BodyError
+from text_generation_router.api.schemas import GrammarBody, ResponseFormatBody
+from text_generation_router.errors import ValidationError
+from text_generation_router.grammar import GrammarCompiler, write
+from text_generation_router.request import Grammar
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+class Compiling:
+    """The part of the shards that a GrammarCompiler asks."""
+
+    def __init__(self, error: str = "", delay_s: float = 0.0) -> None:
+        self.answer = (error, 7)
+        self.delay_s = delay_s
+        self.asked: list[str] = []
+
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+        self.asked.append(grammar)
+        async with asyncio.timeout(min(timeout_s, 0.05)):
+            await asyncio.sleep(self.delay_s)
+        return self.answer
+
+
+def compiler(shards: Compiling, is_enabled: bool = True) -> GrammarCompiler:
+    return GrammarCompiler(shards, is_enabled)  # type: ignore[arg-type]
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+def written(value: Any) -> dict[str, Any]:
+    """What a schema becomes, without our options."""
+    (grammar,) = json.loads(write(schema(value)))["grammars"]
+    options = grammar["json_schema"].pop("x-guidance")
+    assert options["whitespace_pattern"] == "[\\x20]?" and not options["lenient"]
+    found: dict[str, Any] = grammar["json_schema"]
+    return found
+
+
+async def test_the_shards_are_asked_once() -> None:
+    shards = Compiling()
+    grammars = compiler(shards)
+    first = await grammars.compile(schema(OBJECT))
+    assert (first.text, first.min_tokens) == (shards.asked[0], 7)
+    assert await grammars.compile(schema(OBJECT)) is first
+    assert len(shards.asked) == 1
+    for number in range(256):
+        await grammars.compile(Grammar("regex", f"a{{{number}}}"))
+    await grammars.compile(schema(OBJECT))
+    assert len(shards.asked) == 258, "the oldest was forgotten"
+
+
+async def test_what_the_shards_refuse_is_tgis_sentence_and_not_remembered() -> None:
+    shards = Compiling("no such type")
+    grammars = compiler(shards)
+    for _ in range(2):
+        with pytest.raises(
+            ValidationError, match=r"^cannot compile regex from schema: no such type"
+        ):
+            await grammars.compile(schema(OBJECT))
+    with pytest.raises(ValidationError, match=r"^grammar is not valid: no such type"):
+        await grammars.compile(Grammar("regex", "a"))
+    assert len(shards.asked) == 3
+
+
+async def test_too_slow_is_the_users_error() -> None:
+    with pytest.raises(ValidationError, match="could not be compiled within 10 s; make it smaller"):
+        await compiler(Compiling(delay_s=60)).compile(schema(OBJECT))
+
+
+async def test_switched_off() -> None:
+    with pytest.raises(ValidationError, match=r"^grammar is not supported$"):
+        await compiler(Compiling(), is_enabled=False).compile(schema(OBJECT))
+
+
+@pytest.mark.parametrize(
+    ("regex", "lark"),
+    [
+        ("[0-9]+", "start: /[0-9]+/"),
+        ("a/b", "start: /a\\/b/"),
+        ("a\\/b\\\\/", "start: /a\\/b\\\\\\//"),
+        ("a\nb", "start: /a\\nb/"),
+    ],
+)
+def test_a_regex_is_written_between_slashes(regex: str, lark: str) -> None:
+    assert json.loads(write(Grammar("regex", regex))) == {"grammars": [{"lark_grammar": lark}]}
+
+
+def test_lark_is_left_alone() -> None:
+    assert json.loads(write(Grammar("lark", 'start: "a"')))["grammars"] == [
+        {"lark_grammar": 'start: "a"'}
+    ]
+
+
+def test_objects_have_the_properties_that_are_named() -> None:
+    nested = {"type": "object", "properties": {"b": OBJECT}, "$defs": {"d": OBJECT}}
+    closed = {**OBJECT, "additionalProperties": False}
+    assert written(nested) == {
+        "type": "object",
+        "properties": {"b": closed},
+        "$defs": {"d": closed},
+        "additionalProperties": False,
+    }
+    # What says itself what else there may be, and what has no properties, stays as it is.
+    for unchanged in ({**OBJECT, "additionalProperties": {"type": "null"}}, {"type": "object"}):
+        assert written(unchanged) == unchanged
+
+
+@pytest.mark.parametrize(
+    "combined",
+    [
+        {"allOf": [OBJECT, {"properties": {"b": {}}, "required": ["b"]}]},
+        {**OBJECT, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
+        {**OBJECT, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}},
+        {**OBJECT, "patternProperties": {"^b": {}}},
+    ],
+)
+def test_objects_that_others_add_to_stay_open(combined: dict[str, Any]) -> None:
+    assert written(combined) == combined
+
+
+REFUSED = [
+    ("{", "grammar is not valid: "),
+    ("true", "a JSON schema must be an object"),
+    ('{"foo": 1}', "grammar is not valid: Grammar must have a 'properties' field"),
+    ('{"type": "array", "items": [{}]}', "`items` must be a schema; use `prefixItems`"),
+    ('{"properties": {"a": {"exclusiveMinimum": true}}}', "`exclusiveMinimum` must be a number"),
+    ('{"type": "object", "minProperties": 2}', "`minProperties` must be at most one more"),
+    ('{"type": "object", "x-guidance": {"lenient": true}}', "`x-guidance` is not supported"),
+    ('{"const": ' + "[" * 400 + "]" * 400 + "}", "grammar is too large: Recursion limit"),
+    ('{"items": ' * 70 + "{}" + "}" * 70, "nested at most 64 deep"),
+    ('{"const": "' + "x" * 65_530 + '"}', "at most 65536 bytes. Given: 65543"),
+]
+
+
+@pytest.mark.parametrize(("source", "sentence"), REFUSED, ids=range(len(REFUSED)))
+def test_what_is_refused_without_asking_the_shards(source: str, sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        write(Grammar("json_schema", source))
+    assert sentence in str(caught.value)
+
+
+def test_every_spelling_of_a_response_format() -> None:
+    read = TypeAdapter[Any](ResponseFormatBody).validate_python
+    plain = Grammar("json_schema", '{"type":"object"}')
+    for given, wanted in [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, plain),
+        ({"type": "json_object", "value": {"type": "object"}}, plain),
+        ({"type": "json", "value": '{"type":"object"}'}, plain),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "name": "x"}},
+            plain,
+        ),
+        ({"type": "json_schema", "value": {"schema": {"type": "object"}}}, plain),
+        ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
+    ]:
+        assert read(given).to_grammar() == wanted
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json", "value": 3},
+        {"type": "regex", "value": {}},
+        {"type": "json_schema"},
+        {"type": "json_schema", "value": {"name": "x"}},
+        {"type": "json_schema", "json_schema": {"schema": {}}, "value": {"schema": {}}},
+        {"type": "ebnf", "value": "a"},
+        {"value": "a"},
+        "a",
+    ],
+)
+def test_what_is_no_grammar(given: Any) -> None:
+    with pytest.raises(BodyError):
+        TypeAdapter[Any](GrammarBody).validate_python(given)

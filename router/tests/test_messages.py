@@ -1,0 +1,290 @@
+"""Anthropic's /v1/messages: blocks, events, errors, and streamed and whole answers are one."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.api import sse
+from text_generation_router.api.messages_input import conversation_of
+from text_generation_router.api.messages_schemas import CountTokensRequest, MessagesRequest
+from text_generation_router.errors import GenerationError
+from text_generation_router.request import Grammar
+
+from router.tests.chats import CALL, named_events, serve_chat
+from router.tests.serving import Server
+
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+TEXT = f"<think>hm</think>Hé!{CALL}"
+BODY = {"model": "tgi", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve_chat(tmp_path, TEXT) as server:
+        yield server
+
+
+async def ask(server: Server, **body: Any) -> dict[str, Any]:
+    response = await server.client.post("/v1/messages", json=BODY | body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def ask_stream(server: Server, **body: Any) -> list[dict[str, Any]]:
+    response = await server.client.post("/v1/messages", json=BODY | {"stream": True} | body)
+    assert response.status_code == 200, response.text
+    return named_events(response.text)
+
+
+def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the events spell, as a client puts it together."""
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert events[-1] == {"type": "message_stop"}
+    message = events[0]["message"]
+    pieces: list[list[str]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            pieces.append([])
+        elif event["type"] == "content_block_delta":
+            (text,) = [value for key, value in event["delta"].items() if key != "type"]
+            pieces[event["index"]].append(text)
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"]}
+    for block, texts in zip(message["content"], pieces, strict=True):
+        text = "".join(texts)
+        is_call = block["type"] == "tool_use"
+        block["input" if is_call else block["type"]] = json.loads(text) if is_call else text
+    assert isinstance(message, dict)
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    blocks = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
+    return {key: value for key, value in message.items() if key != "id"} | {"content": blocks}
+
+
+async def test_thinking_text_and_tool_use(server: Server) -> None:
+    answer = await ask(server, tools=[TOOL])
+    thinking, text, use = answer["content"]
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert text == {"type": "text", "text": "Hé!"}
+    assert use.pop("id").startswith("toolu_")
+    assert use == {"type": "tool_use", "name": "add", "input": {"x": 1}}
+    assert (answer["type"], answer["role"]) == ("message", "assistant")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
+    assert answer["usage"]["output_tokens"] == len(server.shards.script)
+    assert answer["usage"]["input_tokens"] == len("[add]<user>hi<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "sequence"),
+    [
+        ({"tools": [TOOL]}, "tool_use", None),
+        ({}, "end_turn", None),
+        ({"max_tokens": 20}, "max_tokens", None),
+        ({"stop_sequences": ["x", "!"]}, "stop_sequence", "!"),
+    ],
+)
+async def test_stop_reasons_and_streams(
+    server: Server, body: dict[str, Any], reason: str, sequence: str | None
+) -> None:
+    whole = await ask(server, **body)
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, sequence)
+    assert without_ids(accumulated(await ask_stream(server, **body))) == without_ids(whole)
+    if sequence:
+        assert whole["content"][-1]["text"] == "Hé"
+
+
+async def test_each_block_starts_and_stops(server: Server) -> None:
+    events = await ask_stream(server, tools=[TOOL])
+    bounds = [(e["type"], e["index"]) for e in events if e["type"].startswith("content_block_st")]
+    starts_and_stops = ("content_block_start", "content_block_stop")
+    assert bounds == [(name, index) for index in range(3) for name in starts_and_stops]
+
+
+async def test_count_tokens(server: Server) -> None:
+    body = {key: value for key, value in BODY.items() if key != "max_tokens"}
+    response = await server.client.post("/v1/messages/count_tokens", json=body | {"system": "s"})
+    assert response.json() == {"input_tokens": len("<system>s<user>hi<assistant>")}
+    usage = (await ask(server, system="s"))["usage"]
+    assert usage["input_tokens"] == response.json()["input_tokens"]
+
+
+async def test_failure_before_and_in_the_stream(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    async with server.client.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as stream:
+        lines = stream.aiter_lines()
+        assert await anext(lines) == "event: message_start"
+        server.shards.failure = GenerationError("Server error: late")
+        *_, name, last, _ = [line async for line in lines]
+    assert name == "event: error"
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["type"] == "api_error" and "late" in error["message"]
+    response = await server.client.post("/v1/messages", json=BODY)
+    assert response.status_code == 500 and response.json()["error"]["type"] == "api_error"
+    server.shards.failure = None
+
+
+async def test_keep_alive_is_a_ping(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.05)
+    server.shards.delay_s = 0.2
+    events = await ask_stream(server, max_tokens=2)
+    assert [event["type"] for event in events].count("ping") > 2
+
+
+async def test_client_that_leaves(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    async with server.client.stream("POST", "/v1/messages", json=BODY | {"stream": True}) as stream:
+        await anext(stream.aiter_lines())
+    await server.settle()
+    assert server.services.metrics.request_failure.value(err="dropped") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "words"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "`max_tokens`"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "`max_tokens`"),
+        ({"max_tokens": 5000}, 400, "invalid_request_error", "`max_tokens` must be <= 4096"),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "`stop_sequences.0`"),
+        ({"stop_sequences": list("abcde")}, 400, "invalid_request_error", "`stop_sequences`"),
+        ({"messages": []}, 400, "invalid_request_error", "`messages`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            400,
+            "invalid_request_error",
+            "`messages.0.content.0`: Blocks can be of type text",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", ""),
+        ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "no `tools`"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+            400,
+            "invalid_request_error",
+            "`thinking.budget_tokens`",
+        ),
+        ({"container": "c"}, 400, "invalid_request_error", "`container`"),
+        ({"model": "claude"}, 404, "not_found_error", "not served"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(
+    server: Server, body: dict[str, Any], status: int, kind: str, words: str, stream: bool
+) -> None:
+    response = await server.client.post("/v1/messages", json=BODY | {"stream": stream} | body)
+    assert response.status_code == status
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == kind
+    assert words in response.json()["error"]["message"]
+
+
+async def test_errors_of_the_framework(tmp_path: Path) -> None:
+    async with serve_chat(tmp_path, "x", api_key=("Key",), max_concurrent_requests=1) as server:
+        post = server.client.post
+        response = await post("/v1/messages", json=BODY)
+        assert (response.status_code, response.json()["error"]["type"]) == (
+            401,
+            "authentication_error",
+        )
+        headers = {"x-api-key": "Key"}
+        assert (await post("/v1/messages", json=BODY, headers=headers)).status_code == 200
+        response = await post("/v1/messages/nope", json=BODY, headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+        response = await server.client.get("/v1/messages", headers=headers)
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
+        response = await post("/v1/messages", content=b"x" * 3_000_000, headers=headers)
+        assert response.status_code == 415
+        large = {"content-type": "application/json", **headers}
+        response = await post("/v1/messages", content=b"x" * 3_000_000, headers=large)
+        assert response.json()["error"]["type"] == "request_too_large"
+        with server.services.infer._permits(1):
+            response = await post("/v1/messages", json=BODY, headers=headers)
+        assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+
+
+def conversation(**body: Any) -> Any:
+    return conversation_of(MessagesRequest.model_validate(BODY | body))
+
+
+def test_messages() -> None:
+    use = {"type": "tool_use", "id": "u1", "name": "add", "input": {"x": 1}}
+    result = {"type": "tool_result", "tool_use_id": "u1", "content": "2", "is_error": True}
+    text = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": None}]
+    messages = conversation(
+        system=text,
+        messages=[
+            {"role": "user", "content": "q"},
+            {"role": "user", "content": "r"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "text", "text": "wait"},
+                    use,
+                ],
+            },
+            {"role": "user", "content": [result, *text]},
+            {"role": "user", "content": [result | {"tool_use_id": "u2", "content": text}]},
+        ],
+    ).messages
+    system, user, turn, first, more, second = messages
+    assert system == {"role": "system", "content": "ab"}
+    assert user == {"role": "user", "content": "q\nr"}
+    assert (turn["content"], turn["reasoning_content"]) == ("wait", "hm")
+    assert turn["tool_calls"] == [
+        {"id": "u1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    ]
+    assert first == {
+        "role": "tool",
+        "tool_call_id": "u1",
+        "name": "add",
+        "content": "Error: 2",
+    }
+    assert more == {"role": "user", "content": "ab"}
+    assert second == {"role": "tool", "tool_call_id": "u2", "content": "Error: ab"}
+
+
+def test_no_blocks_are_no_text() -> None:
+    messages = conversation(messages=[{"role": "user", "content": []}]).messages
+    assert messages == ({"role": "user", "content": ""},)
+
+
+def test_parameters() -> None:
+    asked = conversation(temperature=0, top_k=3, stop_sequences=["x"]).parameters
+    assert (asked.do_sample, asked.top_k, asked.stop) == (False, None, ("x",))
+    asked = conversation(temperature=0.5, top_p=0.9, top_k=3).parameters
+    assert (asked.do_sample, asked.temperature, asked.top_k) == (True, 0.5, 3)
+    schema = {"format": {"type": "json_schema", "schema": {"type": "string"}}}
+    grammar = conversation(output_config=schema).parameters.grammar
+    assert grammar == Grammar("json_schema", '{"type":"string"}')
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "is_parallel"),
+    [
+        (None, "auto", True),
+        ({"type": "auto"}, "auto", True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", True),
+        ({"type": "tool", "name": "add", "disable_parallel_tool_use": True}, "add", False),
+    ],
+)
+def test_tool_choice(choice: dict[str, Any] | None, expected: str, is_parallel: bool) -> None:
+    asked = conversation(tools=[TOOL], tool_choice=choice)
+    assert (asked.tool_choice, asked.parallel_tool_calls) == (expected, is_parallel)
+
+
+def test_thinking_is_told_to_the_template() -> None:
+    assert conversation().template_kwargs == {}
+    asked = conversation(thinking={"type": "disabled"})
+    assert asked.template_kwargs == {"enable_thinking": False}
+    asked = conversation(thinking={"type": "adaptive"})
+    assert asked.template_kwargs == {"enable_thinking": True}
+    body = CountTokensRequest.model_validate({"model": "m", "messages": BODY["messages"]})
+    assert conversation_of(body).parameters.max_new_tokens is None

@@ -1,0 +1,413 @@
+"""POST /v1/chat/completions on a running server."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from text_generation_router.request import Grammar
+
+from router.tests.serving import EOS_ID, Server, script_of, serve
+
+PATH = "/v1/chat/completions"
+Json = dict[str, Any]
+
+# ChatML, with tools and reasoning as Qwen's models have them.
+TEMPLATE = """
+{%- if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Call as <tool_call>{"name": …, "arguments": …}</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if thinks %}<think>
+{% endif %}{% endif %}
+{#- </think> #}"""
+TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OTHER_TOOL: Json = {"type": "function", "function": {"name": "g"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    async with serve(tmp_path, "hé! ", model_id="org/model") as server:
+        yield server
+
+
+async def post(server: Server, **body: Any) -> httpx.Response:
+    return await server.client.post(
+        PATH, json={"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200} | body
+    )
+
+
+def chunks(response: httpx.Response) -> list[Json]:
+    """The events of a stream, which must end as it should."""
+    assert response.status_code == 200, response.text
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def joined(events: list[Json]) -> list[Json]:
+    """The choices that the chunks of a stream spell, as an answer has them; without ids."""
+    choices: dict[int, Json] = {}
+    for chunk in (chunk for event in events for chunk in event["choices"]):
+        new = {"index": chunk["index"], "message": {"content": None, "refusal": None}}
+        choice = choices.setdefault(chunk["index"], new | {"logprobs": None})
+        assert "finish_reason" not in choice
+        delta, message = chunk["delta"], choice["message"]
+        message |= {"role": delta["role"]} if "role" in delta else {}
+        for name in ("content", "reasoning_content"):
+            if delta.get(name) is not None:
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            calls = message.setdefault("tool_calls", [])
+            if call["index"] == len(calls):
+                assert call.pop("id") and call.pop("index") == len(calls)
+                calls.append(call)
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        if chunk["logprobs"] is not None:
+            logprobs = choice["logprobs"] or {"content": [], "refusal": None}
+            choice["logprobs"] = logprobs
+            logprobs["content"] += chunk["logprobs"]["content"]
+        if chunk["finish_reason"] is not None:
+            choice["finish_reason"] = chunk["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
+
+
+def without_ids(answer: Json) -> list[Json]:
+    for choice in answer["choices"]:
+        for call in choice["message"].get("tool_calls", ()):
+            assert len(call.pop("id")) == 9
+    choices = answer["choices"]
+    assert isinstance(choices, list)
+    return choices
+
+
+async def both(server: Server, **body: Any) -> list[Json]:
+    """The choices, which must be the same streamed and whole."""
+    whole = await post(server, **body)
+    assert whole.status_code == 200, whole.text
+    choices = without_ids(whole.json())
+    assert joined(chunks(await post(server, **body, stream=True))) == choices
+    return choices
+
+
+def last_prompt(server: Server) -> str:
+    """What the shards were given last."""
+    entries = server.shards._entries
+    ids = entries[max(entries)].request.input_ids
+    return b"".join(map(server.services.tokenizer.token_bytes, ids)).decode()
+
+
+def writes(server: Server, text: str) -> None:
+    server.shards.script = [*script_of(text), EOS_ID]
+
+
+async def test_answer(server: Server) -> None:
+    response = await post(server, max_tokens=4)
+    answer = response.json()
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").endswith("-native")
+    prompt_tokens = len("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert answer == {
+        "object": "chat.completion",
+        "model": "org/model",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hé!", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 4,
+            "total_tokens": prompt_tokens + 4,
+        },
+    }
+    assert response.headers["x-compute-type"] == "1-cpu"
+    assert response.headers["x-prompt-tokens"] == str(prompt_tokens)
+
+
+async def test_stream(server: Server) -> None:
+    body = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    response = await post(server, **body)
+    assert response.headers["content-type"] == "text/event-stream"
+    events = chunks(response)
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+    assert [event["choices"] for event in events] == [
+        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+        for delta, reason in (
+            ({"role": "assistant", "content": ""}, None),
+            ({"content": "h"}, None),
+            ({"content": "é"}, None),
+            ({}, "length"),
+        )
+    ] + [[]]
+    assert [event["usage"] for event in events[:-1]] == [None] * 4
+    assert events[-1]["usage"]["completion_tokens"] == 3
+
+
+async def test_sequences(server: Server) -> None:
+    writes(server, "a!")
+    choices = await both(server, n=3, seed=1)
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert {choice["message"]["content"] for choice in choices} == {"a!"}
+    usage = (await post(server, n=3)).json()["usage"]
+    assert usage["completion_tokens"] == 9
+    assert usage["prompt_tokens"] == len(last_prompt(server))
+
+
+async def test_stop_is_left_out(server: Server) -> None:
+    for stop in ("!", ["!", "x"]):
+        [choice] = await both(server, stop=stop)
+        assert choice["message"]["content"] == "hé"
+        assert choice["finish_reason"] == "stop"
+
+
+async def test_length(server: Server, tmp_path: Path) -> None:
+    for body in ({"max_tokens": 2}, {"max_tokens": 9, "max_completion_tokens": 2}):
+        answer = (await post(server, **body)).json()
+        assert answer["usage"]["completion_tokens"] == 2
+    async with serve(tmp_path, max_total_tokens=80) as small:
+        usage = (await post(small, max_tokens=None)).json()["usage"]
+        assert usage["total_tokens"] == 80
+
+
+async def test_logprobs(server: Server) -> None:
+    [choice] = await both(server, max_tokens=3, logprobs=True, top_logprobs=1)
+    top = [{"token": "!", "logprob": -0.5, "bytes": [33]}]
+    assert choice["logprobs"]["content"] == [
+        {"token": "h", "logprob": -0.1, "bytes": [104], "top_logprobs": top},
+        {"token": "\ufffd", "logprob": -0.2, "bytes": [0xC3], "top_logprobs": top},
+        {"token": "\ufffd", "logprob": -0.3, "bytes": [0xA9], "top_logprobs": top},
+    ]
+    writes(server, "hm</think>a<b" + CALL)
+    kwargs = {"chat_template_kwargs": {"thinks": True}}
+    [choice] = await both(server, logprobs=True, tools=[TOOL], **kwargs)
+    assert choice["message"]["content"] == "a<b"
+    assert [one["token"] for one in choice["logprobs"]["content"]] == ["a", "<", "b"]
+
+
+async def test_reasoning(server: Server) -> None:
+    writes(server, "<think>hm</think>\n\nyes")
+    [choice] = await both(server)
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["content"] == "yes"
+    writes(server, "hm</think>yes")
+    kwargs = {"chat_template_kwargs": {"thinks": True}}
+    [choice] = await both(server, **kwargs)
+    assert choice["message"]["reasoning_content"] == "hm"
+    # What has to be JSON is the answer, whatever the prompt has opened.
+    writes(server, "{}")
+    [choice] = await both(server, response_format={"type": "json_object"}, **kwargs)
+    assert choice["message"] == {"role": "assistant", "content": "{}", "refusal": None}
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_told", "is_bound"),
+    [
+        ("auto", True, True),
+        (None, True, True),
+        ("required", True, True),
+        ("f", True, True),
+        ({"type": "function", "function": {"name": "f"}}, True, True),
+        ({"function": {"name": "f"}}, True, True),
+        ("none", False, False),
+    ],
+)
+async def test_tools(server: Server, choice: Any, is_told: bool, is_bound: bool) -> None:
+    writes(server, CALL)
+    body = {"tools": [TOOL, OTHER_TOOL], "tool_choice": choice}
+    [answer] = await both(server, **body)
+    assert ('"name": "f"' in last_prompt(server)) == is_told
+    assert bool(server.shards.grammars) == is_bound
+    if is_bound:
+        assert answer["message"]["content"] is None
+        assert answer["message"]["tool_calls"] == [
+            {"type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+        ]
+        assert answer["finish_reason"] == "tool_calls"
+    else:
+        assert answer["message"]["content"] == CALL
+        assert answer["finish_reason"] == "stop"
+
+
+async def test_parallel_tools_with_text_before(server: Server) -> None:
+    writes(server, "Let me see.\n" + CALL + "\n" + CALL)
+    [choice] = await both(server, tools=[TOOL])
+    assert choice["message"]["content"] == "Let me see."
+    assert len(choice["message"]["tool_calls"]) == 2
+    events = chunks(await post(server, tools=[TOOL], stream=True))
+    deltas = [e["choices"][0]["delta"] for e in events if "tool_calls" in e["choices"][0]["delta"]]
+    starts = [delta["tool_calls"][0] for delta in deltas if "id" in delta["tool_calls"][0]]
+    assert [(start["index"], start["function"]) for start in starts] == [
+        (0, {"name": "f", "arguments": ""}),
+        (1, {"name": "f", "arguments": ""}),
+    ]
+    assert starts[0]["id"] != starts[1]["id"]
+    [choice] = await both(server, tools=[TOOL], max_tokens=60)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"x": "é'
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Grammar("json_schema", '{"type":"object"}')),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}},
+            Grammar("json_schema", '{"type":"string"}'),
+        ),
+        (
+            {"type": "json_schema", "value": {"schema": {"type": "string"}}},
+            Grammar("json_schema", '{"type":"string"}'),
+        ),
+        ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
+    ],
+)
+async def test_response_format(server: Server, given: Any, grammar: Grammar | None) -> None:
+    asked = []
+
+    async def validate(parameters: Any) -> Any:
+        asked.append(parameters.grammar)
+        return await validation.validate(parameters)
+
+    validation = server.services.infer._validation
+    server.services.infer._validation = type("Spy", (), {"validate": staticmethod(validate)})()
+    response = await post(server, response_format=given, tools=[TOOL], tool_choice="none")
+    assert response.status_code == 200
+    assert asked == [grammar]
+
+
+async def test_messages(server: Server) -> None:
+    call = {"id": "123456789", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "developer", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "123456789"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]},
+        {"role": "user", "content": "é", "name": "Ann"},
+    ]
+    assert (await post(server, messages=messages)).status_code == 200
+    assert last_prompt(server) == (
+        "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\nNo<|im_end|>\n"
+        "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_the_assistants_last_message_goes_on(server: Server) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    await post(server, messages=messages)
+    assert last_prompt(server).endswith("<|im_start|>assistant\nb")
+
+
+async def test_tool_prompt(server: Server) -> None:
+    await post(server, tool_prompt="Use f!", tools=[TOOL])
+    assert "Hi\n---\nUse f!<|im_end|>" in last_prompt(server)
+    await post(server, tool_prompt="Use f!")
+    assert "Use f!" not in last_prompt(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role", "required"),
+        ({"messages": [{"role": "user"}]}, "messages.0", "`content`"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0",
+            "reads text only",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0",
+            "needs a string `text`",
+        ),
+        ({"top_logprobs": 1}, "top_logprobs", "needs `logprobs`"),
+        ({"top_logprobs": 6, "logprobs": True}, "top_logprobs", "<= 5 (--max-top-n-tokens)"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
+        ({"max_tokens": 0}, "max_tokens", "strictly positive"),
+        ({"max_tokens": 5000}, "messages", "must be <= 4096"),
+        ({"n": 129}, "n", "128"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "function"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no `tools`"),
+        ({"tool_choice": "h", "tools": [TOOL]}, "tool_choice", "Tool with name h not found"),
+        ({"tools": [TOOL, TOOL]}, "tools", "same name"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type", "function"),
+        ({"tools": [{"function": {"name": "none"}}]}, "tools.0", "none"),
+        (
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "response_format",
+            "mutually exclusive",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format", "xml"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "`self`"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+        ({"audio": {}}, "audio", "not supported"),
+        ({"functions": [{}]}, "functions", "not supported"),
+        ({"store": True}, "store", "not supported"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+    ],
+)
+async def test_refused(server: Server, body: Json, param: str | None, words: str) -> None:
+    for stream in (False, True):
+        response = await post(server, **body, stream=stream)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert words in error["message"]
+
+
+async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
+    body = {"store": False, "modalities": ["text"], "service_tier": "auto", "functions": []}
+    names = ("tools", "tool_choice", "n", "stop", "stream", "logprobs", "user", "response_format")
+    assert (await post(server, **body, **dict.fromkeys(names), unknown=1)).status_code == 200
+    for name in ("tgi", "dummy", "", "model", "org/model"):
+        assert (await post(server, model=name)).status_code == 200
+
+
+async def test_no_template(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
+        response = await post(server)
+        assert response.status_code == 400
+        assert "template not found" in response.json()["error"]["message"]
+        assert server.services.metrics.request_failure.value(err="validation") == 1
+
+
+async def test_broken_template(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No, thanks') }}")
+    async with serve(tmp_path) as server:
+        error = (await post(server)).json()["error"]
+        assert error["message"] == "Template error: No, thanks"
+
+
+async def test_client_that_leaves_ends_the_generation(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    body = {"messages": [{"role": "user", "content": "a"}], "n": 2}
+    async with server.client.stream("POST", PATH, json=body | {"stream": True}) as response:
+        await anext(response.aiter_lines())
+    await server.settle()
+    with pytest.raises(httpx.ReadTimeout):
+        await server.client.post(PATH, json=body, timeout=0.2)
+    await server.settle()

@@ -1,0 +1,245 @@
+"""POST /v1/completions on a running server."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
+
+PATH = "/v1/completions"
+Json = dict[str, Any]
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path, "hé! ", model_id="org/model") as server:
+        yield server
+
+
+async def post(server: Server, **body: Any) -> httpx.Response:
+    return await server.client.post(PATH, json={"prompt": "ab"} | body)
+
+
+def chunks(response: httpx.Response) -> list[Json]:
+    """The events of a stream, which must end as it should."""
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def joined(events: list[Json]) -> dict[int, str]:
+    """The text of each choice."""
+    texts: dict[int, str] = {}
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+async def test_answer(server: Server) -> None:
+    response = await post(server, model="tgi", max_tokens=4)
+    answer = response.json()
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").endswith("-native")
+    assert answer == {
+        "object": "text_completion",
+        "model": "org/model",
+        "choices": [{"text": "hé!", "index": 0, "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+    }
+    assert response.headers["x-compute-type"] == "1-cpu"
+    assert response.headers["x-compute-characters"] == "2"
+    assert response.headers["x-generated-tokens"] == "4"
+
+
+async def test_stream(server: Server) -> None:
+    options = {"include_usage": True}
+    response = await post(server, max_tokens=4, stream=True, stream_options=options)
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["x-compute-type"] == "1-cpu"
+    events = chunks(response)
+    assert len({event["id"] for event in events}) == 1
+    assert [event["choices"] for event in events] == [
+        [{"text": "h", "index": 0, "logprobs": None, "finish_reason": None}],
+        [{"text": "é", "index": 0, "logprobs": None, "finish_reason": None}],
+        [{"text": "!", "index": 0, "logprobs": None, "finish_reason": None}],
+        [{"text": "", "index": 0, "logprobs": None, "finish_reason": "length"}],
+        [],
+    ]
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert [event["usage"] for event in events] == [None, None, None, None, usage]
+    assert "usage" not in chunks(await post(server, stream=True))[0]
+
+
+async def test_default_length_is_16_and_null_is_to_the_end(tmp_path: Path) -> None:
+    async with serve(tmp_path, max_total_tokens=40) as server:
+        for body, num in (({}, 16), ({"max_tokens": None}, 37), ({"max_tokens": 1}, 1)):
+            usage = (await post(server, **body)).json()["usage"]
+            assert usage["completion_tokens"] == num
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts", "prompt_tokens"),
+    [
+        (["ab"], 1, 3),
+        (["ab", "c"], 2, 5),
+        (script_of("ab"), 1, 2),
+        ([script_of("ab"), script_of("c")], 2, 3),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts(
+    server: Server, prompt: Any, num_prompts: int, prompt_tokens: int, stream: bool
+) -> None:
+    body = {"prompt": prompt, "max_tokens": 2, "n": 2, "stream": stream}
+    response = await post(server, **body, stream_options={"include_usage": True}, echo=True)
+    texts = ["abh\ufffd", "abh\ufffd", "ch\ufffd", "ch\ufffd"][: 2 * num_prompts]
+    if stream:
+        events = chunks(response)
+        assert joined(events) == dict(enumerate(texts))
+        usage = events[-1]["usage"]
+    else:
+        assert [choice["text"] for choice in response.json()["choices"]] == texts
+        assert [c["index"] for c in response.json()["choices"]] == list(range(2 * num_prompts))
+        usage = response.json()["usage"]
+    assert usage["prompt_tokens"] == prompt_tokens
+    assert usage["completion_tokens"] == 4 * num_prompts
+
+
+async def test_a_choice_that_ends_early_does_not_wait(server: Server) -> None:
+    server.shards.script = [*script_of("hey"), EOS_ID]
+    events = chunks(await post(server, prompt=["a", "b"], max_tokens=3, stream=True, stop=["y"]))
+    assert joined(events) == {0: "he", 1: "he"}
+    reasons = [event["choices"][0]["finish_reason"] for event in events]
+    assert reasons.count("stop") == 2
+
+
+async def test_stop_strings_are_left_out(server: Server) -> None:
+    for stop in ("!", ["x", "!"]):
+        choice = (await post(server, stop=stop)).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("hé", "stop")
+    assert joined(chunks(await post(server, stop="é! h", stream=True))) == {0: "h"}
+
+
+async def test_logprobs(server: Server) -> None:
+    body = {"max_tokens": 4, "logprobs": 1, "echo": True, "stop": "!"}
+    choice = (await post(server, **body)).json()["choices"][0]
+    assert choice["text"] == "abhé"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "h", "bytes:\\xc3", "bytes:\\xa9"],
+        "token_logprobs": [-0.25, -0.25, -0.1, -0.2, -0.3],
+        "top_logprobs": [
+            None,
+            None,
+            {"!": -0.5, "h": -0.1},
+            {"!": -0.5, "bytes:\\xc3": -0.2},
+            {"!": -0.5, "bytes:\\xa9": -0.3},
+        ],
+        "text_offset": [0, 1, 2, 3, 3],
+    }
+    choice = (await post(server, prompt=[BOS_ID], max_tokens=1, logprobs=0, echo=True)).json()
+    assert choice["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.1]
+    assert choice["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+async def test_streamed_logprobs_are_those_of_the_answer(server: Server) -> None:
+    body = {"max_tokens": 9, "logprobs": 2, "stop": ["! hx"]}
+    whole = (await post(server, **body)).json()["choices"][0]["logprobs"]
+    parts = [e["choices"][0]["logprobs"] for e in chunks(await post(server, **body, stream=True))]
+    for key, values in whole.items():
+        assert [value for part in parts if part for value in part[key]] == values
+
+
+async def test_prompt_only(server: Server) -> None:
+    answer = (await post(server, max_tokens=0, echo=True, logprobs=1)).json()
+    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.25, -0.25]
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+
+
+async def test_best_of_counts_all_it_generated(server: Server) -> None:
+    answer = (await post(server, max_tokens=2, best_of=2, n=1)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0]
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+async def test_temperature_0_is_greedy(server: Server) -> None:
+    metrics = server.services.metrics
+    for body in ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"top_p": 0}, {"temperature": 1}):
+        assert (await post(server, **body, seed=-1)).status_code == 200
+    assert metrics.request_count.value() == metrics.request_success.value() == 3
+
+
+async def test_null_is_the_default(server: Server) -> None:
+    names = (
+        *("model", "frequency_penalty", "presence_penalty", "logit_bias", "n", "seed", "stop"),
+        *("stream", "stream_options", "temperature", "top_p", "repetition_penalty", "top_k"),
+        *("typical_p", "echo", "logprobs", "best_of", "suffix", "user"),
+    )
+    plain = (await post(server)).json()
+    for given in (dict.fromkeys(names), {"top_k": -1, "typical_p": 1, "top_p": 1, "n": 1}):
+        assert (await post(server, **given)).json()["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt": None}, "prompt", "string"),
+        ({"prompt": []}, "prompt", "Empty array detected"),
+        ({"prompt": [[]]}, "prompt", "cannot be empty"),
+        ({"prompt": ""}, "prompt", "cannot be empty"),
+        ({"prompt": ["a", 1]}, "prompt.1", "string"),
+        ({"prompt": ["a", ""]}, "prompt", "cannot be empty"),
+        ({"prompt": [258]}, "prompt", "vocabulary"),
+        ({"prompt": [2**32 - 1]}, "prompt", "vocabulary"),
+        ({"prompt": ["a"] * 5}, "prompt", "maximum allowed batch size of 4"),
+        ({"suffix": "x"}, "suffix", "Suffix is not supported"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 128, "prompt": ["a", "b"]}, "n", "at most 128"),
+        ({"n": 2, "best_of": 1}, "best_of", "must be >= `n`, which is 2"),
+        ({"best_of": 3, "n": 3}, "best_of", "must be <= 2 (--max-best-of)"),
+        ({"best_of": 2, "stream": True}, "best_of", "`stream`"),
+        ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"logprobs": 1, "echo": True, "stream": True}, "logprobs", "streamed"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 5000}, "prompt", "must be <= 4096"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"258": 1}}, "logit_bias", "token ids below 258"),
+        ({"stop": ["a"] * 5}, "stop", "up to 4"),
+        ({"stop": ["a", ""]}, "stop", "empty"),
+        ({"seed": 2**64}, "seed", "integer"),
+    ],
+)
+async def test_refused(server: Server, body: Json, param: str, words: str) -> None:
+    for stream in (False, True):
+        response = await post(server, **({"stream": stream} | body))
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert words in error["message"]
+
+
+async def test_logprobs_over_the_limit(tmp_path: Path) -> None:
+    async with serve(tmp_path, max_top_n_tokens=2) as server:
+        error = (await post(server, logprobs=3)).json()["error"]
+        assert error["message"] == "`logprobs` must be >= 0 and <= 2. Given: 3"
+
+
+async def test_client_that_leaves_ends_the_generation(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    body = {"prompt": ["a", "b"], "max_tokens": 3000, "n": 2, "stream": True}
+    async with server.client.stream("POST", PATH, json=body) as response:
+        await anext(response.aiter_lines())
+    await server.settle()
+    with pytest.raises(httpx.ReadTimeout):
+        await server.client.post(PATH, json=body | {"stream": False}, timeout=0.2)
+    await server.settle()

@@ -1,0 +1,211 @@
+"""Errors of OpenAI's routes: status, body, and where they must not change TGI's."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.api.openai.errors import describe, shape_complaint
+from text_generation_router.errors import (
+    ContextLengthError,
+    GenerationError,
+    IncompleteGenerationError,
+    OverloadedError,
+    RouterError,
+    TemplateError,
+    ValidationError,
+)
+
+from router.tests.serving import Server, serve
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "detail"),
+    [
+        (
+            ContextLengthError("`inputs` must have less than 5 tokens. Given: 6"),
+            400,
+            {
+                "message": "`messages` must have less than 5 tokens. Given: 6",
+                "type": "invalid_request_error",
+                "param": "messages",
+                "code": "context_length_exceeded",
+            },
+        ),
+        (
+            ValidationError("`stop` supports up to 4 stop sequences. Given: 5"),
+            400,
+            {
+                "message": "`stop` supports up to 4 stop sequences. Given: 5",
+                "type": "invalid_request_error",
+                "param": "stop",
+                "code": None,
+            },
+        ),
+        (
+            TemplateError("no"),
+            400,
+            {
+                "message": "Template error: no",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            },
+        ),
+        (
+            OverloadedError(),
+            429,
+            {
+                "message": "Model is overloaded",
+                "type": "rate_limit_error",
+                "param": None,
+                "code": "rate_limit_exceeded",
+            },
+        ),
+        (
+            GenerationError("out of memory"),
+            500,
+            {
+                "message": "Request failed during generation: out of memory",
+                "type": "server_error",
+                "param": None,
+                "code": None,
+            },
+        ),
+        (
+            IncompleteGenerationError(),
+            500,
+            {
+                "message": "Incomplete generation",
+                "type": "server_error",
+                "param": None,
+                "code": None,
+            },
+        ),
+    ],
+)
+def test_router_errors(error: RouterError, status: int, detail: dict[str, Any]) -> None:
+    assert describe(error, CHAT) == (status, detail)
+
+
+def test_the_form_that_fits_furthest_is_complained_about() -> None:
+    body = {"content": [{"text": 5}]}
+    errors = [
+        {"loc": ("body", "content", "str"), "type": "string_type", "msg": "A", "input": []},
+        {
+            "loc": ("body", "content", "list[Part]", 0, "text"),
+            "type": "string_type",
+            "msg": "B",
+            "input": 5,
+        },
+    ]
+    told = ("`content.0.text`: B. Given: 5", "content.0.text")
+    assert shape_complaint(errors, body) == told
+    missing = {"loc": ("body", "prompt"), "type": "missing", "msg": "Field required", "input": {}}
+    assert shape_complaint([missing], {}) == ("`prompt`: Field required", "prompt")
+    whole = {"loc": ("body",), "type": "dict_type", "msg": "C", "input": "é" * 99}
+    sentence, param = shape_complaint([whole], "é" * 99)
+    assert param is None and sentence.endswith("é…")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "content_type", "status", "code"),
+    [
+        ("POST", CHAT, b"{", "application/json", 400, None),
+        ("POST", CHAT, b"{}", "application/json", 400, None),
+        ("POST", CHAT, b"{}", "text/plain", 415, None),
+        ("POST", CHAT, b'"' + b"a" * 2_000_000 + b'"', "application/json", 413, None),
+        ("POST", CHAT, b'{"temperature": 1e999}', "application/json", 400, None),
+        ("GET", "/v1/completions", b"", "application/json", 405, None),
+        ("GET", "/v1/nope", b"", "application/json", 404, "unknown_url"),
+    ],
+)
+async def test_framework_errors(
+    server: Server,
+    method: str,
+    path: str,
+    content: bytes,
+    content_type: str,
+    status: int,
+    code: str | None,
+) -> None:
+    headers = {"content-type": content_type}
+    response = await server.client.request(method, path, content=content, headers=headers)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert error["message"]
+    assert status != 405 or response.headers["allow"] == "POST"
+
+
+async def test_api_key(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("key",)) as server:
+        for method, path in (("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models")):
+            response = await server.client.request(method, path, json={})
+            assert response.status_code == 401
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        headers = {"authorization": "Bearer key"}
+        assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_bug(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.services.batcher, "submit_many", None)
+    response = await server.client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+
+
+async def test_failure_after_the_first_chunk_is_an_event(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    body = {"prompt": "a", "stream": True, "max_tokens": 1000}
+    async with server.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        assert "error" not in await anext(lines)
+        server.shards.failure = GenerationError("late")
+        rest = [line async for line in lines if line]
+    assert rest[-2] == (
+        'data: {"error":{"message":"Request failed during generation: late",'
+        '"type":"server_error","param":null,"code":null}}'
+    )
+    assert rest[-1] == "data: [DONE]"
+    server.shards.failure = None
+
+
+async def test_failure_before_the_first_chunk_is_a_status(server: Server) -> None:
+    server.shards.failure = GenerationError("early")
+    body = {"prompt": "a", "stream": True}
+    response = await server.client.post("/v1/completions", json=body)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "Request failed during generation: early"
+    server.shards.failure = None
+
+
+async def test_models(server: Server) -> None:
+    served = server.services.config.served_model_id
+    model = {"id": served, "object": "model", "created": 0, "owned_by": served}
+    assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [model]}
+    for name in (served, Path(served).name, "tgi"):
+        assert (await server.client.get(f"/v1/models/{name}")).json() == model
+    response = await server.client.get("/v1/models/gpt-4")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+async def test_a_model_that_is_not_served(server: Server, path: str) -> None:
+    body = {"model": "gpt-4", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    response = await server.client.post(path, json=body)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")

@@ -1,0 +1,263 @@
+"""OpenAI's /v1/responses: items, events, refusals, and that streamed and whole answers are one."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.api.responses_input import conversation_of
+from text_generation_router.api.responses_schemas import ResponsesRequest
+from text_generation_router.errors import GenerationError
+from text_generation_router.request import Grammar
+
+from router.tests.chats import CALL, named_events, serve_chat
+from router.tests.serving import Server
+
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+TEXT = f"<think>hm</think>Hé!{CALL}"
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve_chat(tmp_path, TEXT) as server:
+        yield server
+
+
+async def ask(server: Server, **body: Any) -> dict[str, Any]:
+    response = await server.client.post("/v1/responses", json={"input": "hi", **body})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert isinstance(answer, dict)
+    return answer
+
+
+async def ask_stream(server: Server, **body: Any) -> list[dict[str, Any]]:
+    response = await server.client.post(
+        "/v1/responses", json={"input": "hi", "stream": True} | body
+    )
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/event-stream"
+    events = named_events(response.text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def without_ids(value: Any) -> Any:
+    """The same without what is new in every answer."""
+    if isinstance(value, dict):
+        volatile = {"id", "item_id", "call_id", "created_at", "completed_at", "sequence_number"}
+        return {key: without_ids(part) for key, part in value.items() if key not in volatile}
+    return [without_ids(part) for part in value] if isinstance(value, list) else value
+
+
+async def test_reasoning_text_and_call(server: Server) -> None:
+    answer = await ask(server, tools=[TOOL], metadata={"a": "b"}, temperature=0)
+    reasoning, message, call = answer["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert without_ids(message) == {
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "Hé!", "annotations": [], "logprobs": []}],
+    }
+    assert (call["type"], call["name"]) == ("function_call", "add")
+    assert json.loads(call["arguments"]) == {"x": 1}
+    prefixes = [item["id"].partition("_")[0] for item in answer["output"]]
+    assert prefixes == ["rs", "msg", "fc"] and call["call_id"].startswith("call_")
+    assert (answer["status"], answer["incomplete_details"]) == ("completed", None)
+    assert (answer["metadata"], answer["temperature"], answer["top_p"]) == ({"a": "b"}, 0, 1)
+    assert answer["store"] is False and answer["model"] == server.services.config.served_model_id
+    usage = answer["usage"]
+    assert usage["output_tokens"] == len(server.shards.script)
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert 0 < usage["output_tokens_details"]["reasoning_tokens"] < usage["output_tokens"]
+
+
+async def test_stream_and_whole_answer_are_one(server: Server) -> None:
+    for body in ({"tools": [TOOL]}, {}, {"max_output_tokens": 9}, {"tools": [TOOL]} | LOGPROBS):
+        events = await ask_stream(server, **body)
+        whole = await ask(server, **body)
+        assert without_ids(events[-1]["response"]) == without_ids(whole)
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert done == events[-1]["response"]["output"]
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+
+
+async def test_events(server: Server) -> None:
+    events = await ask_stream(server, tools=[TOOL])
+    names = [event["type"].removeprefix("response.") for event in events]
+    distinct = [n for place, n in enumerate(names) if place == 0 or names[place - 1] != n]
+    assert distinct == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done", "completed"),
+    ]
+    for name, field in (("output_text", "text"), ("function_call_arguments", "arguments")):
+        deltas = [e["delta"] for e in events if e["type"] == f"response.{name}.delta"]
+        (done,) = [e for e in events if e["type"] == f"response.{name}.done"]
+        assert "".join(deltas) == done[field] and len(deltas) > 1
+        item = events[-1]["response"]["output"][done["output_index"]]
+        assert item["id"] == done["item_id"]
+
+
+async def test_two_calls_are_two_items(server: Server, tmp_path: Path) -> None:
+    async with serve_chat(tmp_path, f"{CALL}\n{CALL}") as other:
+        output = (await ask(other, tools=[TOOL]))["output"]
+    assert [item["type"] for item in output] == ["function_call", "function_call"]
+    assert output[0]["call_id"] != output[1]["call_id"]
+
+
+async def test_logprobs(server: Server) -> None:
+    message = (await ask(server, **LOGPROBS))["output"][1]
+    logprobs = message["content"][0]["logprobs"]
+    assert "".join(one["token"] for one in logprobs if one["token"] != "\ufffd").startswith("H!")
+    assert [len(one["top_logprobs"]) for one in logprobs] == [1] * len(logprobs)
+
+
+async def test_cut_off(server: Server) -> None:
+    answer = await ask(server, max_output_tokens=9)
+    assert answer["status"] == "incomplete"
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert answer["output"][-1]["status"] == "incomplete"
+    events = await ask_stream(server, max_output_tokens=9)
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_nothing_written_is_an_empty_message(tmp_path: Path) -> None:
+    async with serve_chat(tmp_path, "x") as server:
+        server.shards.script = server.shards.script[-1:]
+        (message,) = (await ask(server))["output"]
+        assert message["content"][0]["text"] == ""
+
+
+async def test_failure_before_and_in_the_stream(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    stream = server.client.stream("POST", "/v1/responses", json={"input": "hi", "stream": True})
+    async with stream as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == "event: response.created"
+        server.shards.failure = GenerationError("Server error: late")
+        *_, last, _ = [line async for line in lines]
+    failed = json.loads(last.removeprefix("data: "))
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert "late" in failed["response"]["error"]["message"]
+    response = await server.client.post("/v1/responses", json={"input": "hi"})
+    assert response.status_code == 500
+    server.shards.failure = None
+
+
+async def test_client_that_leaves(server: Server) -> None:
+    server.shards.delay_s = 0.01
+    stream = server.client.stream("POST", "/v1/responses", json={"input": "hi", "stream": True})
+    async with stream as response:
+        await anext(response.aiter_lines())
+    await server.settle()
+    assert server.services.metrics.request_failure.value(err="dropped") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "words"),
+    [
+        ({"input": []}, 400, "input", "at least one item"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, 400, "input", "besides reasoning"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, 400, "input.0", "Items can be"),
+        ({"previous_response_id": "r"}, 400, "previous_response_id", "nothing is stored"),
+        ({"conversation": "c"}, 400, "conversation", "nothing is stored"),
+        ({"store": True}, 400, "store", "not supported"),
+        ({"background": True}, 400, "background", "not supported"),
+        ({"service_tier": "flex"}, 400, "service_tier", "not supported"),
+        ({"text": {"verbosity": "low"}}, 400, "text.verbosity", "not supported"),
+        ({"top_logprobs": 1}, 400, "top_logprobs", "needs message.output_text.logprobs"),
+        ({"truncation": "auto"}, 400, "truncation", "not supported"),
+        ({"include": ["file_search_call.results"]}, 400, "include", "can only name"),
+        ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort", "not supported"),
+        ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata", "at most 16"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type", "function"),
+        ({"tools": [TOOL | {"name": "auto"}]}, 400, "tools.0.name", "can not be called"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "no `tools`"),
+        ({"max_output_tokens": 5000}, 400, "input", "`max_output_tokens` must be <= 4096"),
+        ({"model": "other"}, 404, "model", "not served"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(
+    server: Server, body: dict[str, Any], status: int, param: str, words: str, stream: bool
+) -> None:
+    response = await server.client.post(
+        "/v1/responses", json={"input": "hi", "stream": stream} | body
+    )
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+
+
+def conversation(**body: Any) -> Any:
+    return conversation_of(ResponsesRequest.model_validate({"input": "hi"} | body))
+
+
+def test_system_messages_in_front_are_one() -> None:
+    messages = conversation(
+        instructions="a",
+        input=[
+            {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+            {"role": "user", "content": "c"},
+            {"role": "developer", "content": "d"},
+        ],
+    ).messages
+    assert messages == (
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "d"},
+    )
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"x": 1}'}
+    messages = conversation(
+        input=[
+            {"role": "user", "content": "q"},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "wait"}]},
+            call,
+            call | {"call_id": "c2", "arguments": "oops"},
+            {"type": "function_call_output", "call_id": "c1", "output": "2"},
+            {"type": "reasoning", "id": "s", "summary": []},
+            {"type": "message", "role": "assistant", "content": "two"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        ]
+    ).messages
+    user, turn, result, two, no = messages
+    assert user == {"role": "user", "content": "q"}
+    assert (turn["content"], turn["reasoning_content"]) == ("wait", "hm")
+    assert [c["function"]["arguments"] for c in turn["tool_calls"]] == [{"x": 1}, "oops"]
+    assert result == {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
+    assert (two["content"], no["content"]) == ("two", "no")
+
+
+def test_parameters() -> None:
+    asked = conversation(temperature=0, top_p=0.5, max_output_tokens=7).parameters
+    assert (asked.do_sample, asked.temperature, asked.top_p) == (False, None, None)
+    assert asked.max_new_tokens == 7 and asked.top_n_tokens is None
+    asked = conversation(top_p=1).parameters
+    assert (asked.do_sample, asked.temperature, asked.top_p) == (True, None, None)
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "string"}}
+    grammar = conversation(text={"format": schema}).parameters.grammar
+    assert grammar == Grammar("json_schema", '{"type":"string"}')
+    grammar = conversation(text={"format": {"type": "json_object"}}).parameters.grammar
+    assert grammar == Grammar("json_schema", '{"type":"object"}')
+    assert conversation(text={"format": {"type": "text"}}).parameters.grammar is None
+
+
+def test_tools() -> None:
+    chosen = {"type": "function", "name": "add"}
+    asked = conversation(tools=[TOOL], tool_choice=chosen, parallel_tool_calls=False)
+    assert (asked.tool_choice, asked.parallel_tool_calls) == ("add", False)
+    assert [(tool.name, tool.strict) for tool in asked.tools] == [("add", False)]

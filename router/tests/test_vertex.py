@@ -1,0 +1,97 @@
+"""/vertex and the paths that Vertex AI names."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.errors import GenerationError
+
+from router.tests.chats import CALL, serve_chat
+from router.tests.serving import Server
+
+PREDICT = "/v1/endpoints/1/deployedModels/2:predict"
+CHAT = {"messages": [{"role": "user", "content": "q"}]}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve_chat(
+        tmp_path, f"hé{CALL}", aip_predict_route=PREDICT, aip_health_route="/generate"
+    ) as server:
+        yield server
+
+
+def instance(**parameters: object) -> dict[str, Any]:
+    return {"inputs": "n", "parameters": {"max_new_tokens": 3, **parameters}}
+
+
+@pytest.mark.parametrize("path", ["/vertex", PREDICT])
+async def test_predictions_in_order(server: Server, path: str) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    instances = [
+        instance(),
+        CHAT | {"tools": tools},
+        instance(return_full_text=True, max_new_tokens=1),
+        instance(stop=["h"]),
+    ]
+    response = await server.client.post(path, json={"instances": instances})
+    assert response.status_code == 200
+    assert response.json() == {"predictions": ["hé", f"hé{CALL}", "nh", "h"]}
+    assert server.services.metrics.request_count.value() == 4
+
+
+async def test_sampling_is_as_asked(server: Server) -> None:
+    instances = [instance(details=True), instance(details=True, do_sample=True, seed=7)]
+    response = await server.client.post("/vertex", json={"instances": instances})
+    greedy, drawn = (one["details"] for one in response.json()["predictions"])
+    assert (greedy["seed"], drawn["seed"]) == (None, 7)
+    assert len(greedy["tokens"]) == 3
+
+
+async def test_health_on_a_taken_path(server: Server) -> None:
+    response = await server.client.get("/generate")
+    assert (response.status_code, response.content) == (200, b"")
+    response = await server.client.post("/generate", json=instance())
+    assert response.json() == {"generated_text": "hé"}
+    response = await server.client.put("/generate")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET,HEAD,POST")
+    server.shards.failure = GenerationError("gone")
+    assert (await server.client.get("/generate")).status_code == 503
+    server.shards.failure = None
+
+
+@pytest.mark.parametrize("path", ["/vertex", PREDICT])
+@pytest.mark.parametrize(
+    ("instances", "words"),
+    [
+        ([], "`instances`"),
+        ([{}], "inputs`: Field required"),
+        ([{"inputs": "n", "parameters": {"top_k": 0}}], "`top_k` must be strictly positive"),
+        ([CHAT | {"stream": True}], "a prediction is one text"),
+        ([CHAT | {"n": 2}], "a prediction is one text"),
+        ([instance(), {"inputs": ""}], "`inputs` cannot be empty"),
+    ],
+)
+async def test_refusals(
+    server: Server, path: str, instances: list[dict[str, Any]], words: str
+) -> None:
+    response = await server.client.post(path, json={"instances": instances})
+    assert response.status_code == 422
+    assert response.json()["error_type"] == "validation" and words in response.json()["error"]
+
+
+async def test_a_failure_keeps_its_status(server: Server) -> None:
+    server.shards.failure = GenerationError("Server error: oh")
+    response = await server.client.post("/vertex", json={"instances": [instance(), CHAT]})
+    assert (response.status_code, response.json()["error_type"]) == (424, "generation")
+    server.shards.failure = None
+
+
+async def test_key(tmp_path: Path) -> None:
+    async with serve_chat(
+        tmp_path, "x", api_key=("Key",), aip_predict_route="/predict", aip_health_route="/live"
+    ) as server:
+        for path in ("/vertex", "/predict"):
+            assert (await server.client.post(path, json={})).status_code == 401
+        assert (await server.client.get("/live")).status_code == 200

@@ -1,0 +1,102 @@
+"""POST /v1/messages and /v1/messages/count_tokens of Anthropic: the routes and the stream."""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.messages_errors import ERRORS, error_event
+from text_generation_router.api.messages_events import MessageRun
+from text_generation_router.api.messages_input import conversation_of
+from text_generation_router.api.messages_output import Json
+from text_generation_router.api.messages_schemas import (
+    CountTokensRequest,
+    MessageBody,
+    MessagesRequest,
+    TokenCountBody,
+)
+from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.sse import EventStream, begun, named_events
+from text_generation_router.errors import RouterError
+
+logger = logging.getLogger(__name__)
+
+_PING = named_events([{"type": "ping"}])
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The message, or with `stream` its events (message_start, …, message_stop).",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+router = APIRouter(route_class=JsonRoute, tags=["Anthropic"])
+
+
+@router.post(
+    "/v1/messages",
+    summary="Create a message",
+    response_model=MessageBody,
+    responses=_EVENTS | ERRORS,
+)
+async def messages(
+    body: MessagesRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Text, thinking and tool use, whole or as events."""
+    services.metrics.request_count.inc()
+    check_model(body.model, services)
+    run = MessageRun(body, services)
+    headers = {"x-compute-type": services.compute_type}
+    if body.stream:
+        chunks = await unless_disconnected(request, begun(_encoded(run)))
+        if chunks is None:
+            return Response(status_code=499)
+        return EventStream(chunks, headers, keep_alive=_PING)
+    whole = await unless_disconnected(request, _whole(run))
+    if whole is None:
+        return Response(status_code=499)
+    return Response(orjson.dumps(whole), media_type="application/json", headers=headers)
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count the tokens of a message",
+    response_model=TokenCountBody,
+    responses=ERRORS,
+)
+async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -> TokenCountBody:
+    """The length of the prompt, counted as /v1/messages counts it."""
+    check_model(body.model, services)
+    prompt = await services.chat.render(conversation_of(body))
+    encoding = await services.tokenizer.encode(prompt, add_special_tokens=False)
+    return TokenCountBody(input_tokens=len(encoding.ids))
+
+
+async def _whole(run: MessageRun) -> Json:
+    """The message. Raises RouterError."""
+    async for _ in run.events(is_stream=False):
+        continue
+    return run.message
+
+
+async def _encoded(run: MessageRun) -> AsyncGenerator[bytes]:
+    """The events in chunks. Raises what fails before the first; later failures are events."""
+    has_begun = False
+    try:
+        async with aclosing(run.events(is_stream=True)) as batches:
+            async for batch in batches:
+                yield named_events(batch) + (b"" if has_begun else _PING)
+                has_begun = True
+    except RouterError as error:
+        if not has_begun:
+            raise
+        yield named_events([error_event(error)])
+    except Exception as error:
+        if not has_begun:
+            raise
+        logger.exception("A stream failed; this is a bug in the router")
+        yield named_events([error_event(error)])

@@ -1,0 +1,43 @@
+"""Every error of Anthropic's routes as Anthropic writes it, so that clients raise theirs."""
+
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from text_generation_router.api.messages_schemas import MessageErrorBody
+from text_generation_router.api.openai.errors import ERRORS as OPENAI_ERRORS
+from text_generation_router.api.openai.errors import describe
+
+PATH = "/v1/messages"
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**known, "model": MessageErrorBody} for status, known in OPENAI_ERRORS.items()
+}
+
+
+def respond(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed; `error` is anything a route or the framework raised."""
+    path, headers = PATH, None
+    if isinstance(error, HTTPException):
+        path, headers = request.url.path, error.headers
+    status, detail = describe(error, path, request.method)
+    return JSONResponse(_body(status, detail["message"]), status, headers=headers)
+
+
+def error_event(error: Exception) -> dict[str, Any]:
+    """The last event of a stream that broke off."""
+    status, detail = describe(error, PATH)
+    return _body(status, detail["message"])
+
+
+def _body(status: int, message: str) -> dict[str, Any]:
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,70 @@
+"""One answer to a Messages request, as the events that Anthropic's clients expect."""
+
+from collections.abc import AsyncGenerator
+
+from text_generation_router.api.ids import make_id
+from text_generation_router.api.messages_input import conversation_of
+from text_generation_router.api.messages_output import ContentWriter, Json
+from text_generation_router.api.messages_schemas import MessagesRequest
+from text_generation_router.chat.service import ChatGeneration
+from text_generation_router.request import FinishReason
+from text_generation_router.services import Services
+
+_STOP_REASONS = {
+    FinishReason.EOS_TOKEN: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+}
+
+
+class MessageRun:
+    """Answers one request; `message` is whole once the events have been handed out."""
+
+    def __init__(self, body: MessagesRequest, services: Services) -> None:
+        self._chat = services.chat
+        self._conversation = conversation_of(body)
+        self.message: Json = {
+            "id": make_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": services.config.served_model_id,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def events(self, is_stream: bool) -> AsyncGenerator[list[Json]]:
+        """The events, those together that are ready together. Raises RouterError."""
+        writer = ContentWriter()
+        async with self._chat.start(self._conversation, is_stream) as (generation,):
+            usage = {
+                "input_tokens": generation.prompt_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": 0,
+            }
+            yield [{"type": "message_start", "message": {**self.message, "usage": usage}}]
+            async for steps in generation:
+                events = (event for step in steps for event in step.events)
+                if batch := [told for event in events for told in writer.feed(event)]:
+                    yield batch
+        assert generation.ending is not None
+        usage = {**usage, "output_tokens": generation.ending.generated.generated_tokens}
+        delta = _stop(generation)
+        told = list(writer.finish())
+        self.message |= {"content": writer.blocks, **delta, "usage": usage}
+        yield [
+            *told,
+            {"type": "message_delta", "delta": delta, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+
+def _stop(generation: ChatGeneration) -> Json:
+    """Why the message ended: calls count as a reason where the model ended it by itself."""
+    assert generation.ending is not None
+    generated = generation.ending.generated
+    reason = _STOP_REASONS[generated.finish_reason]
+    if generation.has_tool_calls and reason == "end_turn":
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": generated.stop_sequence}

@@ -1,0 +1,135 @@
+"""What a Messages request asks for, as a conversation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orjson
+
+from text_generation_router.api.messages_schemas import (
+    ContentBlock,
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    NamedToolChoice,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from text_generation_router.api.sampling import sampling
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.format import ToolSpec
+from text_generation_router.request import Grammar
+from text_generation_router.validation import GenerateParameters
+
+Message = dict[str, Any]
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def conversation_of(body: CountTokensRequest) -> Conversation:
+    """The conversation that the request carries on; one that only counts has no parameters."""
+    choice = body.tool_choice
+    return Conversation(
+        messages=tuple(_messages(body)),
+        tools=tuple(
+            ToolSpec(tool.name, tool.description, tool.input_schema, tool.strict)
+            for tool in body.tools
+        ),
+        tool_choice=_choice(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        template_kwargs={}
+        if body.thinking is None
+        else {"enable_thinking": body.thinking.type != "disabled"},
+        parameters=_parameters(body)
+        if isinstance(body, MessagesRequest)
+        else GenerateParameters(inputs=""),
+    )
+
+
+def _parameters(body: MessagesRequest) -> GenerateParameters:
+    grammar = None
+    if body.output_config is not None and body.output_config.format is not None:
+        grammar = Grammar("json_schema", orjson.dumps(body.output_config.format.schema_).decode())
+    return GenerateParameters(
+        inputs="",
+        **sampling(body.temperature, body.top_p, body.top_k),
+        max_new_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences),
+        grammar=grammar,
+    )
+
+
+def _choice(choice: ToolChoice | NamedToolChoice | None) -> str:
+    if isinstance(choice, NamedToolChoice):
+        return choice.name
+    return "auto" if choice is None else _CHOICES[choice.type]
+
+
+def _messages(body: CountTokensRequest) -> Iterator[Message]:
+    """The messages; turns of the user's that follow each other are one, as templates want it."""
+    names = {
+        block.id: block.name
+        for message in body.messages
+        if not isinstance(message.content, str)
+        for block in message.content
+        if isinstance(block, ToolUseBlock)
+    }
+    if body.system is not None:
+        yield {"role": "system", "content": _text(body.system)}
+    held: Message | None = None
+    for message in (made for param in body.messages for made in _split(param, names)):
+        if held is not None and held["role"] == message["role"] == "user":
+            held = {**held, "content": f"{held['content']}\n{message['content']}"}
+            continue
+        if held is not None:
+            yield held
+        held = message
+    if held is not None:
+        yield held
+
+
+def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:
+    """A message of Anthropic's as messages of which each tool's result is one of its own."""
+    if isinstance(param.content, str):
+        yield {"role": param.role, "content": param.content}
+        return
+    for block in param.content:
+        if isinstance(block, ToolResultBlock):
+            yield _result(block, names)
+    others = [block for block in param.content if not isinstance(block, ToolResultBlock)]
+    if others or not param.content:
+        yield _message(param.role, others)
+
+
+def _message(role: str, blocks: Sequence[ContentBlock]) -> Message:
+    message: Message = {
+        "role": role,
+        "content": _text([block for block in blocks if isinstance(block, TextBlock)]),
+    }
+    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        message["reasoning_content"] = "".join(thoughts)
+    if uses := [block for block in blocks if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = [
+            {
+                "id": use.id,
+                "type": "function",
+                "function": {"name": use.name, "arguments": use.input},
+            }
+            for use in uses
+        ]
+    return message
+
+
+def _result(block: ToolResultBlock, names: dict[str, str]) -> Message:
+    """Templates have no place for `is_error`, so the text says it."""
+    text = _text(block.content)
+    content = f"Error: {text}" if block.is_error else text
+    message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    name = names.get(block.tool_use_id)
+    return message if name is None else {**message, "name": name}
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -1,0 +1,116 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
+from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
+from text_generation_router.api.openai.chat_request import ChatRequest
+from text_generation_router.api.openai.errors import ERRORS, RequestError
+from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.openai.stream import (
+    DONE,
+    Json,
+    check_num_sequences,
+    envelope,
+    generated_tokens,
+    merged,
+    open_stream,
+    usage,
+)
+from text_generation_router.api.sse import event, events
+from text_generation_router.api.timing import timing_headers
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.service import ChatStep
+from text_generation_router.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    summary="Generate tokens",
+    response_model=ChatCompletion | ChatCompletionChunk,
+    responses=stream_of(ChatCompletionChunk) | ERRORS,
+)
+async def chat_completions(
+    body: ChatRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate the next message of a conversation."""
+    check_model(body.model, services)
+    check_num_sequences(body.num_sequences, "n", services)
+    most = services.limits.max_top_n_tokens
+    if (body.top_logprobs or 0) > most:
+        raise RequestError(
+            f"`top_logprobs` must be >= 0 and <= {most} (--max-top-n-tokens). "
+            f"Given: {body.top_logprobs}",
+            "top_logprobs",
+        )
+    services.metrics.request_count.inc()
+    conversation = body.to_conversation()
+    if body.is_stream:
+        headers = {
+            "x-compute-type": services.compute_type,
+            "x-compute-characters": str(_characters(conversation)),
+        }
+        return await open_stream(request, _stream(body, conversation, services), headers)
+    answer = await unless_disconnected(request, _answer(body, conversation, services))
+    return Response(status_code=499) if answer is None else answer
+
+
+async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
+    """The whole answer."""
+    async with services.chat.start(conversation) as generations:
+        steps: list[list[ChatStep]] = [[] for _ in generations]
+        async with aclosing(merged(generations)) as parts:
+            async for index, new in parts:
+                steps[index] += new
+    endings = [generation.ending for generation in generations if generation.ending is not None]
+    prompt_tokens = generations[0].prompt_tokens
+    answer = envelope("chatcmpl", "chat.completion", services) | {
+        "choices": [
+            choice(index, steps[index], endings[index], body, services.tokenizer)
+            for index in range(len(generations))
+        ],
+        "usage": usage(prompt_tokens, generated_tokens(generations)),
+    }
+    return Response(
+        orjson.dumps(answer),
+        media_type="application/json",
+        headers=timing_headers(endings, prompt_tokens, _characters(conversation), services),
+    )
+
+
+async def _stream(
+    body: ChatRequest, conversation: Conversation, services: Services
+) -> AsyncGenerator[bytes, None]:
+    """The chunks, those ready together in one piece; all choices go on side by side."""
+    head = envelope("chatcmpl", "chat.completion.chunk", services)
+    if body.includes_usage:
+        head["usage"] = None
+    async with services.chat.start(conversation) as generations:
+        writers = [
+            ChoiceStream(index, body, generation, services.tokenizer)
+            for index, generation in enumerate(generations)
+        ]
+        async with aclosing(merged(generations)) as parts:
+            async for index, steps in parts:
+                yield events(_chunks(head, writers[index].choices(steps)))
+        last = b""
+        if body.includes_usage:
+            totals = usage(generations[0].prompt_tokens, generated_tokens(generations))
+            last = event(head | {"choices": [], "usage": totals})
+    yield last + DONE
+
+
+def _chunks(head: Json, choices: Sequence[Json]) -> Iterator[Json]:
+    return (head | {"choices": [one]} for one in choices)
+
+
+def _characters(conversation: Conversation) -> int:
+    return sum(len(message["content"]) for message in conversation.messages)

@@ -1,0 +1,130 @@
+"""One choice of /v1/chat/completions, whole or as the chunks of a stream."""
+
+import secrets
+import string
+from collections.abc import Iterator, Sequence
+
+from text_generation_router.api.openai.chat_request import ChatRequest
+from text_generation_router.api.openai.logprobs import ScoredToken, TokenTrail, chat_logprobs
+from text_generation_router.api.openai.stream import Json
+from text_generation_router.chat.parser import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from text_generation_router.chat.service import ChatGeneration, ChatStep, message_of
+from text_generation_router.infer import Ending
+from text_generation_router.request import FinishReason
+from text_generation_router.tokenizer import Tokenizer
+
+# Templates of Mistral's models refuse ids of another length or with other characters.
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+def new_call_id() -> str:
+    """An id for a tool call that every chat template takes."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+
+
+def choice(
+    index: int, steps: Sequence[ChatStep], ending: Ending, body: ChatRequest, tokenizer: Tokenizer
+) -> Json:
+    """The choice of a generation that has ended."""
+    message = message_of(list(steps))
+    answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning is not None:
+        answer["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        answer["tool_calls"] = [
+            {
+                "id": new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    logprobs: Json | None = None
+    if body.logprobs:
+        trail = TokenTrail()
+        scored = [one for step in steps for _, tokens in _scored(step, trail) for one in tokens]
+        logprobs = chat_logprobs(scored, body.top_logprobs or 0, tokenizer)
+    return {
+        "index": index,
+        "message": answer,
+        "logprobs": logprobs,
+        "finish_reason": _finish_reason(ending, bool(message.tool_calls)),
+    }
+
+
+class ChoiceStream:
+    """The chunks of one choice: the role, then an event each, then the reason to finish."""
+
+    def __init__(
+        self, index: int, body: ChatRequest, generation: ChatGeneration, tokenizer: Tokenizer
+    ) -> None:
+        self._index = index
+        self._body = body
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._trail = TokenTrail()
+        self._has_role = False
+
+    def choices(self, steps: Sequence[ChatStep]) -> list[Json]:
+        """What is new with the steps; never nothing."""
+        choices: list[Json] = []
+        if not self._has_role:
+            self._has_role = True
+            # With tools there may never be any content.
+            content = None if self._body.tools else ""
+            choices.append(self._choice({"role": "assistant", "content": content}))
+        for step in steps:
+            for event, scored in _scored(step, self._trail):
+                choices.append(self._choice(_delta(event), scored))
+        if (ending := self._generation.ending) is not None:
+            reason = _finish_reason(ending, self._generation.has_tool_calls)
+            choices.append(self._choice({}, finish_reason=reason))
+        return choices
+
+    def _choice(
+        self, delta: Json, scored: Sequence[ScoredToken] = (), finish_reason: str | None = None
+    ) -> Json:
+        logprobs: Json | None = None
+        if self._body.logprobs and "content" in delta:
+            logprobs = chat_logprobs(scored, self._body.top_logprobs or 0, self._tokenizer)
+        return {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+def _scored(step: ChatStep, trail: TokenTrail) -> Iterator[tuple[ChatEvent, list[ScoredToken]]]:
+    """The events of a step, those with content with the tokens that spell it."""
+    for output in step.outputs:
+        trail.add(output.token, output.top_tokens)
+    for event in step.events:
+        yield event, trail.take(event.text) if isinstance(event, ContentDelta) else []
+
+
+def _delta(event: ChatEvent) -> Json:
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": new_call_id(), "type": "function", "function": function}
+        case ToolCallArguments(index, text):
+            call = {"index": index, "function": {"arguments": text}}
+    return {"tool_calls": [call]}
+
+
+def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:
+    if ending.generated.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_tool_calls else "stop"

@@ -1,0 +1,102 @@
+"""The body of /v1/chat/completions, with OpenAI's fields and TGI's."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from text_generation_router.api.openai.messages import (
+    MessageBody,
+    ToolBody,
+    ToolChoice,
+    to_messages,
+    tool_choice_of,
+)
+from text_generation_router.api.openai.schemas import (
+    NOT_SUPPORTED,
+    Refused,
+    SamplingBody,
+    refuses,
+)
+from text_generation_router.api.schemas import ResponseFormatBody, Uint32
+from text_generation_router.chat.conversation import Conversation
+
+# Arguments of `ChatTemplate.render` that a request does not give as template variables.
+_OWN_VARIABLES = frozenset(
+    {"self", "messages", "tools", "add_generation_prompt", "continue_final_message", "name"}
+)
+
+
+class ChatRequest(SamplingBody):
+    """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
+    `chat_template_kwargs`."""
+
+    messages: list[MessageBody] = Field(min_length=1)
+    max_tokens: Uint32 | None = Field(
+        default=None, description="Default: as many as fit after the prompt.", examples=[32]
+    )
+    max_completion_tokens: Uint32 | None = Field(
+        default=None, description="The same, and goes before `max_tokens`."
+    )
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Return so many best tokens at each step; needs `logprobs`."
+    )
+    response_format: ResponseFormatBody | None = Field(
+        default=None, description="What the answer has to look like, in OpenAI's form or in TGI's."
+    )
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoice | None = Field(
+        default=None, description="`auto`, `none`, `required` or a function.", examples=["auto"]
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
+    tool_prompt: str | None = Field(
+        default=None, description="Put behind the last message where there are tools."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Variables of the chat template, as `enable_thinking`."
+    )
+    audio: Refused = None
+    functions: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
+    function_call: Annotated[Any, refuses("none"), NOT_SUPPORTED] = None
+    modalities: Annotated[Any, refuses(["text"]), NOT_SUPPORTED] = None
+    prediction: Refused = None
+    reasoning_effort: Refused = None
+    service_tier: Annotated[Any, refuses("auto", "default"), NOT_SUPPORTED] = None
+    store: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    verbosity: Annotated[Any, refuses("medium"), NOT_SUPPORTED] = None
+    web_search_options: Refused = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
+        if top_logprobs is not None and not info.data.get("logprobs"):
+            raise ValueError("needs `logprobs` to be true")
+        return top_logprobs
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_ours_alone(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if taken := sorted(_OWN_VARIABLES & set(given or ())):
+            raise ValueError(f"must not set `{taken[0]}`")
+        return given
+
+    def to_conversation(self) -> Conversation:
+        """The same without pydantic."""
+        limit = self.max_completion_tokens
+        parameters = replace(
+            self.sampling(),
+            max_new_tokens=self.max_tokens if limit is None else limit,
+            top_n_tokens=self.top_logprobs,
+            grammar=None if self.response_format is None else self.response_format.to_grammar(),
+        )
+        return Conversation(
+            messages=to_messages(self.messages),
+            parameters=parameters,
+            tools=tuple(tool.to_spec() for tool in self.tools or ()),
+            tool_choice=tool_choice_of(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            tool_prompt=self.tool_prompt,
+            template_kwargs=self.chat_template_kwargs or {},
+            num_sequences=self.num_sequences,
+        )

@@ -1,0 +1,279 @@
+"""POST /v1/completions: texts that go on after prompts."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.openai.answers import (
+    Completion,
+    CompletionChunk,
+    stream_of,
+)
+from text_generation_router.api.openai.errors import ERRORS, RequestError
+from text_generation_router.api.openai.logprobs import (
+    ScoredToken,
+    TokenTrail,
+    completion_logprobs,
+)
+from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.openai.schemas import CompletionRequest
+from text_generation_router.api.openai.stream import (
+    DONE,
+    Json,
+    check_num_sequences,
+    envelope,
+    generated_tokens,
+    merged,
+    open_stream,
+    usage,
+)
+from text_generation_router.api.sse import event, events
+from text_generation_router.api.timing import timing_headers
+from text_generation_router.infer import GenerateResult, Generation
+from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
+from text_generation_router.services import Services
+from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.validation import GenerateParameters
+
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a request: its text, and what is asked of the model."""
+
+    text: str
+    asked: GenerateParameters
+
+
+@router.post(
+    "/v1/completions",
+    summary="Generate tokens",
+    response_model=Completion | CompletionChunk,
+    responses=stream_of(CompletionChunk) | ERRORS,
+)
+async def completions(
+    body: CompletionRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate tokens after one or several prompts."""
+    check_model(body.model, services)
+    prompts = _prompts(body, services)
+    services.metrics.request_count.inc()
+    if body.is_stream:
+        headers = {
+            "x-compute-type": services.compute_type,
+            "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
+        }
+        return await open_stream(request, _stream(body, prompts, services), headers)
+    work = (services.infer.generate_many(prompt.asked, body.num_candidates) for prompt in prompts)
+    results = await unless_disconnected(request, _all(list(work)))
+    if results is None:
+        return Response(status_code=499)
+    return _answer(body, prompts, results, services)
+
+
+def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
+    """The prompts with their parameters. Raises RequestError for more than the server allows."""
+    config, num_prompts = services.config, len(body.prompts)
+    if num_prompts > config.max_client_batch_size:
+        raise RequestError(
+            "Number of prompts exceeds the maximum allowed batch size of "
+            f"{config.max_client_batch_size} (--max-client-batch-size). Given: {num_prompts}",
+            "prompt",
+        )
+    if (body.best_of or 1) > config.max_best_of:
+        raise RequestError(
+            f"`best_of` must be <= {config.max_best_of} (--max-best-of). Given: {body.best_of}",
+            "best_of",
+        )
+    check_num_sequences(
+        num_prompts * body.num_candidates, "best_of" if body.best_of else "n", services
+    )
+    asked = replace(
+        body.sampling(),
+        # The one token that comes with the prompt's log-probabilities is thrown away.
+        max_new_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        decoder_input_details=bool(body.echo) and body.logprobs is not None,
+        top_n_tokens=body.logprobs,
+    )
+    prompts: list[Prompt] = []
+    for prompt in body.prompts:
+        if isinstance(prompt, str):
+            prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
+        else:
+            # Ids that the model does not have are refused later.
+            known = (i for i in prompt if i < services.tokenizer.vocab_size)
+            pieces = map(services.tokenizer.token_bytes, known)
+            text = b"".join(pieces).decode(errors="replace")
+            prompts.append(Prompt(text, replace(asked, input_ids=tuple(prompt))))
+    return prompts
+
+
+async def _all(
+    work: Sequence[Coroutine[Any, Any, list[GenerateResult]]],
+) -> list[list[GenerateResult]]:
+    """All results; one failure fails, and ends, all."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _answer(
+    body: CompletionRequest,
+    prompts: Sequence[Prompt],
+    results: Sequence[Sequence[GenerateResult]],
+    services: Services,
+) -> Response:
+    choices: list[Json] = []
+    for prompt, candidates in zip(prompts, results, strict=True):
+        chosen = candidates
+        if body.num_candidates > body.num_sequences:
+            likeliest = sorted(candidates, key=lambda one: one.mean_logprob, reverse=True)
+            chosen = likeliest[: body.num_sequences]
+        for result in chosen:
+            choices.append(_choice(len(choices), body, prompt, result, services))
+    everything = [result for candidates in results for result in candidates]
+    prompt_tokens = sum(candidates[0].prompt_tokens for candidates in results)
+    characters = sum(len(prompt.text) for prompt in prompts)
+    completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
+    answer = envelope("cmpl", "text_completion", services) | {
+        "choices": choices,
+        "usage": usage(prompt_tokens, 0 if body.max_tokens == 0 else completion_tokens),
+    }
+    return Response(
+        orjson.dumps(answer),
+        media_type="application/json",
+        headers=timing_headers(
+            [one.ending for one in everything], prompt_tokens, characters, services
+        ),
+    )
+
+
+def _choice(
+    index: int,
+    body: CompletionRequest,
+    prompt: Prompt,
+    result: GenerateResult,
+    services: Services,
+) -> Json:
+    generated = result.ending.generated
+    text = "" if body.max_tokens == 0 else generated.text
+    echoed = prompt.text if body.echo else ""
+    logprobs: Json | None = None
+    if body.logprobs is not None:
+        trail = TokenTrail()
+        top_tokens = result.top_tokens or ((),) * len(result.tokens)
+        for token, tops in zip(result.tokens, top_tokens, strict=True):
+            trail.add(token, tops)
+        prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
+        offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
+        logprobs = completion_logprobs(
+            prompt_tokens, trail.take(text), body.logprobs, services.tokenizer, offset
+        )
+    return {
+        "text": echoed + text,
+        "index": index,
+        "logprobs": logprobs,
+        "finish_reason": _finish_reason(generated),
+    }
+
+
+def _prompt_tokens(
+    prompt: Prompt, result: GenerateResult, tokenizer: Tokenizer
+) -> list[ScoredToken]:
+    """The tokens of the prompt, without the special ones that the tokenizer put before its text."""
+    tokens = list(result.prefill)
+    if prompt.asked.input_ids is None:
+        while tokens and tokens[0].special and not prompt.text.startswith(tokens[0].text):
+            del tokens[0]
+    decoder = tokenizer.stream_decoder()
+    return [ScoredToken(decoder.step(token.id), token, ()) for token in tokens]
+
+
+class _ChoiceStream:
+    """The chunks of one choice of a stream."""
+
+    def __init__(
+        self, index: int, body: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer
+    ) -> None:
+        self._index = index
+        self._body = body
+        self._tokenizer = tokenizer
+        self._trail = TokenTrail()
+        self._echoed = prompt.text if body.echo else ""
+        self._offset = len(self._echoed)
+
+    def choices(self, outputs: Sequence[Output]) -> list[Json]:
+        """What is new with the outputs: no choice where all of it is held back."""
+        choices: list[Json] = []
+        for output in outputs:
+            assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
+            self._trail.add(output.token, output.top_tokens)
+            text = "" if self._body.max_tokens == 0 else output.delta
+            if self._echoed or text:
+                choices.append(self._choice(text, None))
+            if output.generated is not None:
+                choices.append(self._choice("", _finish_reason(output.generated)))
+        return choices
+
+    def _choice(self, text: str, finish_reason: str | None) -> Json:
+        logprobs: Json | None = None
+        if self._body.logprobs is not None and text:
+            scored = self._trail.take(text)
+            logprobs = completion_logprobs(
+                [], scored, self._body.logprobs, self._tokenizer, self._offset
+            )
+            self._offset += sum(len(one.text) for one in scored)
+        echoed, self._echoed = self._echoed, ""
+        return {
+            "text": echoed + text,
+            "index": self._index,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+async def _stream(
+    body: CompletionRequest, prompts: Sequence[Prompt], services: Services
+) -> AsyncGenerator[bytes, None]:
+    """The chunks, those ready together in one piece; all choices go on side by side."""
+    head = envelope("cmpl", "text_completion", services)
+    if body.includes_usage:
+        head["usage"] = None
+    async with AsyncExitStack() as stack:
+        generations: list[Generation] = []
+        writers: list[_ChoiceStream] = []
+        prompt_tokens = 0
+        for prompt in prompts:
+            started = await stack.enter_async_context(
+                services.infer.start_many(prompt.asked, body.num_sequences)
+            )
+            prompt_tokens += started[0].prompt_tokens
+            for generation in started:
+                writers.append(_ChoiceStream(len(writers), body, prompt, services.tokenizer))
+                generations.append(generation)
+        async with aclosing(merged(generations)) as parts:
+            async for index, outputs in parts:
+                if choices := writers[index].choices(outputs):
+                    yield events(head | {"choices": [choice]} for choice in choices)
+        last = b""
+        if body.includes_usage:
+            completion_tokens = 0 if body.max_tokens == 0 else generated_tokens(generations)
+            totals = usage(prompt_tokens, completion_tokens)
+            last = event(head | {"choices": [], "usage": totals})
+    yield last + DONE
+
+
+def _finish_reason(generated: GeneratedText) -> str:
+    return "length" if generated.finish_reason is FinishReason.LENGTH else "stop"

@@ -1,0 +1,130 @@
+"""Log-probabilities of the tokens that spell a text, in OpenAI's two shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_router.api.numbers import float32
+from text_generation_router.request import Token
+from text_generation_router.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+# What OpenAI writes for a token that has next to no probability.
+_LOWEST = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token, the text it added (empty inside a character), and the best tokens of its step."""
+
+    text: str
+    token: Token
+    top_tokens: tuple[Token, ...]
+
+
+class TokenTrail:
+    """Finds the tokens of a text that is shown in pieces, later than the tokens came.
+
+    Owns the tokens that are not shown yet. Tokens whose text is never shown (markers, stop strings,
+    the end-of-sequence token) are left out.
+    """
+
+    def __init__(self) -> None:
+        # A token whose text has been shown in part is None, with the rest of the text.
+        self._pending: list[tuple[str, ScoredToken | None]] = []
+
+    def add(self, token: Token, top_tokens: tuple[Token, ...]) -> None:
+        """The next token of the model."""
+        if not token.special:
+            self._pending.append((token.text, ScoredToken(token.text, token, top_tokens)))
+
+    def take(self, text: str) -> list[ScoredToken]:
+        """The tokens of the next piece that is shown; each token is taken once."""
+        start = max(0, "".join(piece for piece, _ in self._pending).find(text))
+        end = start + len(text)
+        taken: list[ScoredToken] = []
+        rest: list[tuple[str, ScoredToken | None]] = []
+        position = 0
+        for piece, scored in self._pending:
+            after = position + len(piece)
+            if position >= end:
+                rest.append((piece, scored))
+            elif (after > start or position >= start) and scored is not None:
+                taken.append(scored)
+            if position < end < after:
+                rest.append((piece[end - position :], None))
+            position = after
+        self._pending = rest
+        return taken
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, tokenizer: Tokenizer) -> Json:
+    """The `logprobs` object of a choice of /v1/chat/completions."""
+    return {
+        "content": [
+            {
+                **_chat_token(scored.token, tokenizer),
+                "top_logprobs": [_chat_token(t, tokenizer) for t in scored.top_tokens[:num_top]],
+            }
+            for scored in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(token: Token, tokenizer: Tokenizer) -> Json:
+    spelled = tokenizer.token_bytes(token.id)
+    return {
+        "token": spelled.decode(errors="replace"),
+        "logprob": _number(token),
+        "bytes": list(spelled),
+    }
+
+
+def completion_logprobs(
+    prompt: Sequence[ScoredToken],
+    answer: Sequence[ScoredToken],
+    num_top: int,
+    tokenizer: Tokenizer,
+    offset: int,
+) -> Json:
+    """The `logprobs` object of a choice of /v1/completions.
+
+    `offset` is where the first token is in the text. What else could have stood in the prompt is
+    not known, so there are no top tokens.
+    """
+    scored = [*prompt, *answer]
+    offsets: list[int] = []
+    for one in scored:
+        offsets.append(offset)
+        offset += len(one.text)
+    tops: list[Json | None] = [None] * len(prompt)
+    tops += [_top(one, num_top, tokenizer) for one in answer]
+    return {
+        "tokens": [_name(one.token, tokenizer) for one in scored],
+        "token_logprobs": [
+            None if one.token.logprob is None else _number(one.token) for one in scored
+        ],
+        "top_logprobs": tops if num_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _top(scored: ScoredToken, num_top: int, tokenizer: Tokenizer) -> Json:
+    """The best tokens and the one that was taken, which may be one more."""
+    best = {_name(t, tokenizer): _number(t) for t in scored.top_tokens[:num_top]}
+    return best | {_name(scored.token, tokenizer): _number(scored.token)}
+
+
+def _name(token: Token, tokenizer: Tokenizer) -> str:
+    """The text of a token; part of a character as OpenAI writes it, or all parts would be one."""
+    spelled = tokenizer.token_bytes(token.id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _number(token: Token) -> float:
+    number = float32(token.logprob)
+    return _LOWEST if number is None else number

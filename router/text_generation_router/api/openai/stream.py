@@ -1,0 +1,127 @@
+"""What streams of OpenAI's routes have in common: their start, their merging and their end."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from text_generation_router.api.generate import unless_disconnected
+from text_generation_router.api.openai.errors import RequestError, describe
+from text_generation_router.api.sse import EventStream, begun, event
+from text_generation_router.chat.service import ChatGeneration
+from text_generation_router.config import VERSION
+from text_generation_router.errors import RouterError
+from text_generation_router.infer import Generation
+from text_generation_router.services import Services
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+
+
+def envelope(prefix: str, kind: str, services: Services) -> Json:
+    """What every answer and every chunk of a stream starts with."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": services.config.served_model_id,
+        "system_fingerprint": f"{VERSION}-native",
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def check_num_sequences(num: int, field: str, services: Services) -> None:
+    """Raises RequestError for more sequences than can ever be in the house at once."""
+    limit = services.config.max_concurrent_requests
+    if num > limit:
+        raise RequestError(
+            f"`{field}` asks for {num} sequences in one request; this server takes at most {limit} "
+            "(--max-concurrent-requests)",
+            field,
+        )
+
+
+def generated_tokens(generations: Iterable[Generation | ChatGeneration]) -> int:
+    """Tokens of all generations, which have ended."""
+    endings = [generation.ending for generation in generations]
+    return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
+
+
+async def open_stream(
+    request: Request, chunks: AsyncGenerator[bytes, None], headers: Mapping[str, str]
+) -> Response:
+    """The response that sends `chunks`, the first of which is awaited here: what goes wrong before
+    it raises, and is answered with a status. What goes wrong later is an event."""
+    safe = _with_error_event(chunks, request.url.path)
+    content = await unless_disconnected(request, begun(safe))
+    return Response(status_code=499) if content is None else EventStream(content, headers)
+
+
+async def _with_error_event(
+    chunks: AsyncGenerator[bytes, None], path: str
+) -> AsyncGenerator[bytes, None]:
+    """The chunks; a failure after the first of them becomes the last event."""
+    has_begun = False
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+                has_begun = True
+        except Exception as error:
+            if not has_begun:
+                raise
+            if not isinstance(error, RouterError):
+                logger.exception("A stream failed; this is a bug in the router")
+            _, detail = describe(error, path)
+            yield event({"error": detail}) + DONE
+
+
+async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """The items of all streams as they come, each with the index of its stream.
+
+    None of them waits for another. The first failure is raised.
+    """
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield 0, item
+        return
+    waiting = {_next(stream): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, item
+                waiting[_next(streams[index])] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _next(stream: AsyncIterator[Item]) -> "asyncio.Task[Item]":
+    async def step() -> Item:
+        return await anext(stream)
+
+    return asyncio.create_task(step())

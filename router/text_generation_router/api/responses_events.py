@@ -1,0 +1,134 @@
+"""One response from its creation to its end, as the events that OpenAI's clients expect."""
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from text_generation_router.api.ids import make_id
+from text_generation_router.api.openai.logprobs import TokenTrail, chat_logprobs
+from text_generation_router.api.responses_input import conversation_of
+from text_generation_router.api.responses_output import Json, OutputWriter
+from text_generation_router.api.responses_schemas import ResponsesRequest
+from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
+from text_generation_router.chat.service import ChatGeneration, ChatStep
+from text_generation_router.request import FinishReason
+from text_generation_router.services import Services
+
+
+class ResponseRun:
+    """Answers one request; the last event carries the whole response, streamed or not."""
+
+    def __init__(self, body: ResponsesRequest, services: Services) -> None:
+        self._services = services
+        self._conversation = conversation_of(body)
+        self._has_logprobs = body.wants_logprobs
+        self._num_top_logprobs = body.top_logprobs or 0
+        self._trail = TokenTrail()
+        self._response = _envelope(body, services)
+
+    async def events(self, is_stream: bool) -> AsyncGenerator[list[Json]]:
+        """The events, those together that are ready together. Raises RouterError."""
+        writer = OutputWriter()
+        reasoning_tokens = 0
+        async with self._services.chat.start(self._conversation, is_stream) as (generation,):
+            yield [self._told("created"), self._told("in_progress")]
+            async for steps in generation:
+                batch = [event for step in steps for event in self._step_events(step, writer)]
+                reasoning_tokens += sum(len(step.outputs) for step in steps if _is_reasoning(step))
+                if batch:
+                    yield batch
+        yield self._end(writer, generation, reasoning_tokens)
+
+    def failed(self, sentence: str) -> Json:
+        """The last event of a stream that broke off."""
+        error = {"code": "server_error", "message": sentence}
+        return self._told("failed", error=error)
+
+    def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
+        for output in step.outputs:
+            self._trail.add(output.token, output.top_tokens)
+        told: list[Json] = []
+        for event in step.events:
+            told += writer.feed(event, self._logprobs(event))
+        return told
+
+    def _logprobs(self, event: ChatEvent) -> list[Json]:
+        """Those of the tokens that spell a piece of text, if they were asked for."""
+        if not (self._has_logprobs and isinstance(event, ContentDelta)):
+            return []
+        tokens = self._trail.take(event.text)
+        told = chat_logprobs(tokens, self._num_top_logprobs, self._services.tokenizer)["content"]
+        assert isinstance(told, list)
+        return told
+
+    def _end(
+        self, writer: OutputWriter, generation: ChatGeneration, reasoning_tokens: int
+    ) -> list[Json]:
+        assert generation.ending is not None
+        generated = generation.ending.generated
+        is_complete = generated.finish_reason is not FinishReason.LENGTH
+        told = list(writer.finish(is_complete))
+        fields: Json = {
+            "output": writer.items,
+            "usage": {
+                "input_tokens": generation.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": generated.generated_tokens,
+                "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+                "total_tokens": generation.prompt_tokens + generated.generated_tokens,
+            },
+        }
+        if is_complete:
+            return [*told, self._told("completed", completed_at=int(time.time()), **fields)]
+        fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        return [*told, self._told("incomplete", **fields)]
+
+    def _told(self, status: str, **fields: Any) -> Json:
+        """The event of that name; a response that was just created is in progress as well."""
+        self._response = {
+            **self._response,
+            "status": "in_progress" if status == "created" else status,
+            **fields,
+        }
+        return {"type": f"response.{status}", "response": self._response}
+
+
+def _is_reasoning(step: ChatStep) -> bool:
+    return any(isinstance(event, ReasoningDelta) for event in step.events)
+
+
+def _envelope(body: ResponsesRequest, services: Services) -> Json:
+    """The response before anything was generated: what was asked for, with its defaults."""
+    choice = body.tool_choice or "auto"
+    text_format = body.text.format if body.text is not None else None
+    return {
+        "id": make_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": services.config.served_model_id,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {
+            "format": {"type": "text"}
+            if text_format is None
+            else text_format.model_dump(by_alias=True)
+        },
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }

@@ -1,0 +1,102 @@
+"""Google's Vertex AI: POST /vertex, and the paths that Vertex names with AIP_* variables."""
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.generate import (
+    ERRORS,
+    ServicesDependency,
+    at_once,
+    generate_answer,
+    unless_disconnected,
+)
+from text_generation_router.api.info import get, health
+from text_generation_router.api.openai.chat_request import ChatRequest
+from text_generation_router.api.schemas import Body, GenerateRequest
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import ValidationError
+from text_generation_router.services import Services
+
+router = APIRouter(route_class=JsonRoute, tags=["Vertex"])
+
+
+def _kind(instance: Any) -> str:
+    is_chat = "messages" in instance if isinstance(instance, dict) else False
+    return "chat" if is_chat or isinstance(instance, ChatRequest) else "generate"
+
+
+Instance = Annotated[
+    Annotated[GenerateRequest, Tag("generate")] | Annotated[ChatRequest, Tag("chat")],
+    Discriminator(_kind),
+]
+
+
+class VertexRequest(Body):
+    """Bodies of /generate and of /v1/chat/completions, mixed as you like."""
+
+    instances: list[Instance] = Field(min_length=1)
+
+
+class VertexResponse(BaseModel):
+    """One prediction an instance, in order: its text, or /generate's answer with `details`."""
+
+    predictions: list[str | dict[str, Any]]
+
+
+@router.post(
+    "/vertex",
+    summary="Generate tokens from Vertex request",
+    response_model=VertexResponse,
+    responses=ERRORS,
+)
+async def vertex_compatibility(
+    body: VertexRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generates for all instances at once; one failure fails all."""
+    services.metrics.request_count.inc(len(body.instances))
+    work = at_once([_prediction(instance, services) for instance in body.instances])
+    predictions = await unless_disconnected(request, work)
+    if predictions is None:
+        return Response(status_code=499)
+    return Response(orjson.dumps({"predictions": predictions}), media_type="application/json")
+
+
+def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:
+    """The same predictions and health on the paths that the configuration names."""
+    predict = APIRouter(route_class=JsonRoute)
+    live = APIRouter()
+    if config.aip_predict_route is not None:
+        predict.add_api_route(
+            config.aip_predict_route,
+            vertex_compatibility,
+            methods=["POST"],
+            include_in_schema=False,
+        )
+    if config.aip_health_route is not None:
+        get(live, config.aip_health_route, include_in_schema=False)(health)
+    return (predict, live)
+
+
+async def _prediction(instance: Instance, services: Services) -> Any:
+    if isinstance(instance, ChatRequest):
+        return await _chat_prediction(instance, services)
+    asked = instance.to_parameters()
+    best, others = await services.infer.generate_best_of(asked)
+    answer = generate_answer(best, others, asked)
+    return answer if "details" in answer else answer["generated_text"]
+
+
+async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
+    """The text as the model wrote it, with its tool calls in their markers."""
+    if instance.is_stream or instance.logprobs or instance.num_sequences != 1:
+        raise ValidationError(
+            "a prediction is one text; leave `stream`, `logprobs` and `n` out, or use "
+            "/v1/chat/completions"
+        )
+    async with services.chat.start(instance.to_conversation()) as (generation,):
+        message = await generation.collect()
+    return "".join(output.delta for output in message.outputs)

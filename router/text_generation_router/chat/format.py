@@ -1,0 +1,155 @@
+"""How models write reasoning and tool calls: one table, read by constraint and parser."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+AUTO = "auto"
+BARE_NAME = re.compile(r"[^\s\[\]{}\"]+")
+"""What a function's name may be made of where no quotes stand around it."""
+_REASONING_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function that the model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    # None: it takes no arguments.
+    parameters: Mapping[str, Any] | None = None
+    # Whether a schema that can not be enforced in full is an error.
+    strict: bool = False
+
+    def as_openai(self) -> dict[str, Any]:
+        """As OpenAI's API and chat templates spell it."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """Where reasoning and tool calls stand in a model's text.
+
+    A call is a JSON object with the keys `name` and `arguments_key`; if there is an
+    `arguments_marker` it is the name, the marker and the object of the arguments instead.
+    """
+
+    name: str
+    # Stands before a call; empty: an answer whose first character is `{` is a call.
+    begin: str = ""
+    # Stands behind a call; empty: nothing does.
+    end: str = ""
+    # Whether every call has its own `begin` and `end`, or one of each stands around all of them.
+    wraps_each: bool = False
+    # Whether the calls are the items of a JSON list.
+    is_list: bool = False
+    # Whether an answer that starts with `{` is a call though there is a `begin`.
+    may_be_bare: bool = False
+    # Written between two calls; what is read may have other whitespace.
+    separator: str = "\n"
+    # Written behind `begin` and before `end`.
+    padding: str = ""
+    arguments_key: str = "arguments"
+    arguments_marker: str = ""
+    # Begin and end markers of the text that comes before the answer; None: the model has none.
+    reasoning: tuple[str, str] | None = None
+    # Whether the chat template tells the model about tools; if not, `tools_prompt` has to.
+    tells_tools: bool = False
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The markers that a tokenizer may hold as special tokens, and which count as text."""
+        markers = (self.begin, self.end, self.arguments_marker, *(self.reasoning or ()))
+        return frozenset(filter(None, markers))
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether an answer that starts with `{` is a call."""
+        return self.may_be_bare or not self.begin
+
+    def starts_in_reasoning(self, prompt: str) -> bool:
+        """Whether the prompt ends with the begin marker, so that the answer has none."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
+
+    def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
+        """The text of calls, each a name and the JSON text of its arguments."""
+        written = [self._write_call(name, arguments) for name, arguments in calls]
+        before = "" if self.may_be_bare else self.begin + self.padding
+        behind = self.padding + self.end
+        if self.wraps_each:
+            return self.separator.join(before + call + behind for call in written)
+        joined = self.separator.join(written)
+        return before + (f"[{joined}]" if self.is_list else joined) + behind
+
+    def _write_call(self, name: str, arguments: str) -> str:
+        if self.arguments_marker:
+            return name + self.arguments_marker + arguments
+        quoted = json.dumps(name, ensure_ascii=False)
+        return f'{{"name": {quoted}, "{self.arguments_key}": {arguments}}}'
+
+    def tools_prompt(self, tools: Sequence[ToolSpec]) -> str:
+        """What the system message has to say where the template says nothing about tools."""
+        described = "\n".join(json.dumps(t.as_openai(), ensure_ascii=False) for t in tools)
+        example = self.write_calls([("<function name>", "{<its arguments>}")])
+        return (
+            "You can call these functions, each given with the JSON schema of its parameters:\n"
+            f"{described}\n\n"
+            "To call one, answer with nothing but a call of this form, with a JSON object of "
+            f"arguments:\n{example}\n"
+            "If no function is of use, answer as usual."
+        )
+
+
+_FORMATS = (
+    ChatFormat("hermes", begin="<tool_call>", end="</tool_call>", padding="\n", wraps_each=True),
+    ChatFormat(
+        "llama3",
+        begin="<|python_tag|>",
+        may_be_bare=True,
+        separator="; ",
+        arguments_key="parameters",
+    ),
+    ChatFormat("mistral", begin="[TOOL_CALLS]", is_list=True, separator=", "),
+    ChatFormat(
+        "mistral-args",
+        begin="[TOOL_CALLS]",
+        arguments_marker="[ARGS]",
+        wraps_each=True,
+        separator="",
+    ),
+    ChatFormat("generic"),
+)
+FORMATS: Mapping[str, ChatFormat] = {row.name: row for row in _FORMATS}
+"""Every format by its name, the values of `--chat-format` besides `auto`; none with reasoning."""
+
+
+def detect_format(template_source: str | None, name: str = AUTO) -> ChatFormat:
+    """The format that a chat template shows its model to use, or the named one.
+
+    Whether there is reasoning, and whether the template tells of tools, is seen from the template
+    in both cases.
+    """
+    source = template_source or ""
+    found = FORMATS[_name_of(source) if name == AUTO else name]
+    markers = next((pair for pair in _REASONING_MARKERS if pair[1] in source), None)
+    # A template with tools whose form of calls is unknown would contradict the generic form.
+    return replace(
+        found, reasoning=markers, tells_tools="tools" in source and found.name != "generic"
+    )
+
+
+def _name_of(source: str) -> str:
+    if "[TOOL_CALLS]" in source:
+        return "mistral-args" if "[ARGS]" in source else "mistral"
+    # Some models write XML between these markers.
+    if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
+        return "hermes"
+    if "tools" in source and ("<|python_tag|>" in source or "<|start_header_id|>" in source):
+        return "llama3"
+    return "generic"

@@ -1,0 +1,50 @@
+"""Messages of a chat in the words that a template knows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from text_generation_router.chat.format import ChatFormat
+
+Message = Mapping[str, Any]
+
+
+def plain_messages(
+    messages: Sequence[Message], template_source: str, chat_format: ChatFormat
+) -> list[Message]:
+    """The messages, with tool calls and their results as text where the template has no place for
+    them: calls in the form the model is told to write, results as a message of the user's."""
+    plain: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and "tool_calls" not in template_source:
+            message = _with_calls_as_text(message, chat_format)
+        if message["role"] == "tool" and "tool" not in template_source:
+            message = {"role": "user", "content": message["content"]}
+            if plain and plain[-1]["role"] == "user":  # templates want the roles to alternate
+                message = {**message, "content": f"{plain[-1]['content']}\n{message['content']}"}
+                plain.pop()
+        plain.append(message)
+    return plain
+
+
+def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with `text` behind the system message or before the first one.
+
+    No system message is added, because some templates refuse one.
+    """
+    first, *others = messages
+    parts = [first["content"], text] if first["role"] == "system" else [text, first["content"]]
+    return [{**first, "content": "\n\n".join(parts)}, *others]
+
+
+def _with_calls_as_text(message: Message, chat_format: ChatFormat) -> Message:
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [(function["name"], _json(function["arguments"])) for function in functions]
+    parts = [message["content"], chat_format.write_calls(calls)]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, parts))}
+
+
+def _json(arguments: Any) -> str:
+    """Arguments that were no JSON object are text already."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,267 @@
+"""Conversations in, the parts of the next message out. No API's words are known here."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from text_generation_router.chat.constraint import tool_grammar
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.format import ChatFormat
+from text_generation_router.chat.history import plain_messages, with_instructions
+from text_generation_router.chat.parser import (
+    ChatEvent,
+    ChatParser,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from text_generation_router.chat.template import ChatTemplate
+from text_generation_router.errors import RouterError, TemplateError, ToolError
+from text_generation_router.infer import Ending, Generation, Infer
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import TokenOutput
+from text_generation_router.validation import GenerateParameters
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call the model wrote; `arguments` is JSON text, incomplete if the generation was cut."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStep:
+    """Events that became certain with the last of `outputs`, the tokens since the step before."""
+
+    events: tuple[ChatEvent, ...]
+    outputs: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """A whole message; `content` is None where the model wrote no text but calls."""
+
+    content: str | None
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    steps: tuple[ChatStep, ...]
+
+    @property
+    def outputs(self) -> tuple[TokenOutput, ...]:
+        """All generated tokens."""
+        return tuple(output for step in self.steps for output in step.outputs)
+
+
+class ChatGeneration:
+    """One sequence of a running chat: iterate it for lists of steps that became ready together.
+
+    A step has events, but for the last one, which may be there for its tokens only. `ending` is
+    set once the last list was handed out; a failure is raised as RouterError.
+    """
+
+    def __init__(self, generation: Generation, parser: ChatParser) -> None:
+        self._generation = generation
+        self._parser = parser
+        self._held: list[TokenOutput] = []
+        self.has_tool_calls = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the rendered conversation."""
+        return self._generation.prompt_tokens
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the generation ended well, once it has."""
+        return self._generation.ending
+
+    def __aiter__(self) -> AsyncIterator[list[ChatStep]]:
+        return self
+
+    async def __anext__(self) -> list[ChatStep]:
+        steps: list[ChatStep] = []
+        while not steps:
+            for output in await anext(self._generation):
+                if isinstance(output, TokenOutput):
+                    steps += self._steps(output)
+        return steps
+
+    async def collect(self) -> ChatMessage:
+        """The whole message."""
+        return message_of([step async for steps in self for step in steps])
+
+    def _steps(self, output: TokenOutput) -> list[ChatStep]:
+        self._held.append(output)
+        events = self._parser.feed(output.delta)
+        is_last = output.generated is not None
+        if is_last:
+            events += self._parser.finish()
+        if not events and not is_last:
+            return []
+        self.has_tool_calls |= any(isinstance(event, ToolCallStart) for event in events)
+        step = ChatStep(tuple(events), tuple(self._held))
+        self._held.clear()
+        return [step]
+
+
+def message_of(steps: list[ChatStep]) -> ChatMessage:
+    """The message that the steps spell."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    names: list[str] = []
+    arguments: list[list[str]] = []
+    for event in (event for step in steps for event in step.events):
+        match event:
+            case ContentDelta(text):
+                content.append(text)
+            case ReasoningDelta(text):
+                reasoning.append(text)
+            case ToolCallStart(_, name):
+                names.append(name)
+                arguments.append([])
+            case ToolCallArguments(index, text):
+                arguments[index].append(text)
+    calls = tuple(
+        ToolCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)
+    )
+    return ChatMessage(
+        None if calls and not content else "".join(content),
+        "".join(reasoning) if reasoning else None,
+        calls,
+        tuple(steps),
+    )
+
+
+class ChatService:
+    """Knows the served model's way to chat: its template and the format of its answers.
+
+    Changes nothing after it was made. `template` is None for a model that has none.
+    """
+
+    def __init__(
+        self,
+        infer: Infer,
+        metrics: Metrics,
+        template: ChatTemplate | None,
+        chat_format: ChatFormat,
+        special_ids: Mapping[str, int],
+    ) -> None:
+        """`special_ids` has the ids of the format's markers that are special tokens."""
+        self._infer = infer
+        self._metrics = metrics
+        self._template = template
+        self._format = chat_format
+        self._special_ids = special_ids
+
+    async def render(self, conversation: Conversation) -> str:
+        """The prompt, rendered off the event loop. Raises TemplateError."""
+        return await asyncio.to_thread(self._render, conversation)
+
+    @asynccontextmanager
+    async def start(
+        self, conversation: Conversation, is_stream: bool = False
+    ) -> AsyncIterator[list[ChatGeneration]]:
+        """Starts `num_sequences` answers. Leaving the block early cancels what still runs.
+
+        Raises RouterError: TemplateError, ToolError, and all of `Infer.start_many`'s.
+        """
+        try:
+            asked = await self._parameters(conversation)
+        except RouterError as error:
+            self._metrics.request_failure.inc(err=error.metric_label)
+            raise
+        async with self._infer.start_many(
+            asked, conversation.num_sequences, is_stream
+        ) as generations:
+            yield [
+                ChatGeneration(generation, self._parser(conversation, asked.inputs))
+                for generation in generations
+            ]
+
+    async def _parameters(self, conversation: Conversation) -> GenerateParameters:
+        """What is asked of the model. Raises TemplateError and ToolError."""
+        _check_tools(conversation)
+        prompt = await self.render(conversation)
+        tools = conversation.usable_tools
+        grammar = conversation.parameters.grammar
+        if tools:
+            grammar = tool_grammar(
+                self._format,
+                tools,
+                conversation.tool_choice,
+                parallel=conversation.parallel_tool_calls,
+                special_ids=self._special_ids,
+                starts_in_reasoning=self._format.starts_in_reasoning(prompt),
+            )
+        markers = self._format.special_tokens if tools else self._format.reasoning or ()
+        return replace(
+            conversation.parameters,
+            inputs=prompt,
+            # The template has written them.
+            add_special_tokens=False,
+            keeps_stop_sequence=False,
+            grammar=grammar,
+            visible_special_tokens=frozenset(markers),
+        )
+
+    def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
+        # Where the user gives a grammar, all that is written is the answer.
+        reasons = conversation.parameters.grammar is None
+        return ChatParser(
+            self._format if reasons else replace(self._format, reasoning=None),
+            parses_tools=bool(conversation.usable_tools),
+            starts_in_reasoning=reasons and self._format.starts_in_reasoning(prompt),
+        )
+
+    def _render(self, conversation: Conversation) -> str:
+        template, tools = self._template, conversation.usable_tools
+        if template is None:
+            raise TemplateError(
+                "template not found; the model has no chat template, so it can not chat; "
+                "start the server with --tokenizer-config-path and a file that has one"
+            )
+        source = template.tool_source if tools else template.source
+        messages = plain_messages(conversation.messages, source, self._format)
+        if tools and not self._format.tells_tools:
+            messages = with_instructions(messages, self._format.tools_prompt(tools))
+            # A template that tells of them in a form of its own would contradict this.
+            told: list[dict[str, Any]] = []
+        else:
+            told = [tool.as_openai() for tool in tools]
+        if tools and conversation.tool_prompt:
+            last = messages[-1]
+            behind = f"{last['content']}\n---\n{conversation.tool_prompt}"
+            messages = [*messages[:-1], {**last, "content": behind}]
+        last = messages[-1]
+        continues = last["role"] == "assistant" and not last.get("tool_calls")
+        return template.render(
+            messages,
+            told or None,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **conversation.template_kwargs,
+        )
+
+
+def _check_tools(conversation: Conversation) -> None:
+    """Raises ToolError for tools that contradict each other or what is asked of them."""
+    tools, choice = conversation.usable_tools, conversation.tool_choice
+    names = [tool.name for tool in tools]
+    if not tools and choice not in ("auto", "none"):
+        raise ToolError(f"`tool_choice` is {choice[:64]!r}, but there are no `tools`")
+    if tools and conversation.parameters.grammar is not None:
+        raise ToolError(
+            "Grammar and tools are mutually exclusive; leave out `response_format` or `tools`, "
+            'or send `tool_choice: "none"`'
+        )
+    if len(set(names)) < len(names):
+        raise ToolError("Two of `tools` have the same name; give each a name of its own")
+    if tools and choice not in ("auto", "required", *names):
+        raise ToolError(
+            f"Tool with name {choice[:64]} not found; `tool_choice` must name one of `tools`"
+        )

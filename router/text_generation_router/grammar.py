@@ -1,0 +1,174 @@
+"""Grammars on their way to the shards: checked, written in llguidance's form, compiled in time."""
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from text_generation_router.errors import ValidationError
+from text_generation_router.request import Grammar
+from text_generation_router.scheduler.shards import Shards
+
+# Of a schema, regular expression or Lark grammar, in UTF-8.
+MAX_SOURCE_BYTES = 65_536
+# Of schemas within schemas.
+MAX_DEPTH = 64
+COMPILE_TIMEOUT_S = 10.0
+_CACHED_GRAMMARS = 256
+
+# At most one space where JSON allows whitespace, as in TGI: a text can not end in nothing else.
+_JSON_OPTIONS = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": "[\\x20]?",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+# Where a schema holds schemas: by name, in a list, or one.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+# Keywords next to which a closed object could exclude what another schema asks for.
+_COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+# An object without any of these is hardly meant as a schema; TGI asks for `properties`.
+_KEYWORDS = frozenset({*_NAMED, *_LISTED, *_SINGLE, "type", "enum", "const", "$ref", "not", "if"})
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that the shards know: its text for them, and the tokens of its shortest text."""
+
+    text: str
+    min_tokens: int
+
+
+class GrammarCompiler:
+    """Owns the list of grammars that were compiled lately. Used from one event loop."""
+
+    def __init__(self, shards: Shards, is_enabled: bool) -> None:
+        self._shards = shards
+        self._is_enabled = is_enabled
+        self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    async def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises ValidationError, which says what is wrong or too large."""
+        if not self._is_enabled:
+            raise ValidationError("grammar is not supported")
+        if (known := self._known.get(grammar)) is not None:
+            self._known.move_to_end(grammar)
+            return known
+        text = await asyncio.to_thread(write, grammar)
+        try:
+            error, min_tokens = await self._shards.compile_grammar(text, COMPILE_TIMEOUT_S)
+        except TimeoutError as late:
+            raise ValidationError(
+                f"grammar is too complex: it could not be compiled within {COMPILE_TIMEOUT_S:g} s; "
+                "make it smaller"
+            ) from late
+        if error:
+            is_schema = grammar.kind == "json_schema"
+            reason = "cannot compile regex from schema" if is_schema else "grammar is not valid"
+            raise ValidationError(f"{reason}: {error}")
+        compiled = self._known[grammar] = CompiledGrammar(text, min_tokens)
+        if len(self._known) > _CACHED_GRAMMARS:
+            self._known.popitem(last=False)
+        return compiled
+
+
+def write(grammar: Grammar) -> str:
+    """The grammar in llguidance's form. Raises ValidationError for what needs no compiler."""
+    size = len(grammar.source.encode())
+    if size > MAX_SOURCE_BYTES:
+        raise ValidationError(
+            f"grammar is too large: its source must have at most {MAX_SOURCE_BYTES} bytes. "
+            f"Given: {size}"
+        )
+    if grammar.kind == "json_schema":
+        return _wrap({"json_schema": _schema(grammar.source)})
+    if grammar.kind == "regex":
+        return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
+    return _wrap({"lark_grammar": grammar.source})
+
+
+def _wrap(grammar: Mapping[str, Any]) -> str:
+    try:
+        return orjson.dumps({"grammars": [grammar]}).decode()
+    except TypeError as error:  # only depth is left to complain about
+        raise ValidationError(f"grammar is too large: {error}; nest its values less") from error
+
+
+def _escaped(regex: str) -> str:
+    """A regular expression as it is written between slashes: in one line, without a bare slash."""
+    lines = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex)
+    return lines.replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _schema(source: str) -> dict[str, Any]:
+    """The schema with our options, closed where it says nothing about other properties."""
+    try:
+        schema = orjson.loads(source)
+    except orjson.JSONDecodeError as error:
+        raise _not_valid(str(error)) from error
+    if not isinstance(schema, dict):
+        raise _not_valid("a JSON schema must be an object")
+    if schema and not schema.keys() & _KEYWORDS:
+        raise _not_valid("Grammar must have a 'properties' field")
+    is_closed = True
+    parts = list(_parts(schema, 1))
+    for part in parts:
+        _check(part)
+        is_closed &= not ("properties" in part and part.keys() & _COMBINING) and "allOf" not in part
+    if is_closed:
+        # As in TGI: objects have the properties that are named, and no others.
+        for part in parts:
+            if part.get("properties"):
+                part.setdefault("additionalProperties", False)
+    return {**schema, "x-guidance": _JSON_OPTIONS}
+
+
+def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
+    """The schema and all schemas in it."""
+    if not isinstance(schema, dict):
+        return
+    if depth > MAX_DEPTH:
+        raise ValidationError(
+            f"grammar is too large: its schemas must be nested at most {MAX_DEPTH} deep"
+        )
+    yield schema
+    for keyword in _NAMED:
+        if isinstance(named := schema.get(keyword), dict):
+            for part in named.values():
+                yield from _parts(part, depth + 1)
+    for keyword in _LISTED:
+        if isinstance(listed := schema.get(keyword), list):
+            for part in listed:
+                yield from _parts(part, depth + 1)
+    for keyword in _SINGLE:
+        yield from _parts(schema.get(keyword), depth + 1)
+
+
+def _check(schema: Mapping[str, Any]) -> None:
+    """Refuses what the compiler would not do as it is meant."""
+    if isinstance(schema.get("items"), list):
+        raise _not_valid("`items` must be a schema; use `prefixItems` for a list of schemas")
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(schema.get(keyword), bool):
+            raise _not_valid(f"`{keyword}` must be a number")
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > named + 1:
+        # The compiler counts properties with the same name as several.
+        raise _not_valid(
+            "`minProperties` must be at most one more than the properties in `required`"
+        )
+    if "x-guidance" in schema:
+        raise _not_valid("`x-guidance` is not supported; remove it")
+
+
+def _not_valid(reason: str) -> ValidationError:
+    return ValidationError(f"grammar is not valid: {reason}")

@@ -1,0 +1,99 @@
+"""Rows that read blocks which an earlier row of the same prefill, or of an earlier one, writes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_shard.batch import RowRequest
+
+from shard.tests.driver import Driver, load_engine
+
+LONG = {"max_new_tokens": 12, "ignore_eos_token": True}
+DRAWN = {"do_sample": True, "temperature": 1.3}
+# In blocks of 16: at an edge, past it, a whole number of blocks, several blocks.
+LENGTHS = [16, 17, 32, 40, 70]
+
+
+def prompt_of(length: int) -> list[int]:
+    return [3 + (7 * place + place * place) % 250 for place in range(length)]
+
+
+def follower(
+    driver: Driver, request_id: int, leader: RowRequest, known: list[int], **options: Any
+) -> RowRequest:
+    """A request that shares the leader's blocks of prompt, as the router's Queue would have it."""
+    size = driver.engine.block_size
+    num_shared = (leader.num_prompt_tokens - 1) // size
+    request = driver.request(
+        request_id, known, num_prompt_tokens=leader.num_prompt_tokens, **options
+    )
+    table = [*leader.block_table[:num_shared], *request.block_table[num_shared:]]
+    return replace(request, block_table=table, num_cached_tokens=num_shared * size)
+
+
+def alone(driver: Driver, prompt: list[int], seed: int) -> list[int]:
+    driver.add([driver.request(seed, prompt, sampling={**DRAWN, "seed": seed}, **LONG)])
+    driver.run()
+    return driver.tokens[seed]
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "llama-dynamic", "phi3"])
+@pytest.mark.parametrize("max_prefill_tokens", [4096, 16, 7])
+def test_siblings_write_what_each_writes_alone(
+    family: str, max_prefill_tokens: int, checkpoint: Callable[[str], Path]
+) -> None:
+    """In one prefill, also where it is computed in pieces that end inside a block."""
+    driver = Driver(load_engine(checkpoint(family), max_prefill_tokens))
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        wanted = [alone(driver, prompt, seed) for seed in range(3)]
+        first = 1000 * length
+        leader = driver.request(first, prompt, sampling={**DRAWN, "seed": 0}, **LONG)
+        siblings = [
+            follower(driver, first + seed, leader, prompt, sampling={**DRAWN, "seed": seed}, **LONG)
+            for seed in (1, 2)
+        ]
+        stranger = driver.request(first + 9, [5] * 20, **LONG)
+        driver.add([stranger, leader, *siblings])
+        driver.run()
+        assert [driver.tokens[first + seed] for seed in range(3)] == wanted
+        for seed in range(3):
+            driver.tokens.pop(seed)
+
+
+def test_a_sibling_joins_later_and_outlives_the_one_that_computed(tiny_model_path: Path) -> None:
+    driver = Driver(load_engine(tiny_model_path))
+    prompt = prompt_of(40)
+    wanted = alone(driver, prompt, 1)
+    leader = driver.request(10, prompt, max_new_tokens=8, ignore_eos_token=True)
+    driver.add([leader])
+    for _ in range(5):
+        driver.step()
+    options = {"sampling": {**DRAWN, "seed": 1}, **LONG}
+    # With tokens of its own, as after a preemption.
+    sibling = follower(driver, 11, leader, prompt + wanted[:9], **options)
+    driver.tokens[11] = wanted[:9]
+    driver.add([sibling])
+    driver.run()
+    assert driver.tokens[11] == wanted
+    assert len(driver.tokens[10]) == 8
+
+
+@pytest.mark.parametrize(("family", "limit"), [("phi3-longrope", 64), ("llama3", None)])
+def test_who_writes_its_blocks_anew_says_so(
+    family: str, limit: int | None, checkpoint: Callable[[str], Path]
+) -> None:
+    assert load_engine(checkpoint(family)).recompute_at == limit
+
+
+def test_prompt_logprobs_of_the_one_that_computes(tiny_model_path: Path) -> None:
+    driver = Driver(load_engine(tiny_model_path))
+    prompt = prompt_of(40)
+    driver.add([driver.request(0, prompt, prefill_logprobs=True, max_new_tokens=1)])
+    leader = driver.request(1, prompt, prefill_logprobs=True, **LONG)
+    driver.add([leader, follower(driver, 2, leader, prompt, **LONG)])
+    assert driver.prefill_logprobs[1][1:] == pytest.approx(driver.prefill_logprobs[0][1:])
+    assert list(driver.prefill_logprobs) == [0, 1]
+    driver.run()
