@@ -140,8 +140,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"300": 1.0}}, "`logit_bias` must name token ids below 300"),
     ({"logit_bias": {"3": 101.0}}, "`logit_bias` must be >= -100.0 and <= 100.0."),
     ({"min_new_tokens": 9, "max_new_tokens": 5}, "`min_new_tokens` must be <= `max_new_tokens`."),
-    ({"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),
-    ({"adapter_id": "x"}, "`adapter_id` 'x' is not served"),
+    ({"grammar": {"type": "regex", "value": "("}}, "grammar is not valid: "),
 ]
 
 

@@ -270,6 +270,10 @@ async def test_parallel_tools_with_text_before(server: Server) -> None:
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar("json_schema", '{"type":"object"}')),
         (
+            {"type": "json_object", "schema": {"type": "array"}},
+            Grammar("json_schema", '{"type":"array"}'),
+        ),
+        (
             {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}},
             Grammar("json_schema", '{"type":"string"}'),
         ),

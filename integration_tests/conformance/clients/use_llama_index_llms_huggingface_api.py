@@ -41,7 +41,13 @@ def chat_stream() -> None:
 @check
 def chat_tools() -> None:
     llm = new_chat()
-    answer = llm.chat(MESSAGES, tools=[WEATHER_TOOL], tool_choice="required", max_tokens=150)
+    answer = llm.chat(
+        MESSAGES,
+        tools=[WEATHER_TOOL],
+        tool_choice="required",
+        max_tokens=150,
+        extra_body={"parallel_tool_calls": False},
+    )
     (call,) = answer.message.additional_kwargs["tool_calls"]
     equal(call.function.name, "get_weather")
     is_weather(call.function.arguments)

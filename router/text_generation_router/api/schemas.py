@@ -104,14 +104,16 @@ class TextFormatBody(Body):
 
 
 class JsonFormatBody(Body):
-    """Any JSON object, or in TGI's spelling one that follows a schema."""
+    """Any JSON object, or one that follows a schema, in TGI's spelling or in LangChain's."""
 
     type: Literal["json_object", "json"]
     value: JsonSchema | str | None = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
-        return _schema_grammar(_ANY_OBJECT if self.value is None else self.value)
+        given = self.schema_ if self.value is None else self.value
+        return _schema_grammar(_ANY_OBJECT if given is None else given)
 
 
 GrammarBody = Annotated[
