@@ -41,10 +41,9 @@ def test_transcript(conformance_server: LauncherHandle, path: Path, name: str) -
         entry = _update(path, name, answer)
     expected = entry["response"]
     texts = [transcript.pretty(one) for one in (expected, transcript.settle(answer, expected))]
-    difference = unified_diff(
-        *(text.splitlines() for text in texts), "expected", "got", lineterm=""
-    )
-    assert texts[0] == texts[1], "\n".join(difference)
+    if texts[0] != texts[1]:
+        lines = unified_diff(*(text.splitlines() for text in texts), "expected", "got", lineterm="")
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 def _update(path: Path, name: str, answer: dict[str, Any]) -> dict[str, Any]:

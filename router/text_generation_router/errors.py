@@ -47,6 +47,10 @@ class ContextLengthError(ValidationError):
     """The prompt, or the prompt with its answer, is longer than the model can take."""
 
 
+class GrammarError(ValidationError):
+    """The grammar is wrong, too large, or not enabled."""
+
+
 class AdapterNotFoundError(RouterError):
     """The request names an adapter that is not served; the base model never answers instead."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.errors import ValidationError
+from text_generation_router.errors import GrammarError
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
@@ -56,9 +56,9 @@ class GrammarCompiler:
         self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises ValidationError, which says what is wrong or too large."""
+        """Raises GrammarError, which says what is wrong or too large."""
         if not self._is_enabled:
-            raise ValidationError("grammar is not supported")
+            raise GrammarError("grammar is not supported")
         if (known := self._known.get(grammar)) is not None:
             self._known.move_to_end(grammar)
             return known
@@ -66,14 +66,14 @@ class GrammarCompiler:
         try:
             error, min_tokens = await self._shards.compile_grammar(text, COMPILE_TIMEOUT_S)
         except TimeoutError as late:
-            raise ValidationError(
+            raise GrammarError(
                 f"grammar is too complex: it could not be compiled within {COMPILE_TIMEOUT_S:g} s; "
                 "make it smaller"
             ) from late
         if error:
             is_schema = grammar.kind == "json_schema"
             reason = "cannot compile regex from schema" if is_schema else "grammar is not valid"
-            raise ValidationError(f"{reason}: {error}")
+            raise GrammarError(f"{reason}: {error}")
         compiled = self._known[grammar] = CompiledGrammar(text, min_tokens)
         if len(self._known) > _CACHED_GRAMMARS:
             self._known.popitem(last=False)
@@ -81,10 +81,10 @@ class GrammarCompiler:
 
 
 def write(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises ValidationError for what needs no compiler."""
+    """The grammar in llguidance's form. Raises GrammarError for what needs no compiler."""
     size = len(grammar.source.encode())
     if size > MAX_SOURCE_BYTES:
-        raise ValidationError(
+        raise GrammarError(
             f"grammar is too large: its source must have at most {MAX_SOURCE_BYTES} bytes. "
             f"Given: {size}"
         )
@@ -99,7 +99,7 @@ def _wrap(grammar: Mapping[str, Any]) -> str:
     try:
         return orjson.dumps({"grammars": [grammar]}).decode()
     except TypeError as error:  # only depth is left to complain about
-        raise ValidationError(f"grammar is too large: {error}; nest its values less") from error
+        raise GrammarError(f"grammar is too large: {error}; nest its values less") from error
 
 
 def _escaped(regex: str) -> str:
@@ -136,7 +136,7 @@ def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
     if not isinstance(schema, dict):
         return
     if depth > MAX_DEPTH:
-        raise ValidationError(
+        raise GrammarError(
             f"grammar is too large: its schemas must be nested at most {MAX_DEPTH} deep"
         )
     yield schema
@@ -170,5 +170,5 @@ def _check(schema: Mapping[str, Any]) -> None:
         raise _not_valid("`x-guidance` is not supported; remove it")
 
 
-def _not_valid(reason: str) -> ValidationError:
-    return ValidationError(f"grammar is not valid: {reason}")
+def _not_valid(reason: str) -> GrammarError:
+    return GrammarError(f"grammar is not valid: {reason}")

@@ -7,6 +7,7 @@ the text could no longer be ended in time is replaced by the next one of a known
 """
 
 import asyncio
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,9 @@ _LEAST_SPARE = 2
 _GROWTH = 64
 # Characters of an error that are shown.
 _LONGEST_ERROR = 400
+# Numbered lines of a grammar, and what points into them.
+_SOURCE_LINE = re.compile(r"\s*(\d+ \|.*|\^+\s*)$")
+_PLACE = re.compile(r"at \d+\(\d+\): ")
 
 
 class GrammarError(ValueError):
@@ -329,6 +333,8 @@ class StepGrammars:
 
 
 def _sentence(error: str) -> str:
-    """An error of llguidance in one line, without where in its code it arose."""
+    """An error of llguidance in one line, without where in its code or in our Lark it arose."""
     plain = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    return " ".join(plain.split())[:_LONGEST_ERROR] or "the grammar has failed"
+    plain = _PLACE.sub("", plain)
+    told = [line for line in plain.splitlines() if not _SOURCE_LINE.match(line)]
+    return " ".join(" ".join(told).split())[:_LONGEST_ERROR] or "the grammar has failed"

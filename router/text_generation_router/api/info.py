@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Response
@@ -33,7 +33,7 @@ router = APIRouter(tags=["Text Generation Inference"])
 key_router = APIRouter(route_class=KeyRoute, tags=["Text Generation Inference"])
 body_router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
-Handler = Callable[..., Awaitable[Response]]
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 async def check_health(services: Services) -> None:

@@ -19,7 +19,7 @@ from text_generation_router.chat.parser import (
     ToolCallStart,
 )
 from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.errors import RouterError, TemplateError, ToolError
+from text_generation_router.errors import GrammarError, RouterError, TemplateError, ToolError
 from text_generation_router.infer import Ending, Generation, Infer
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import TokenOutput
@@ -175,13 +175,19 @@ class ChatService:
         except RouterError as error:
             self._metrics.request_failure.inc(err=error.metric_label)
             raise
-        async with self._infer.start_many(
-            asked, conversation.num_sequences, is_stream
-        ) as generations:
-            yield [
-                ChatGeneration(generation, self._parser(conversation, asked.inputs))
-                for generation in generations
-            ]
+        try:
+            async with self._infer.start_many(
+                asked, conversation.num_sequences, is_stream
+            ) as generations:
+                yield [
+                    ChatGeneration(generation, self._parser(conversation, asked.inputs))
+                    for generation in generations
+                ]
+        except GrammarError as error:
+            if not conversation.usable_tools:
+                raise
+            # The grammar was made from them.
+            raise ToolError(f"`tools` can not be enforced: {error}") from error
 
     async def _parameters(self, conversation: Conversation) -> GenerateParameters:
         """What is asked of the model. Raises TemplateError and ToolError."""

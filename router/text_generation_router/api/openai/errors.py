@@ -15,7 +15,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from text_generation_router.errors import ContextLengthError, RouterError, ValidationError
+from text_generation_router.errors import (
+    ContextLengthError,
+    GrammarError,
+    RouterError,
+    ValidationError,
+)
 
 BUG = "The server failed on this request; its log says why"
 _SHOWN_CHARACTERS = 60
@@ -129,6 +134,8 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
         message = str(error) if isinstance(error, ValidationError) else error.message
         if status < 429:
             message, param = _in_openai_words(message, path)
+            if isinstance(error, GrammarError):
+                param = _NAMES.get(path, {}).get("grammar")
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     elif isinstance(error, RequestValidationError):
         status = 400

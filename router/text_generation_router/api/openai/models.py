@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from text_generation_router.api.body import KeyRoute
 from text_generation_router.api.generate import ServicesDependency
+from text_generation_router.api.info import get
 from text_generation_router.api.openai.errors import ERRORS, ErrorBody, ModelNotFoundError
 from text_generation_router.services import Services
 
@@ -46,13 +47,13 @@ def _model(services: Services) -> ModelBody:
     return ModelBody(id=served, owned_by=served)
 
 
-@router.get("/v1/models", summary="Get model info", responses={401: {"model": ErrorBody}})
+@get(router, "/v1/models", summary="Get model info", responses={401: {"model": ErrorBody}})
 async def openai_get_model_info(services: ServicesDependency) -> ModelListBody:
     """The served model, in a list."""
     return ModelListBody(data=[_model(services)])
 
 
-@router.get("/v1/models/{model:path}", summary="Get one model", responses=_ERRORS)
+@get(router, "/v1/models/{model:path}", summary="Get one model", responses=_ERRORS)
 async def openai_get_model(model: str, services: ServicesDependency) -> ModelBody:
     """The served model by its name, which may have slashes."""
     check_model(model, services)
