@@ -15,8 +15,10 @@ from llguidance import LLMatcher, LLTokenizer
 _MAX_STATES = 10_000
 # Masks that take as long as one more state.
 _MASKS_PER_STATE = 16
-# How often a token is written in such a string, to see whether it helps.
+# How often a token is written in such a string, to see whether it helps, and how many that help
+# are enough.
 _LONGEST_RUN = 64
+_ENOUGH_RUNS = 3
 # A state that allows so few tokens is searched through all of them.
 _FEW_TOKENS = 32
 # Of the tokens that are no candidates, so many are tried.
@@ -187,12 +189,19 @@ class EndingSearch:
         self, state: LLMatcher, mask: bytes, tokens: list[int]
     ) -> tuple[list[tuple[float, Sequence[int]]], int]:
         """Tokens as often as it takes until something else is allowed; else what is longest."""
-        limits = [_LONGEST_RUN if token in self._filling else 1 for token in tokens]
-        runs = [_run(state, mask, *item) for item in zip(tokens, limits, strict=True)]
-        if helpful := sorted((run for run in runs if run), key=len):
-            return [(place * _PLACE_PRICE, run) for place, run in enumerate(helpful)], sum(limits)
         longest = sorted(tokens, key=lambda token: -len(self._text(token)))
-        return [(i * _PLACE_PRICE, [token]) for i, token in enumerate(longest)], sum(limits)
+        helpful: list[list[int]] = []
+        cost = 0
+        for token in longest:
+            limit = _LONGEST_RUN if token in self._filling else 1
+            cost += limit
+            if run := _run(state, mask, token, limit):
+                helpful.append(run)
+                # The longest tokens come first: what follows takes more of them.
+                if len(helpful) == _ENOUGH_RUNS:
+                    break
+        ways = sorted(helpful, key=len) or [[token] for token in longest]
+        return [(place * _PLACE_PRICE, way) for place, way in enumerate(ways)], cost
 
     def _text(self, token: int) -> str:
         if token not in self._texts:
