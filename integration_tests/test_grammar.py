@@ -75,6 +75,9 @@ def test_every_spelling(server: LauncherHandle) -> None:
         "x", grammar={"type": "regex", "value": "[0-4]{3}/[a-c]+x"}, max_new_tokens=12
     )
     assert re.fullmatch("[0-4]{3}/[a-c]+x", answer["generated_text"])
+    lark = 'start: pair ("," pair)* ";"\npair: /[a-z]{2}/ "=" /[0-9]/'
+    answer = server.generate("x", grammar={"type": "lark", "value": lark}, max_new_tokens=24)
+    assert re.fullmatch("[a-z]{2}=[0-9](,[a-z]{2}=[0-9])*;", answer["generated_text"])
 
 
 def test_neighbours_write_what_they_write_alone(server: LauncherHandle) -> None:

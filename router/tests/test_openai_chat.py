@@ -282,6 +282,7 @@ async def test_parallel_tools_with_text_before(server: Server) -> None:
             Grammar("json_schema", '{"type":"string"}'),
         ),
         ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
+        ({"type": "lark", "value": "start: /a+/"}, Grammar("lark", "start: /a+/")),
     ],
 )
 async def test_response_format(server: Server, given: Any, grammar: Grammar | None) -> None:

@@ -83,15 +83,15 @@ class SchemaGrammarBody(Body):
         return _schema_grammar(given.schema_)
 
 
-class RegexGrammarBody(Body):
-    """A regular expression that the whole text matches."""
+class WrittenGrammarBody(Body):
+    """A regular expression that the whole text matches, or a grammar in llguidance's Lark."""
 
-    type: Literal["regex"]
+    type: Literal["regex", "lark"]
     value: str = Field(examples=["[0-9]{3}-[a-z]+"])
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
-        return Grammar("regex", self.value)
+        return Grammar(self.type, self.value)
 
 
 class TextFormatBody(Body):
@@ -117,11 +117,11 @@ class JsonFormatBody(Body):
 
 
 GrammarBody = Annotated[
-    JsonGrammarBody | SchemaGrammarBody | RegexGrammarBody, Field(discriminator="type")
+    JsonGrammarBody | SchemaGrammarBody | WrittenGrammarBody, Field(discriminator="type")
 ]
 # `response_format` of OpenAI's routes: `None` or its `to_grammar()` is the request's grammar.
 ResponseFormatBody = Annotated[
-    TextFormatBody | JsonFormatBody | SchemaGrammarBody | RegexGrammarBody,
+    TextFormatBody | JsonFormatBody | SchemaGrammarBody | WrittenGrammarBody,
     Field(discriminator="type"),
 ]
 
