@@ -21,6 +21,7 @@ def test_reflection_lists_the_service(server: LauncherHandle) -> None:
         "Health",
         "ServiceDiscovery",
         "ClearCache",
+        "CompileGrammar",
         "FilterBatch",
         "Warmup",
         "Prefill",
