@@ -36,7 +36,7 @@ proto: .venv/.installed-dev ## generated code is committed; run this after editi
 gpu-test: .venv/.installed-dev ## what needs an NVIDIA GPU
 	$(BIN)/pytest -m gpu $(ARGS)
 
-bench: .venv/.installed-dev ## ours beside transformers serve; benchmarks/serve.py --help
+bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes, once), transformers; ARGS=--help
 	$(BIN)/python benchmarks/serve.py $(ARGS)
 
 .venv/.installed: pyproject.toml

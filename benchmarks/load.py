@@ -42,6 +42,18 @@ def _tgi_counts(event: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _openai_body(prompt: str, new_tokens: int, model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,  # as vLLM and llama.cpp spell it
+    }
+
+
+def _transformers_body(prompt: str, new_tokens: int, model: str) -> dict[str, Any]:
     # No eos_token_id in it: then transformers serve never stops early.
     generation = {"do_sample": False, "max_new_tokens": new_tokens}
     return {
@@ -53,6 +65,10 @@ def _openai_body(prompt: str, new_tokens: int, model: str) -> dict[str, Any]:
     }
 
 
+def _openai_has_text(event: dict[str, Any]) -> bool:
+    return any(choice.get("text") for choice in event["choices"])
+
+
 def _openai_counts(event: dict[str, Any]) -> tuple[int, int] | None:
     usage = event.get("usage")
     return usage and (usage["prompt_tokens"], usage["completion_tokens"])
@@ -60,12 +76,8 @@ def _openai_counts(event: dict[str, Any]) -> tuple[int, int] | None:
 
 APIS = {
     "tgi": Api("/generate_stream", _tgi_body, lambda event: "token" in event, _tgi_counts),
-    "openai": Api(
-        "/v1/completions",
-        _openai_body,
-        lambda event: bool(event["choices"][0].get("text")),
-        _openai_counts,
-    ),
+    "openai": Api("/v1/completions", _openai_body, _openai_has_text, _openai_counts),
+    "transformers": Api("/v1/completions", _transformers_body, _openai_has_text, _openai_counts),
 }
 
 
@@ -81,6 +93,8 @@ class Load:
     prompt_tokens: int
     new_tokens: int
     seed: int
+    shared_tokens: int = 0
+    """The first so many of the prompt's tokens are the same in every request of any load."""
 
 
 async def events(load: Load, body: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
@@ -126,7 +140,7 @@ async def _one(load: Load, prompt: str) -> list[float]:
 
 async def run(load: Load) -> dict[str, float]:
     """Figures of the whole load; times in seconds."""
-    waiting = prompts(load.requests, load.prompt_tokens, load.seed)
+    waiting = prompts(load.requests, load.prompt_tokens, load.seed, load.shared_tokens)
     streams: list[list[float]] = []
 
     async def client() -> None:
@@ -152,11 +166,19 @@ async def run(load: Load) -> dict[str, float]:
     }
 
 
-def prompts(count: int, num_tokens: int, seed: int) -> list[str]:
-    """Texts of exactly num_tokens tokens for the tokenizer of make_checkpoint, no two alike."""
-    chooser = random.Random(seed)
+def prompts(count: int, num_tokens: int, seed: int, shared_tokens: int = 0) -> list[str]:
+    """Texts of exactly num_tokens tokens for the tokenizer of make_checkpoint, no two alike.
+
+    They begin with the same shared_tokens tokens, whatever the seed.
+    """
     words = ["".join(letters) for letters in product(ascii_lowercase, repeat=3)]
-    return ["".join(f" {chooser.choice(words)}" for _ in range(num_tokens)) for _ in range(count)]
+
+    def text(chooser: random.Random, length: int) -> str:
+        return "".join(f" {chooser.choice(words)}" for _ in range(length))
+
+    beginning = text(random.Random("shared"), shared_tokens)
+    chooser = random.Random(seed)
+    return [beginning + text(chooser, num_tokens - shared_tokens) for _ in range(count)]
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -174,6 +196,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--shared-tokens", type=int, default=0)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = vars(parser.parse_args())

@@ -46,17 +46,29 @@ CONFIG = {
 }
 
 
+PHRASE_TOKENS = 24
+
+
 def main() -> None:
     """Writes the directory given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    write_checkpoint(parser.parse_args().directory)
+    parser.add_argument(
+        "--repeating",
+        action="store_true",
+        help=f"a model that says the same phrase of {PHRASE_TOKENS} tokens over and over",
+    )
+    options = parser.parse_args()
+    write_checkpoint(options.directory, is_repeating=options.repeating)
 
 
-def write_checkpoint(directory: Path) -> None:
+def write_checkpoint(directory: Path, *, is_repeating: bool = False) -> None:
     """Writes config, weights and tokenizer; the same bytes every time."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    weights = _weights()
+    if is_repeating:
+        _make_repeating(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -65,7 +77,8 @@ def write_checkpoint(directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
+    config = {**CONFIG, "tie_word_embeddings": not is_repeating}
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -90,6 +103,21 @@ def _weights() -> dict[str, torch.Tensor]:
         }
     weights["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
     return weights
+
+
+def _make_repeating(weights: dict[str, torch.Tensor]) -> None:
+    """Every token is followed by its neighbour, the last of a phrase by its first.
+
+    Layers cost what they did but add nothing, so the hidden state is the token's embedding, and
+    the head's row of each token is the embedding of the one before it.
+    """
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    tokens = torch.arange(VOCAB_SIZE)
+    is_first = tokens % PHRASE_TOKENS == 0
+    before = torch.where(is_first, tokens + PHRASE_TOKENS - 1, tokens - 1) % VOCAB_SIZE
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"][before].clone()
 
 
 def _tokenizer() -> Tokenizer:

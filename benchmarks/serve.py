@@ -1,39 +1,31 @@
-"""Serving speed of this project beside transformers serve: one command, one table, one JSON file.
+"""Serving speed of this project beside vLLM, llama.cpp and transformers: one command, five loads.
 
-Both servers load the same random checkpoint of 125 M parameters in bfloat16. They take turns,
-alone on the machine, each round with a fresh start; greedy, end-of-sequence ignored, streamed, a
-closed loop of c clients. What is printed is the median over the rounds.
+All servers load the same random checkpoint of 125 M parameters, in bfloat16 unless the name says
+otherwise, and get the same prompts from the same client. They take turns, alone on the machine,
+each round with a fresh start. What is printed is the median over the rounds, beside what the
+machine could do at best. A server that can not be installed, started or finish a load is reported.
 """
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+from contestants import CONTESTANTS, Contestant
+from loads import LOADS, Rates, Shape
+from machine import measured_rates
 from make_checkpoint import write_checkpoint
-from servers import (
-    FOLDER,
-    PEER_PYTHON,
-    WORK,
-    Running,
-    Server,
-    install_peer,
-    ours,
-    running,
-    transformers_serve,
-)
+from report import summarise, table
+from servers import FOLDER, WORK, Running, running
 
-COLUMNS = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
-Figures = dict[str, float]
+LOAD_TIMEOUT_S = 300.0
+WARM_UP_TOKENS = 4
 
 
 def main() -> None:
@@ -42,158 +34,129 @@ def main() -> None:
     checkpoint: Path = options.checkpoint
     if not (checkpoint / "config.json").exists():
         write_checkpoint(checkpoint)
-    install_peer()
-    contestants = [ours(checkpoint, "--dtype", "bfloat16"), transformers_serve(checkpoint)]
-    rounds: dict[str, list[dict[str, Any]]] = {server.name: [] for server in contestants}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.servers}
+    missing = _prepare(options.servers, checkpoint)
+    for name, reason in missing.items():
+        rounds[name].append({"failed": reason})
+    best = Rates(0.0, 0.0)
+    shapes = {name: _shape(name, options.quick) for name in options.loads}
     for number in range(options.rounds):
-        for server in contestants:
-            print(f"round {number + 1} of {options.rounds}: {server.name}", file=sys.stderr)
-            rounds[server.name].append(measure(server, options.clients, options.requests, number))
-    report = summarise(rounds, options)
+        best = best.best_of(measured_rates())
+        for name in options.servers:
+            if name not in missing:
+                print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr)
+                found = measure(CONTESTANTS[name], checkpoint, shapes, number)
+                rounds[name].append(found)
+        # After every round: what was measured outlives a run that is broken off.
+        report = summarise(rounds, shapes, best, checkpoint)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {options.output}", file=sys.stderr)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=WORK / "llama-125m")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--requests", type=int, nargs="+", default=[4, 16, 64], help="one number per --clients"
-    )
+    parser.add_argument("--servers", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--quick", action="store_true", help="a request of 8 tokens per client: only tries it out"
+    )
     parser.add_argument(
         "--output",
         type=Path,
         default=FOLDER / "results" / f"serve-{datetime.now(UTC):%Y-%m-%d}.json",
     )
     options = parser.parse_args()
-    if len(options.requests) != len(options.clients):
-        parser.error("--requests needs as many numbers as --clients")
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     return options
 
 
-def measure(server: Server, clients: list[int], requests: list[int], seed: int) -> dict[str, Any]:
-    """One start of one server with every load, each after a short warm-up of the same width."""
+def _shape(name: str, is_quick: bool) -> Shape:
+    shape = LOADS[name]
+    return replace(shape, requests=shape.clients, new_tokens=8) if is_quick else shape
+
+
+def _prepare(names: list[str], checkpoint: Path) -> dict[str, str]:
+    """Reasons of those that can not take part, by name."""
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            CONTESTANTS[name].prepare(checkpoint)
+        except RuntimeError as error:
+            missing[name] = str(error)
+            print(f"{name} can not take part: {error}", file=sys.stderr)
+    return missing
+
+
+def measure(
+    contestant: Contestant, checkpoint: Path, shapes: dict[str, Shape], seed: int
+) -> dict[str, Any]:
+    """One start of one server with every load that is for it, up to the first that fails."""
     busy_percent = psutil.cpu_percent(interval=2)
     if busy_percent > 10:
-        print(
-            f"others use {busy_percent:.0f} % of this machine: do not trust this", file=sys.stderr
-        )
-    with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
-        first = load(handle, clients=1, requests=1, new_tokens=1, seed=seed)
-        found: dict[str, Any] = {
-            "busy_percent_before": busy_percent,
-            "ready_s": handle.ready_s,
-            "first_answer_s": handle.ready_s + first["elapsed_s"],
-            "loads": {},
-        }
-        for width, count in zip(clients, requests, strict=True):
-            load(handle, clients=width, requests=width, new_tokens=4, seed=1000 + width)
-            found["loads"][str(width)] = load(
-                handle, clients=width, requests=count, new_tokens=64, seed=seed
-            )
-        found["peak_rss_mb"] = handle.peak_rss_mb()
+        print(f"others keep {busy_percent:.0f} % of the cores busy: no fair run", file=sys.stderr)
+    loads: dict[str, dict[str, float]] = {}
+    found: dict[str, Any] = {"busy_percent_before": busy_percent, "loads": loads}
+    server = contestant.server(checkpoint)
+    try:
+        with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+            first = run_load(handle, Shape(1, 1, 128, 1), seed)
+            found["ready_s"] = handle.ready_s
+            found["first_answer_s"] = handle.ready_s + first["elapsed_s"]
+            for name, shape in shapes.items():
+                if name in contestant.loads:
+                    loads[name] = _warm_and_run(handle, name, shape, seed)
+                    _note_memory(found, handle)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        found["failed"] = str(error)
     return found
 
 
-def load(handle: Running, *, clients: int, requests: int, new_tokens: int, seed: int) -> Figures:
-    """Runs the load generator in its own process."""
-    command = [sys.executable, str(FOLDER / "load.py"), "--url", handle.url]
-    command += ["--api", handle.server.api, "--model", handle.server.model]
-    command += ["--clients", str(clients), "--requests", str(requests)]
-    command += ["--prompt-tokens", "128", "--new-tokens", str(new_tokens), "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"{done.stderr}\n{handle.log.read_text()}")
-    figures: Figures = json.loads(done.stdout)
+def _warm_and_run(handle: Running, name: str, shape: Shape, seed: int) -> dict[str, float]:
+    """Warms up with other prompts of the same size; only what is shared is the same."""
+    warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
+    run_load(handle, warm_up, 1000 + shape.clients)
+    figures = run_load(handle, shape, seed)
+    print(f"  {name}: {figures['tokens_per_s']:.1f} tokens/s", file=sys.stderr)
     return figures
 
 
-def summarise(
-    rounds: dict[str, list[dict[str, Any]]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Medians over the rounds, ratios, and what it takes to run it again."""
-    servers: dict[str, Any] = {}
-    for name, found in rounds.items():
-        servers[name] = {
-            "ready_s": statistics.median(one["ready_s"] for one in found),
-            "first_answer_s": statistics.median(one["first_answer_s"] for one in found),
-            "peak_rss_mb": max(sum(one["peak_rss_mb"].values()) for one in found),
-            "loads": {
-                str(width): {
-                    column: statistics.median(one["loads"][str(width)][column] for one in found)
-                    for column in COLUMNS
-                }
-                for width in options.clients
-            },
-        }
-    mine, peer = (servers[name]["loads"] for name in rounds)
-    return {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
-        "checkpoint": "benchmarks/make_checkpoint.py: Llama, 125 M parameters, random, bfloat16",
-        "load": "128 tokens in, 64 out, greedy, end-of-sequence ignored, streamed, closed loop",
-        "requests": dict(zip(map(str, options.clients), options.requests, strict=True)),
-        "machine": machine(),
-        "versions": versions(),
-        "servers": servers,
-        "ratio": {
-            width: mine[width]["tokens_per_s"] / peer[width]["tokens_per_s"] for width in mine
-        },
-        "rounds": rounds,
+def _note_memory(found: dict[str, Any], handle: Running) -> None:
+    """Between loads, for reading PSS walks every page of the server."""
+    found["peak_rss_mb"] = handle.peak_rss_mb()
+    found["pss_mb"] = max(found.get("pss_mb", 0.0), handle.pss_mb())
+
+
+def run_load(handle: Running, shape: Shape, seed: int) -> dict[str, float]:
+    """Runs the load generator in its own process."""
+    options = {
+        "--url": handle.url,
+        "--api": handle.server.api,
+        "--model": handle.server.model,
+        "--clients": shape.clients,
+        "--requests": shape.requests,
+        "--prompt-tokens": shape.prompt_tokens,
+        "--shared-tokens": shape.shared_tokens,
+        "--new-tokens": shape.new_tokens,
+        "--seed": seed,
     }
-
-
-def machine() -> dict[str, str]:
-    """What the figures were taken on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "cpu": f"{os.cpu_count()} x {model}",
-        "memory": f"{memory:.0f} GiB",
-        "system": platform.platform(),
-        "load_average": " ".join(f"{value:.2f}" for value in os.getloadavg()),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of both sides."""
-    names = ("pytgi", "torch")
-    found = {name: importlib.metadata.version(name) for name in names}
-    code = "import importlib.metadata as m; print(m.version('transformers'), m.version('torch'))"
-    peer = subprocess.run(
-        [str(PEER_PYTHON), "-c", code], capture_output=True, text=True, check=True
-    )
-    transformers, torch = peer.stdout.split()
-    return {
-        **found,
-        "python": platform.python_version(),
-        "transformers (peer)": transformers,
-        "torch (peer)": torch,
-    }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        "| server | clients | tokens/s | TTFT p50 / p99 ms | ITL p50 / p99 ms | ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, server in report["servers"].items():
-        for width, one in server["loads"].items():
-            rate, *times = (one[column] for column in COLUMNS)
-            a, b, c, d = (f"{1000 * value:.1f}" for value in times)
-            ratio = f"{report['ratio'][width]:.1f}" if name == next(iter(report["servers"])) else ""
-            lines.append(f"| {name} | {width} | {rate:.1f} | {a} / {b} | {c} / {d} | {ratio} |")
-    lines += ["", "| server | ready s | first answer s | peak RSS MB |", "|---|---|---|---|"]
-    for name, server in report["servers"].items():
-        ready, first = f"{server['ready_s']:.1f}", f"{server['first_answer_s']:.1f}"
-        lines.append(f"| {name} | {ready} | {first} | {server['peak_rss_mb']:.0f} |")
-    return "\n".join(lines)
+    words = [str(word) for option in options.items() for word in option]
+    command = [sys.executable, str(FOLDER / "load.py"), *words]
+    what = f"{handle.server.name}, {shape}"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{what}: not done after {LOAD_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        tail = "\n".join(done.stderr.splitlines()[-8:])
+        raise RuntimeError(f"{what}: {tail}\n{handle.tail_of_log()}")
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The servers that are compared: how each is installed, started, measured and ended."""
+"""A server under measurement: how it is started, watched and ended. peers.py has the others."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,7 @@ import psutil
 
 FOLDER = Path(__file__).resolve().parent
 WORK = FOLDER / ".work"
-PEER_PYTHON = WORK / "transformers" / "bin" / "python"
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 600.0  # vLLM compiles for minutes when it starts for the first time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +31,18 @@ class Server:
     """`{port}` and `{folder}` (a fresh temporary one) are filled in."""
     model: str
     """The model's name in requests."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Set on top of the benchmark's own."""
 
 
-def ours(checkpoint: Path | None, *flags: str) -> Server:
+def ours(checkpoint: Path | None, *flags: str, name: str = "pytgi") -> Server:
     """This project's launcher; without a checkpoint it serves the embedded model."""
     command = [str(Path(sys.executable).parent / "text-generation-launcher")]
     command += ["--hostname", "127.0.0.1", "--port", "{port}"]
     command += ["--shard-uds-path", "{folder}/shard"]
     if checkpoint is not None:
         command += ["--model-id", str(checkpoint)]
-    return Server("pytgi", "tgi", (*command, *flags), "")
-
-
-def transformers_serve(checkpoint: Path) -> Server:
-    """transformers' own server, as it starts."""
-    command = [str(PEER_PYTHON.parent / "transformers"), "serve", str(checkpoint)]
-    command += ["--continuous-batching", "--host", "127.0.0.1", "--port", "{port}"]
-    return Server("transformers serve", "openai", tuple(command), str(checkpoint))
-
-
-def install_peer() -> None:
-    """Creates the virtual environment of transformers serve unless it is there."""
-    if (PEER_PYTHON.parent / "transformers").exists():
-        return
-    subprocess.run([sys.executable, "-m", "venv", str(WORK / "transformers")], check=True)
-    packages = ["torch==2.13.0", "transformers[serving]==5.23.0"]
-    subprocess.run([str(PEER_PYTHON), "-m", "pip", "install", *packages], check=True)
+    return Server(name, "tgi", (*command, *flags), "")
 
 
 class Running:
@@ -72,19 +57,23 @@ class Running:
         self.log = folder / "log"
         arguments = [part.format(port=port, folder=folder) for part in server.command]
         self.started = time.perf_counter()
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **dict(server.environment)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                arguments, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+                arguments, stdout=log, stderr=log, env=environment, start_new_session=True
             )
-        self.ready_s = self._wait_until_ready()
+        try:
+            self.ready_s = self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
 
     def _wait_until_ready(self) -> float:
         """Seconds from the start of the process to the first 200 of GET /health."""
         while True:
             elapsed = time.perf_counter() - self.started
             if self._process.poll() is not None or elapsed > READY_TIMEOUT_S:
-                self.stop()
-                raise RuntimeError(f"{self.server.name} did not start:\n{self.log.read_text()}")
+                raise RuntimeError(f"{self.server.name} did not start:\n{self.tail_of_log()}")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                     if answer.status == 200:
@@ -93,39 +82,79 @@ class Running:
                 time.sleep(0.02)
 
     def peak_rss_mb(self) -> dict[str, float]:
-        """Largest resident set so far of each process, by the name of its program, in MB."""
+        """Largest resident set so far of each process, by the name of its program, in MB.
+
+        What processes share counts for each of them, and peaks need not have come together.
+        """
         peaks: dict[str, float] = {}
-        root = psutil.Process(self._process.pid)
-        for process in [root, *root.children(recursive=True)]:
-            name = _program(process.cmdline())
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            kilobytes = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-            peaks[name] = peaks.get(name, 0.0) + int(kilobytes.split()[1]) / 1000
+        for process in self._family():
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                name = _program(process.cmdline())
+                peak = _megabytes(Path(f"/proc/{process.pid}/status"), "VmHWM")
+                peaks[name] = peaks.get(name, 0.0) + peak
         return peaks
+
+    def pss_mb(self) -> float:
+        """Memory of all processes now, in MB; what they share counts once."""
+        total = 0.0
+        for process in self._family():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                total += _megabytes(Path(f"/proc/{process.pid}/smaps_rollup"), "Pss")
+        return total
+
+    def tail_of_log(self) -> str:
+        """The last lines the server printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def _family(self) -> list[psutil.Process]:
+        """The process and its descendants, none if it has ended; any of them may end any time."""
+        if self._process.poll() is not None:
+            return []
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL for whatever is left after 20 seconds."""
-        root = psutil.Process(self._process.pid)
-        family = root.children(recursive=True) if self._process.poll() is None else []
-        self._process.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs([*family, root], timeout=20)
+        family = self._family()
+        self._process.terminate()
+        _, alive = psutil.wait_procs(family, timeout=20)
         for process in alive:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        with suppress(ProcessLookupError):  # children of a server that died before them
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 @contextmanager
 def running(server: Server, folder: Path) -> Iterator[Running]:
-    """The server, ready inside the block and gone after it."""
+    """The server, ready inside the block and gone after it, also when SIGTERM ends us."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = Running(server, folder)
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
-        yield handle
+        handle = Running(server, folder)
+        try:
+            yield handle
+        finally:
+            handle.stop()
     finally:
-        handle.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, _frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # timeout(1) sends it twice: the server is stopped first
+    sys.exit(128 + number)
+
+
+def _megabytes(file: Path, field: str) -> float:
+    """0 if the field is missing: a process that is ending holds nothing."""
+    for line in file.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0
 
 
 def _program(command_line: list[str]) -> str:
     """`text-generation-router` of `python /…/text-generation-router --port …`."""
-    names = [Path(part).name for part in command_line[:2]]
-    return names[1] if len(names) > 1 and names[0].startswith("python") else names[0]
+    names = [Path(part).name for part in command_line[:2] if not part.startswith("-")]
+    return names[-1] if names and names[0].startswith("python") else "".join(names[:1])

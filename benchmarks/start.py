@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from serve import machine
+from machine import machine
 from servers import FOLDER, ours, running
 
 QUESTION = "What does textwrap.dedent do?"

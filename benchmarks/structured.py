@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from load import APIS, Load, events, prompts
+from machine import machine
 from make_checkpoint import write_checkpoint
-from serve import machine
 from servers import FOLDER, WORK, Running, ours, running
 
 MEASURED = 8

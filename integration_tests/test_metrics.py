@@ -35,6 +35,9 @@ TYPES = {
     "tgi_batch_concat_duration": DURATION,
     "tgi_kv_blocks_used": "gauge",
     "tgi_kv_blocks_free": "gauge",
+    "tgi_prefix_cache_blocks": "gauge",
+    "tgi_prefix_cache_queried_tokens": "counter",
+    "tgi_prefix_cache_hit_tokens": "counter",
 }
 
 

@@ -18,11 +18,13 @@ SETTLED_S = 10.0
 
 LAUNCHER = """
 import json, os, sys
+from dataclasses import replace
 from pathlib import Path
 from text_generation_launcher import supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
-from text_generation_launcher.process import Command, block_signals
+from text_generation_launcher.options import Mode
+from text_generation_launcher.process import Command, block_signals, end_with_stdin
 
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
@@ -31,11 +33,14 @@ def command(name, program):
     return Command(name, name, (sys.executable, "-c", program, "{model_path}"), dict(os.environ))
 
 block_signals()
+if given["mode"] == "shards":
+    end_with_stdin()
 config = LauncherConfig(
     download=command("download", given["download"]) if given["download"] else None,
     model_path=None if given["download"] else Path("/models/some"),
     shards=(command("shard 0", given["shard"]),),
-    router=command("the router", given["router"]),
+    router=replace(command("the router", given["router"]), draws=given["mode"] == "batch"),
+    mode=Mode(given["mode"]),
     shard_uds_path=given["uds"],
     hostname="127.0.0.1",
     port=given["port"],
@@ -172,6 +177,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         download: str | None = None,
         timeout_s: float = 5,
         json_output: bool = False,
+        mode: str = "serve",
         **popen: object,
     ) -> Launched:
         prelude = PRELUDE.format(folder=str(tmp_path), uds=uds, port=free_port)
@@ -183,6 +189,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
             "port": free_port,
             "timeout_s": timeout_s,
             "json_output": json_output,
+            "mode": mode,
         }
         process = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, "-c", LAUNCHER, json.dumps(given)],
@@ -196,8 +203,9 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
     for launched in started:
         launched.process.kill()
         launched.process.wait()
-        if launched.process.stdout:
-            launched.process.stdout.close()
+        for pipe in (launched.process.stdin, launched.process.stdout):
+            if pipe:
+                pipe.close()
         for path in launched.folder.glob("*.pid"):
             if is_running(int(path.read_text())):
                 os.kill(int(path.read_text()), signal.SIGKILL)

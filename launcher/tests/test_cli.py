@@ -20,7 +20,7 @@ def run(*argv: str, **environment: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        (["--quantize", "awq"], "--quantize is not supported yet"),
+        (["--quantize", "awq"], "--quantize takes int8 or int4"),
         (["--model-id", "/nowhere"], "--model-id /nowhere does not exist"),
         (["--shard-uds-path", "/tmp/" + "x" * 110], "is too long"),
     ],

@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from text_generation_launcher.command_line import read_options
 from text_generation_launcher.config import (
     EMBEDDED_MODEL_PATH,
     LauncherConfig,
@@ -9,11 +10,11 @@ from text_generation_launcher.config import (
     create_config,
     log_level,
 )
-from text_generation_launcher.options import InvalidOptions, read_options
+from text_generation_launcher.options import InvalidOptions, Mode
 
 
-def create(*argv: str, **environment: str) -> LauncherConfig:
-    return create_config(read_options(argv, environment), environment)
+def create(*argv: str, mode: Mode = Mode.SERVE, **environment: str) -> LauncherConfig:
+    return create_config(read_options(argv, environment, mode), environment, mode)
 
 
 def arguments(argv: tuple[str, ...]) -> list[str]:
@@ -100,7 +101,8 @@ def test_the_old_name_of_the_input_limit():
         (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
         (["--model-id", __file__], {}, "is a file"),
         ([], {"ATTENTION": "flashinfer"}, "ATTENTION=flashinfer is not supported yet"),
-        ([], {"PREFIX_CACHING": "true"}, "PREFIX_CACHING=true is not supported yet"),
+        ([], {"PREFIX_CACHING": "maybe"}, "PREFIX_CACHING=maybe is neither on nor off"),
+        ([], {"PREFILL_CHUNKING": "2"}, "PREFILL_CHUNKING=2 is neither on nor off"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL='loud' is not a level"),
     ],
 )
@@ -111,8 +113,26 @@ def test_what_does_not_fit_together(argv, environment, expected):
 
 
 def test_environment_variables_that_ask_for_what_is_done_anyway():
-    create(ATTENTION="torch", PREFIX_CACHING="false")
-    create(ATTENTION="", PREFIX_CACHING="0")
+    argv = create(ATTENTION="torch", PREFIX_CACHING="true", PREFILL_CHUNKING="1").router.argv
+    other = create(ATTENTION="", PREFIX_CACHING="", USE_PREFIX_CACHING="True").router.argv
+    assert argv == other == create().router.argv
+    assert not any("disable-pre" in argument for argument in argv)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flag"),
+    [
+        ({"PREFIX_CACHING": "false"}, "--disable-prefix-caching"),
+        ({"PREFIX_CACHING": "0"}, "--disable-prefix-caching"),
+        ({"USE_PREFIX_CACHING": "False"}, "--disable-prefix-caching"),
+        ({"PREFILL_CHUNKING": "0"}, "--disable-prefill-chunking"),
+        ({"DISABLE_PREFIX_CACHING": "true"}, "--disable-prefix-caching"),
+    ],
+)
+def test_what_tgis_variables_turn_off(environment: dict[str, str], flag: str) -> None:
+    config = create(**environment)
+    assert config.router.argv.count(flag) == 1
+    assert create(flag, **environment).router.argv.count(flag) == 1
 
 
 def test_a_local_directory_keeps_its_name(tmp_path: Path):
@@ -184,3 +204,49 @@ def test_programs_are_those_of_this_installation(tmp_path: Path, monkeypatch):
         sys.executable,
         str(tmp_path / "some-program"),
     )
+
+
+def test_shards_alone():
+    config = create("--model-id", "a/b", "--dtype", "float32", mode=Mode.SHARDS)
+    assert config.router is None
+    assert config.model_id == "a/b"
+    assert "--dtype=float32" in config.shards[0].argv
+    assert config.download is not None
+
+
+def test_a_batch_runs_in_the_place_of_the_router(tmp_path: Path):
+    source, target = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
+    source.touch()
+    files = ["--input", str(source), "--output", str(target)]
+    config = create(*files, "--max-batch-size", "9", "--max-input-length", "7", mode=Mode.BATCH)
+    assert config.router is not None
+    assert config.router.name == "the batch"
+    assert config.router.draws
+    for expected in (
+        f"--input={source}",
+        f"--output={target}",
+        "--tokenizer-name={model_path}",
+        "--max-batch-size=9",
+        "--max-input-tokens=7",
+    ):
+        assert expected in config.router.argv
+    assert not any(part.startswith(("--port", "--hostname")) for part in config.router.argv)
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ({"input": "requests"}, "--output is missing"),
+        ({"output": "results"}, "--input is missing"),
+        ({"input": "nowhere", "output": "results"}, "--input .* is not a file"),
+        ({"input": "requests", "output": "none/results"}, "does not exist: create it"),
+        ({"input": "requests", "output": "folder"}, "is a directory"),
+        ({"input": "requests", "output": "folder/../requests"}, "is the --input"),
+    ],
+)
+def test_the_files_of_a_batch(names, expected, tmp_path: Path):
+    (tmp_path / "requests").touch()
+    (tmp_path / "folder").mkdir()
+    argv = [part for name, path in names.items() for part in (f"--{name}", str(tmp_path / path))]
+    with pytest.raises(InvalidOptions, match=expected):
+        create(*argv, mode=Mode.BATCH)

@@ -1,12 +1,13 @@
 import pytest
+from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.options import (
     OPTIONS,
     Child,
     InvalidOptions,
+    Mode,
     describe,
     forward,
     notes,
-    read_options,
     refuse,
 )
 
@@ -33,7 +34,11 @@ TGI_FLAGS = [
 VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
 
 
-OUR_FLAGS = ["device", "chat-format"]
+# Three belong to the modes that TGI does not have, and some are environment variables there.
+OUR_FLAGS = [
+    "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
+    "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
+]  # fmt: skip
 
 
 def test_every_flag_of_tgi_is_known_and_few_are_ours():
@@ -51,9 +56,14 @@ def test_every_option_does_something():
         "aip-http-port",
         "json-output",
         "env",
+        "input",
+        "output",
+        "end-with-stdin",
     }
     for option in OPTIONS:
-        ways = [bool(option.to), bool(option.refusal), bool(option.note), option.name in own]
+        # Of some, only the values that are not served are refused.
+        is_refused = bool(option.refusal) and not (option.to and option.plain)
+        ways = [bool(option.to), is_refused, bool(option.note), option.name in own]
         assert ways.count(True) == 1, option.name
 
 
@@ -148,9 +158,8 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
 @pytest.mark.parametrize(
     "argv, environment, expected",
     [
-        (["--quantize", "awq"], {}, "--quantize is not supported yet"),
-        ([], {"QUANTIZE": "awq"}, "--quantize is not supported yet"),
-        (["--speculate", "2"], {}, "--speculate"),
+        (["--quantize", "awq"], {}, "--quantize takes int8 or int4"),
+        ([], {"QUANTIZE": "awq"}, "--quantize takes int8 or int4"),
         (["--kv-cache-dtype", "fp8_e5m2"], {}, "--kv-cache-dtype"),
         (["--trust-remote-code"], {}, "pytgi never runs code from a model repository"),
         ([], {"TRUST_REMOTE_CODE": "true"}, "pytgi never runs code"),
@@ -234,3 +243,57 @@ def test_help_and_version(capsys):
             read_options([flag], {})
         assert exit.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, mode, rest",
+    [
+        ([], Mode.SERVE, []),
+        (["--port", "80"], Mode.SERVE, ["--port", "80"]),
+        (["serve", "--port", "80"], Mode.SERVE, ["--port", "80"]),
+        (["shards", "--dtype", "float32"], Mode.SHARDS, ["--dtype", "float32"]),
+        (["batch"], Mode.BATCH, []),
+        (["--model-id", "batch"], Mode.SERVE, ["--model-id", "batch"]),
+    ],
+)
+def test_the_first_word_is_the_mode(argv, mode, rest):
+    assert split_mode(argv) == (mode, rest)
+
+
+def test_shards_and_batches_have_no_defaults_of_the_router_and_the_http_side():
+    assert dict(read_options([], {}, Mode.SHARDS)) == {
+        "shard-uds-path": ("/tmp/text-generation-server",)
+    }
+    assert dict(read_options([], {}, Mode.BATCH)) == {
+        "shard-uds-path": ("/tmp/text-generation-server",),
+        "waiting-served-ratio": ("0.3",),
+    }
+
+
+@pytest.mark.parametrize(
+    "mode, argv, environment",
+    [
+        (Mode.SHARDS, ["--port", "80"], {"PORT": "junk", "MAX_BATCH_SIZE": "junk"}),
+        (Mode.SHARDS, ["--max-batch-size", "8"], {"HOSTNAME": "127.0.0.1"}),
+        (Mode.SHARDS, ["--max-input-length", "8"], {"MAX_INPUT_LENGTH": "junk"}),
+        (Mode.SHARDS, ["--input", "x"], {"INPUT": "x"}),
+        (Mode.BATCH, ["--api-key", "k"], {"API_KEY": ""}),
+        (Mode.BATCH, ["--end-with-stdin"], {"PORT": "junk", "AIP_HEALTH_ROUTE": "x"}),
+        (Mode.SERVE, ["--output", "x"], {"OUTPUT": "x"}),
+    ],
+)
+def test_what_a_mode_has_no_use_for_is_unknown_there(mode, argv, environment, capsys):
+    quiet = read_options([], environment, mode)
+    assert quiet == read_options([], {}, mode), "a variable was read that means nothing here"
+    with pytest.raises(SystemExit):
+        read_options(argv, {}, mode)
+    assert f"unrecognized arguments: {argv[0]}" in capsys.readouterr().err
+
+
+def test_each_mode_has_a_help_of_its_own(capsys):
+    for mode, expected in ((Mode.SHARDS, "--end-with-stdin"), (Mode.BATCH, "--output")):
+        with pytest.raises(SystemExit):
+            read_options(["--help"], {}, mode)
+        said = capsys.readouterr().out
+        assert f"text-generation-launcher {mode.value}" in said and expected in said
+        assert "--port" not in said

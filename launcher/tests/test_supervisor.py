@@ -188,15 +188,14 @@ def test_the_router_dying_ends_the_shard(launch):
 def test_the_child_that_died_first_is_the_one_reported(launch):
     router = """
 import threading
+stat = Path("/proc", (FOLDER / "shard.pid").read_text(), "stat")
 def watch():
-    while Path(UDS + "-0").exists(): time.sleep(0.01)
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z": time.sleep(0.01)
     log("ERROR", "lost the shard"); os._exit(1)
 threading.Thread(target=watch).start()
 serve_router()
 """
-    shard = (
-        "serve_shard(); time.sleep(1); print('out of cheese'); os.unlink(UDS + '-0'); os._exit(7)"
-    )
+    shard = "serve_shard(); time.sleep(1); print('out of cheese', flush=True); os._exit(7)"
     launched = launch(shard=shard, router=router)
     launched.wait_for_line("Ready on")
     code, lines = launched.end()

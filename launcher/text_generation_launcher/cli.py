@@ -4,24 +4,26 @@ import os
 import sys
 from collections.abc import Sequence
 
+from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import InvalidOptions, describe, notes, read_options
-from text_generation_launcher.process import block_signals
+from text_generation_launcher.options import InvalidOptions, describe, notes
+from text_generation_launcher.process import block_signals, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Exit code 0 after a signal, 1 after a failure or for
-    options that don't fit together, 2 for an option that can't be read."""
+    options that don't fit together, 2 for an option that can't be read; a batch has its own."""
     _fill_standard_descriptors()
     block_signals()
     environment = dict(os.environ)
-    values = read_options(sys.argv[1:] if argv is None else argv, environment)
+    mode, argv = split_mode(sys.argv[1:] if argv is None else argv)
+    values = read_options(argv, environment, mode)
     log = Log("INFO", "json-output" in values)
     try:
         log = Log(log_level(environment), "json-output" in values)
-        config = create_config(values, environment)
+        config = create_config(values, environment, mode)
     except InvalidOptions as error:
         log.error(str(error))
         return 1
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.info(f"Options: {describe(values)}")
     for note in notes(values):
         log.info(note)
+    if "end-with-stdin" in values:
+        end_with_stdin()
     return Supervisor(config, log).run()
 
 

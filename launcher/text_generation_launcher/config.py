@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from text_generation_launcher import options
 from text_generation_launcher.log import LEVELS, normalize_level
-from text_generation_launcher.options import Child, InvalidOptions, Values
+from text_generation_launcher.options import Child, InvalidOptions, Mode, Values
 from text_generation_launcher.process import Command
 
 EMBEDDED_MODEL_ID = "pytgi/embedded"
@@ -28,7 +29,11 @@ class LauncherConfig:
     model_path: Path | None
     shards: tuple[Command, ...]
     """One per rank, started together."""
-    router: Command
+    router: Command | None
+    """None in the mode `shards`; in the mode `batch` what answers the file, and ends."""
+    mode: Mode = Mode.SERVE
+    model_id: str = EMBEDDED_MODEL_ID
+    """The name that was asked for."""
     shard_uds_path: str = "/tmp/text-generation-server"
     """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready."""
     hostname: str = "0.0.0.0"
@@ -59,31 +64,64 @@ def log_level(environment: Mapping[str, str]) -> str:
     return level
 
 
-def create_config(values: Values, environment: Mapping[str, str]) -> LauncherConfig:
+def create_config(
+    values: Values, environment: Mapping[str, str], mode: Mode = Mode.SERVE
+) -> LauncherConfig:
     """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
     options.refuse(values)
     _refuse_environment(environment)
-    values = {**values, "port": values.get("aip-http-port", values["port"])}
+    values = {**_switched_off(environment), **values}
+    if mode is Mode.SERVE:
+        values = {**values, "port": values.get("aip-http-port", values["port"])}
+    if mode is Mode.BATCH:
+        _check_files(values)
     _check_limits(values)
     model_id = _model_id(values)
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
     prefix = values["shard-uds-path"][0]
     served_id = model_id or EMBEDDED_MODEL_ID
-    prometheus_port = values.get("prometheus-port")
-    return LauncherConfig(
+    config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
         shards=(_shard(values, prefix, inherited, logging),),
-        router=_router(values, served_id, prefix, inherited, logging),
+        router=_with_router(mode, values, served_id, prefix, inherited, logging),
+        mode=mode,
+        model_id=served_id,
         shard_uds_path=prefix,
-        hostname=values["hostname"][0],
-        port=int(values["port"][0]),
-        prometheus_port=int(prometheus_port[0]) if prometheus_port else None,
-        example_request=_example_request(is_embedded=not model_id),
-        has_api_key="api-key" in values,
-        termination_timeout_s=float(values["graceful-termination-timeout"][0]),
     )
+    return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
+
+
+def _http(values: Values, model_id: str) -> dict[str, Any]:
+    """The fields that only a launcher with an HTTP server has."""
+    prometheus_port = values.get("prometheus-port")
+    return {
+        "hostname": values["hostname"][0],
+        "port": int(values["port"][0]),
+        "prometheus_port": int(prometheus_port[0]) if prometheus_port else None,
+        "example_request": _example_request(is_embedded=not model_id),
+        "has_api_key": "api-key" in values,
+        "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
+    }
+
+
+def _check_files(values: Values) -> None:
+    """What can be said about the files of a batch before a model is loaded."""
+    for name in ("input", "output"):
+        if name not in values:
+            raise InvalidOptions(
+                f"--{name} is missing: a batch takes --input requests.jsonl --output results.jsonl"
+            )
+    source, target = Path(values["input"][0]), Path(values["output"][0])
+    if not source.is_file():
+        raise InvalidOptions(f"--input {source} is not a file: give the file with the requests")
+    if not target.parent.is_dir():
+        raise InvalidOptions(f"--output {target} is in a directory that does not exist: create it")
+    if target.is_dir():
+        raise InvalidOptions(f"--output {target} is a directory: give the name of a file")
+    if target.exists() and target.samefile(source):
+        raise InvalidOptions(f"--output {target} is the --input: give the results a file of theirs")
 
 
 def _refuse_environment(environment: Mapping[str, str]) -> None:
@@ -92,10 +130,25 @@ def _refuse_environment(environment: Mapping[str, str]) -> None:
         raise InvalidOptions(
             f"ATTENTION={attention} is not supported yet: unset it, attention runs on torch"
         )
-    if environment.get("PREFIX_CACHING", "").lower() in ("true", "1"):
-        raise InvalidOptions(
-            "PREFIX_CACHING=true is not supported yet: unset it or set it to false"
-        )
+
+
+def _switched_off(environment: Mapping[str, str]) -> Values:
+    """The flags for what TGI's variables turn off; they are on by default, here as there."""
+    variables = {
+        "PREFIX_CACHING": "disable-prefix-caching",
+        "USE_PREFIX_CACHING": "disable-prefix-caching",
+        "PREFILL_CHUNKING": "disable-prefill-chunking",
+    }
+    switched_off = {}
+    for variable, name in variables.items():
+        given = environment.get(variable, "").lower()
+        if given not in ("", "true", "1", "false", "0"):
+            raise InvalidOptions(
+                f"{variable}={given} is neither on nor off: set it to true or false"
+            )
+        if given in ("false", "0"):
+            switched_off[name] = ("true",)
+    return switched_off
 
 
 def _check_limits(values: Values) -> None:
@@ -120,7 +173,7 @@ def _check_limits(values: Values) -> None:
             f"--max-total-tokens {longest} must not be more than --max-batch-total-tokens {batch}: "
             "lower the first or raise the second"
         )
-    if values.get("prometheus-port") == values["port"]:
+    if "port" in values and values.get("prometheus-port") == values["port"]:
         raise InvalidOptions(
             f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
             "already, start without --prometheus-port or choose another"
@@ -201,29 +254,34 @@ def _shard(
     )
 
 
-def _router(
+def _with_router(
+    mode: Mode,
     values: Values,
     served_id: str,
     prefix: str,
     environment: Mapping[str, str],
     logging: tuple[str, ...],
-) -> Command:
+) -> Command | None:
+    """The router, or what works on top of the shards in its place."""
+    if mode is Mode.SHARDS:
+        return None
     limits: Values = {}
     if "max-input-length" in values:
         limits = {"max-input-tokens": values["max-input-length"]}
-    return Command(
-        name="the router",
-        target="text_generation_router",
-        argv=(
-            *console_script("text-generation-router", "text_generation_router.cli"),
-            f"--master-shard-uds-path={prefix}-0",
-            f"--tokenizer-name={MODEL_PATH}",
-            f"--model-id={served_id}",
-            *options.forward({**values, **limits}, Child.ROUTER),
-            *logging,
-        ),
-        environment=environment,
+    argv = (
+        f"--master-shard-uds-path={prefix}-0",
+        f"--tokenizer-name={MODEL_PATH}",
+        f"--model-id={served_id}",
+        *options.forward({**values, **limits}, Child.ROUTER),
+        *logging,
     )
+    target = "text_generation_router"
+    if mode is Mode.BATCH:
+        files = (f"--input={values['input'][0]}", f"--output={values['output'][0]}")
+        batch = (sys.executable, "-m", "text_generation_router.offline.batch_cli")
+        return Command("the batch", target, (*batch, *files, *argv), environment, draws=True)
+    router = console_script("text-generation-router", "text_generation_router.cli")
+    return Command("the router", target, (*router, *argv), environment)
 
 
 def _example_request(is_embedded: bool) -> str:

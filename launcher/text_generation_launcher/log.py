@@ -83,7 +83,16 @@ class Log:
 
     def write(self, line: LogLine) -> None:
         """Prints a line as it is; children have filtered theirs by level already."""
-        data = (line.format(self._json_output) + "\n").encode("utf-8", "replace")
+        self._print(line.format(self._json_output))
+
+    def answer(self, record: Mapping[str, object]) -> None:
+        """Tells the program that started this one, if one reads the log, what it waits for: a JSON
+        object without the fields of a log line."""
+        if self._json_output:
+            self._print(json.dumps(record, ensure_ascii=False))
+
+    def _print(self, text: str) -> None:
+        data = f"{text}\n".encode("utf-8", "replace")
         with self._lock:
             try:
                 while data:

@@ -3,16 +3,25 @@
 A flag `--max-best-of` is also read from the environment variable `MAX_BEST_OF`; the flag wins. A
 variable that is set to nothing counts as not set, as container files write it; that of a flag which
 repeats holds its values with commas between. The table holds no default for what a child owns: a
-flag that isn't given isn't passed on.
+flag that isn't given isn't passed on. Flags and variables that a mode has no use for are unknown
+there: `shards` has none of the router's, and only `serve` has those of the HTTP server.
 """
 
-import argparse
-import ipaddress
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NoReturn
+
+from text_generation_launcher.values import (
+    always,
+    choice,
+    is_address,
+    not_negative,
+    number,
+    path,
+    text,
+    true_or_false,
+    whole,
+)
 
 Values = Mapping[str, tuple[str, ...]]
 """Option name to its values in canonical spelling: one, or several where the flag repeats."""
@@ -22,100 +31,20 @@ class InvalidOptions(ValueError):
     """One sentence: what was asked, why it can't be had, what to do. The launcher exits with 1."""
 
 
+class Mode(Enum):
+    """What the launcher is asked to do: the first word on its command line, or none for `serve`."""
+
+    SERVE = "serve"
+    SHARDS = "shards"
+    BATCH = "batch"
+
+
 class Child(Enum):
     """Who gets a flag."""
 
     DOWNLOAD = "download"
     SHARD = "shard"
     ROUTER = "router"
-
-
-def text(value: str) -> str:
-    """Any text but the empty one."""
-    if not value:
-        raise ValueError("a value that isn't empty")
-    return value
-
-
-def true_or_false(value: str) -> str:
-    """`true` or `false`; `1` and `0` are taken for them."""
-    canonical = {"true": "true", "1": "true", "false": "false", "0": "false"}.get(value.lower())
-    if canonical is None:
-        raise ValueError("true or false")
-    return canonical
-
-
-def choice(*names: str) -> Callable[[str], str]:
-    """One of the names, as spelled here."""
-
-    def parse(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"one of {', '.join(names)}")
-        return value
-
-    return parse
-
-
-def whole(minimum: int, maximum: int | None = None) -> Callable[[str], str]:
-    """A whole number between two limits, both allowed."""
-    limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-
-    def parse(value: str) -> str:
-        is_plain = value.isascii() and value.isdigit() and len(value) < 19
-        number = int(value) if is_plain else -1
-        if number < minimum or (maximum is not None and number > maximum):
-            raise ValueError(f"a whole number {limits}")
-        return str(number)
-
-    return parse
-
-
-def number(above: float, maximum: float = sys.float_info.max) -> Callable[[str], str]:
-    """A finite number that is larger than `above` and at most `maximum`."""
-    limit = "" if maximum == sys.float_info.max else f" and at most {maximum:g}"
-
-    def parse(value: str) -> str:
-        try:
-            is_inside = above < float(value) <= maximum
-        except ValueError:
-            is_inside = False
-        if not is_inside:
-            raise ValueError(f"a number above {above:g}{limit}")
-        return value
-
-    return parse
-
-
-def not_negative(value: str) -> str:
-    """A finite number, 0 or more."""
-    try:
-        is_inside = 0 <= float(value) <= sys.float_info.max
-    except ValueError:
-        is_inside = False
-    if not is_inside:
-        raise ValueError("a number of 0 or more")
-    return value
-
-
-def path(value: str) -> str:
-    """Where a route is."""
-    if not value.startswith("/"):
-        raise ValueError("a path that starts with /")
-    return value
-
-
-def is_address(value: str) -> bool:
-    """Whether HOSTNAME says where to listen: containers set it to their own name instead."""
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return value == "localhost"
-    return True
-
-
-def always(value: str) -> bool:
-    """For variables that mean what they say, whatever they say."""
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +73,8 @@ class Option:
     note: str = ""
     """The sentence that is logged for every value outside `plain`."""
     plain: tuple[str, ...] = ()
+    modes: tuple[Mode, ...] | None = None
+    """Where it is an option; None: where somebody is started who gets it."""
 
     @property
     def flag(self) -> str:
@@ -155,6 +86,12 @@ class Option:
         """`MAX_BEST_OF`."""
         return self.name.upper().replace("-", "_") if self.has_environment else ""
 
+    def applies_in(self, mode: Mode) -> bool:
+        """Whether it is an option of this mode."""
+        if self.modes is None:
+            return mode is not Mode.SHARDS or self.to != (Child.ROUTER,)
+        return mode in self.modes
+
 
 def refused(name: str, what: str, instead: str, **rest: object) -> Option:
     """An option of TGI that is known here, but not served yet."""
@@ -163,11 +100,31 @@ def refused(name: str, what: str, instead: str, **rest: object) -> Option:
 
 
 SHARD, ROUTER, DOWNLOAD = (Child.SHARD,), (Child.ROUTER,), (Child.DOWNLOAD,)
+HTTP = (Mode.SERVE,)
+WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
 ONE_SHARD = "start without it, one shard serves the whole model"
 PORT = whole(1, 65535)
 _NEVER_REMOTE_CODE = (
     "--trust-remote-code is refused: pytgi never runs code from a model repository; start without "
     "it and serve a model whose architecture is built in"
+)
+# What TGI takes beside: most need a checkpoint that was quantized before.
+_CHECKPOINT_QUANTIZATIONS = (
+    "awq",
+    "bitsandbytes",
+    "bitsandbytes-nf4",
+    "bitsandbytes-fp4",
+    "compressed-tensors",
+    "eetq",
+    "exl2",
+    "fp8",
+    "gptq",
+    "marlin",
+)
+_ONLY_AT_LOAD = (
+    "--quantize takes int8 or int4, which are made from any float checkpoint while it loads; other "
+    f"methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: choose one of the two "
+    "and an unquantized checkpoint"
 )
 
 OPTIONS: tuple[Option, ...] = (
@@ -181,8 +138,22 @@ OPTIONS: tuple[Option, ...] = (
     Option("dtype", "type of the weights", choice("float32", "float16", "bfloat16"), SHARD),
     Option("device", "where the shard computes", choice("cpu", "cuda"), SHARD),
     Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
-    refused("quantize", "quantized weights", "serve the unquantized checkpoint with --dtype"),
-    refused("speculate", "speculative decoding", "start without it", plain=("0",)),
+    Option(
+        "quantize",
+        "hold the weights in int8 or int4, made from any float checkpoint while it loads (CPU)",
+        choice("int8", "int4", *_CHECKPOINT_QUANTIZATIONS),
+        SHARD,
+        refusal=_ONLY_AT_LOAD,
+        plain=("int8", "int4"),
+    ),
+    Option(
+        "deterministic",
+        "a request's tokens are the same in any batch, bit for bit",
+        true_or_false,
+        SHARD,
+        switch=True,
+    ),
+    Option("speculate", "tokens guessed per request and step; 0: none", whole(0), ROUTER),
     refused("kv-cache-dtype", "another type for the KV cache", "it is kept in the --dtype type"),
     Option(
         "trust-remote-code",
@@ -238,18 +209,43 @@ OPTIONS: tuple[Option, ...] = (
     Option("max-stop-sequences", "most stop sequences of a request", whole(0), ROUTER),
     Option("max-top-n-tokens", "largest top_n_tokens of a request", whole(0), ROUTER),
     Option("max-input-tokens", "longest prompt in tokens", whole(1), ROUTER),
-    Option("max-input-length", "the old name of --max-input-tokens", whole(1)),
+    Option("max-input-length", "the old name of --max-input-tokens", whole(1), modes=WITH_ROUTER),
     Option("max-total-tokens", "longest prompt and answer in tokens", whole(1), ROUTER),
     Option(
         "waiting-served-ratio",
-        "of waiting to running requests, above which a prefill interrupts",
+        "of waiting to running requests, above which others join; without prefill chunking only",
         not_negative,
         ROUTER,
         default="0.3",
     ),
     Option("max-batch-prefill-tokens", "tokens in one prefill", whole(1), ROUTER),
+    Option(
+        "disable-prefix-caching",
+        "compute every prompt anew; PREFIX_CACHING=false does the same",
+        true_or_false,
+        ROUTER,
+        switch=True,
+    ),
+    Option(
+        "disable-prefill-chunking",
+        "compute prompts in one step where they fit; PREFILL_CHUNKING=0 does the same",
+        true_or_false,
+        ROUTER,
+        switch=True,
+    ),
+    Option(
+        "inter-token-latency-target-ms",
+        "what a step that carries parts of prompts may take",
+        whole(1),
+        ROUTER,
+    ),
     Option("max-batch-total-tokens", "tokens of all running requests", whole(1), ROUTER),
-    Option("max-waiting-tokens", "decode steps that a waiting request may wait", whole(0), ROUTER),
+    Option(
+        "max-waiting-tokens",
+        "steps that a waiting request may wait; without prefill chunking only",
+        whole(0),
+        ROUTER,
+    ),
     Option("max-batch-size", "most running requests", whole(1), ROUTER),
     Option("max-client-batch-size", "most prompts in one request", whole(1), ROUTER),
     Option("payload-limit", "bytes of a request body", whole(1), ROUTER),
@@ -262,17 +258,19 @@ OPTIONS: tuple[Option, ...] = (
         to=ROUTER,
         default="0.0.0.0",
         environment_applies=is_address,
+        modes=HTTP,
     ),
-    Option("port", "port to listen on", PORT, ROUTER, default="3000", short="-p"),
-    Option("prometheus-port", "serves /metrics on this port as well", PORT, ROUTER),
+    Option("port", "port to listen on", PORT, ROUTER, default="3000", short="-p", modes=HTTP),
+    Option("prometheus-port", "serves /metrics on this port as well", PORT, ROUTER, modes=HTTP),
     Option(
         "api-key",
         "requests must send it, or one of several, as a bearer token",
         to=ROUTER,
         repeat=True,
         secret=True,
+        modes=HTTP,
     ),
-    Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True),
+    Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True, modes=HTTP),
     refused("ngrok", "tunnels", "put a tunnel in front", parse=true_or_false, switch=True),
     refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),
     refused("ngrok-edge", "tunnels", "put a tunnel in front"),
@@ -288,9 +286,30 @@ OPTIONS: tuple[Option, ...] = (
         ROUTER,
     ),
     # what Google's Vertex AI sets
-    Option("aip-http-port", "port to listen on, wins over --port", PORT),
-    Option("aip-predict-route", "path that answers as /vertex does", path, ROUTER),
-    Option("aip-health-route", "path that answers as /health does", path, ROUTER),
+    Option("aip-http-port", "port to listen on, wins over --port", PORT, modes=HTTP),
+    Option("aip-predict-route", "path that answers as /vertex does", path, ROUTER, modes=HTTP),
+    Option("aip-health-route", "path that answers as /health does", path, ROUTER, modes=HTTP),
+    # the two other modes
+    Option(
+        "input",
+        "the requests, in OpenAI's form for batch files",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "output",
+        "where the results go, line by line; a file that is there is continued",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "end-with-stdin",
+        "stop when standard input ends, as it does when who started the shards is gone",
+        true_or_false,
+        switch=True,
+        has_environment=False,
+        modes=(Mode.SHARDS,),
+    ),
     # what is told to whom
     Option(
         "json-output",
@@ -321,86 +340,9 @@ OPTIONS: tuple[Option, ...] = (
         ROUTER,
         default="90",
         short="-g",
+        modes=HTTP,
     ),
 )
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors: fifty flags of usage would hide them."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib import metadata
-
-        print(f"text-generation-launcher (pytgi) {metadata.version('pytgi')}")
-        parser.exit(0)
-
-
-def _create_parser() -> _Parser:
-    parser = _Parser(
-        prog="text-generation-launcher",
-        usage="%(prog)s [--model-id MODEL_ID] [flags]",
-        description="Serve a language model over HTTP.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-V", "--version", action=_Version, nargs=0, help="print the version")
-    for option in OPTIONS:
-        names = (option.flag, option.short) if option.short else (option.flag,)
-        described = option.help
-        if option.default is not None:
-            described += f" (default {option.default})"
-        if option.variable:
-            described += f" [{option.variable}]"
-        if option.switch:
-            parser.add_argument(
-                *names, dest=option.name, action="store_const", const=["true"], help=described
-            )
-        else:
-            parser.add_argument(
-                *names,
-                dest=option.name,
-                action="append",
-                metavar="VALUE",
-                help=described,
-            )
-    return parser
-
-
-def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Values:
-    """The options that were given, checked one by one, and the launcher's defaults.
-
-    A value that can't be read ends the process with one line on stderr and exit code 2.
-    """
-    parser = _create_parser()
-    given: dict[str, list[str]] = vars(parser.parse_args(argv))
-    values: dict[str, tuple[str, ...]] = {}
-    for option in OPTIONS:
-        raw, source = given.get(option.name), f"argument {option.flag}"
-        if raw is None and option.variable in environment:
-            variable = environment[option.variable]
-            if (variable or option.secret) and option.environment_applies(variable):
-                raw = variable.split(",") if option.repeat else [variable]
-                source = f"environment variable {option.variable}"
-        if raw is not None:
-            if len(raw) > 1 and not option.repeat:
-                parser.error(f"{source}: expected once, got {len(raw)} times")
-            try:
-                parsed = tuple(option.parse(value) for value in raw)
-            except ValueError as error:
-                got = "" if option.secret else f", got {', '.join(map(repr, raw))}"
-                parser.error(f"{source}: expected {error}{got}")
-            if not (option.switch and parsed == ("false",)):
-                values[option.name] = parsed
-        elif option.default is not None:
-            values[option.name] = (option.default,)
-    return values
 
 
 def refuse(values: Values) -> None:

@@ -34,12 +34,26 @@ class Command:
     """The log target of its lines that aren't log records."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    draws: bool = False
+    """Its standard error is the launcher's, on which it draws a progress bar."""
 
 
 def block_signals() -> None:
     """From here on signals wait to be taken by `Supervisor`, which sees every one, in order, at a
     moment of its choice. Called once, in the main thread, before any other thread starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+
+
+def end_with_stdin() -> None:
+    """Asks this process to end, as SIGTERM does, once nobody holds the other end of its standard
+    input. Called after `block_signals()`."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            continue  # whatever is said there, only the end of it counts
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
 def _bind_to_parent(prctl: Callable[..., int], parent: int) -> None:
@@ -74,6 +88,7 @@ class ManagedProcess:
         self._readers = [
             threading.Thread(target=self._relay, args=(pipe,), daemon=True)
             for pipe in (self._popen.stdout, self._popen.stderr)
+            if pipe is not None
         ]
         for reader in self._readers:
             reader.start()
@@ -88,7 +103,7 @@ class ManagedProcess:
                 env=command.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=None if command.draws else subprocess.PIPE,
                 start_new_session=True,
                 preexec_fn=lambda: _bind_to_parent(prctl, parent),
             )

@@ -2,6 +2,9 @@
 
     check -> download -> shards -> router -> ready -> watch -> shut down
 
+In the mode `shards` nothing follows the shards, in the mode `batch` the file's requests do, and the
+end of those is the launcher's.
+
 Every wait goes through `Supervisor._pause`, which ends it early: by StopRequested when a signal
 asks the launcher to stop, by ChildDied when a child that should run has ended.
 """
@@ -10,11 +13,13 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from text_generation_launcher.address import AddressError, SocketClaim, check_port
 from text_generation_launcher.config import MODEL_PATH, LauncherConfig
 from text_generation_launcher.log import Log
+from text_generation_launcher.options import Mode
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -27,13 +32,18 @@ WATCH_POLL_S = 1.0
 """Only a safety net: a child's end and a signal are noticed at once."""
 WAITING_NOTICE_S = 5.0
 DOWNLOAD_TERMINATION_S = 10.0
+"""Nobody waits for what a download, or a batch, does: both go on where they stopped."""
 FAILURE_TERMINATION_S = 10.0
 """After a failure running requests can't end well, so nobody waits long for them."""
 PROBE_TIMEOUT_S = 2.0
 
 
 class StopRequested(Exception):
-    """A signal asked the launcher to stop."""
+    """The signal `number` asked the launcher to stop."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"received {number.name}")
+        self.number = number
 
 
 class ChildDied(Exception):
@@ -50,6 +60,7 @@ class Supervisor:
         self._download: ManagedProcess | None = None
         self._shards: list[ManagedProcess] = []
         self._router: ManagedProcess | None = None
+        self._batch: ManagedProcess | None = None
         self._claim: SocketClaim | None = None
         self._is_ready = False
         # nohup asks for a server that outlives its terminal
@@ -57,27 +68,36 @@ class Supervisor:
         self._stop_signals = STOP_SIGNALS - (ignored & {signal.SIGHUP})
 
     def run(self) -> int:
-        """Serves until a signal or a failure; returns the exit code. No child outlives it."""
+        """Serves until a signal or a failure, or answers a batch; returns the exit code. No child
+        outlives it."""
         try:
-            return self._serve()
+            return self._run()
         finally:
             for child in self._children():
                 child.kill()
             if self._claim:
                 self._claim.close()
 
-    def _serve(self) -> int:
+    def _run(self) -> int:
         try:
             self._check_addresses()
             model_path = self._find_model()
             self._start_shards(model_path)
-            self._start_router(model_path)
-            self._announce()
+            if self._config.mode is Mode.BATCH:
+                return self._answer_batch(model_path)
+            if self._config.mode is Mode.SHARDS:
+                self._announce_shards(model_path)
+            else:
+                self._start_router(model_path)
+                self._announce()
             while True:
                 self._pause(WATCH_POLL_S)
         except StopRequested as request:
             self._log.info(f"{request}: stopping, a second signal ends everything at once")
-            return 0 if self._shut_down(self._config.termination_timeout_s) else 1
+            is_orderly = self._shut_down(self._config.termination_timeout_s)
+            if self._config.mode is Mode.BATCH:
+                return 128 + request.number  # a batch that was interrupted has not succeeded
+            return 0 if is_orderly else 1
         except (AddressError, ProcessError, ChildDied) as error:
             self._log.error(str(error))
             self._shut_down(FAILURE_TERMINATION_S)
@@ -85,7 +105,8 @@ class Supervisor:
 
     def _check_addresses(self) -> None:
         config = self._config
-        check_port(config.hostname, config.port, "--port")
+        if config.mode is Mode.SERVE:
+            check_port(config.hostname, config.port, "--port")
         if config.prometheus_port is not None:
             check_port(config.hostname, config.prometheus_port, "--prometheus-port")
         self._claim = SocketClaim(config.shard_uds_path, len(config.shards))
@@ -118,15 +139,46 @@ class Supervisor:
         for shard, socket_path in zip(self._shards, self._claim.paths, strict=True):
             self._wait_for(shard, Path(socket_path).exists)
 
+    def _announce_shards(self, model_path: Path) -> None:
+        self._is_ready = True
+        socket_path = f"{self._config.shard_uds_path}-0"
+        elapsed_s = time.monotonic() - self._started_at
+        self._log.info(
+            f"Ready on unix:{socket_path} after {elapsed_s:.1f} s - try: "
+            + shlex.join(["text-generation-benchmark", "--master-shard-uds-path", socket_path])
+        )
+        self._log.answer(
+            {
+                "model_id": self._config.model_id,
+                "model_path": str(model_path),
+                "master_shard_uds_path": socket_path,
+            }
+        )
+
+    def _answer_batch(self, model_path: Path) -> int:
+        """Returns what the batch exits with, once it and the shards have ended."""
+        assert self._config.router is not None
+        self._is_ready = True
+        self._batch = batch = self._start(self._config.router, model_path)
+        batch.settle()
+        while batch.is_alive:
+            self._pause(WATCH_POLL_S)
+        batch.drain()
+        code = batch.returncode or 0
+        if code < 0:
+            raise ChildDied(describe_end(batch))
+        self._shut_down(self._config.termination_timeout_s)
+        return code
+
     def _start_router(self, model_path: Path) -> None:
+        assert self._config.router is not None
         self._router = self._start(self._config.router, model_path)
         self._wait_for(self._router, self._is_healthy)
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
         argv = tuple(part.replace(MODEL_PATH, str(model_path)) for part in command.argv)
         self._log.debug(f"starting {command.name}: {argv[:3]}")
-        filled = Command(command.name, command.target, argv, command.environment)
-        return ManagedProcess(filled, self._log.write)
+        return ManagedProcess(replace(command, argv=argv), self._log.write)
 
     def _wait_for(self, child: ManagedProcess, is_ready: Callable[[], bool]) -> None:
         """Returns when the child is ready; says what it is doing as long as it isn't."""
@@ -167,7 +219,7 @@ class Supervisor:
     def _pause(self, seconds: float) -> None:
         """Waits that long, less if something happens; every wait of the launcher is here."""
         if stop := self._next_stop_signal(seconds):
-            raise StopRequested(f"received {stop}")
+            raise StopRequested(stop)
         # Shards come first: when several ended since the last look, the router's end is taken
         # for the consequence.
         for child in (*self._shards, self._router):
@@ -175,26 +227,27 @@ class Supervisor:
                 child.drain()
                 raise ChildDied(describe_end(child, self._is_ready))
 
-    def _next_stop_signal(self, seconds: float) -> str:
-        """Waits for a signal; the name of the one that asks to stop, empty for any other end."""
+    def _next_stop_signal(self, seconds: float) -> signal.Signals | None:
+        """Waits for a signal; the one that asks to stop, None for any other end."""
         received = signal.sigtimedwait(self._stop_signals | {signal.SIGCHLD}, seconds)
         if received is None or received.si_signo == signal.SIGCHLD:
-            return ""
-        return signal.Signals(received.si_signo).name
+            return None
+        return signal.Signals(received.si_signo)
 
     def _children(self) -> list[ManagedProcess]:
         """Those that were started, in the order in which they are stopped."""
-        return [
-            child for child in (self._download, self._router, *self._shards) if child is not None
-        ]
+        children = (self._download, self._batch, self._router, *self._shards)
+        return [child for child in children if child is not None]
 
     def _shut_down(self, timeout_s: float) -> bool:
         """Ends the router, then the shards, each within the timeout; False if a second signal
         cut it short (`run` then kills what is left)."""
         download = [self._download] if self._download else []
+        batch = [self._batch] if self._batch else []
         router = [self._router] if self._router else []
         return (
             self._end(download, min(timeout_s, DOWNLOAD_TERMINATION_S))
+            and self._end(batch, min(timeout_s, DOWNLOAD_TERMINATION_S))
             and self._end(router, timeout_s)
             and self._end(self._shards, timeout_s)
         )
@@ -211,7 +264,7 @@ class Supervisor:
                 self._log.info(f"{slow} did not stop within {timeout_s:g} s: killing it")
                 break
             if stop := self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
-                self._log.info(f"received {stop} again: killing everything")
+                self._log.info(f"received {stop.name} again: killing everything")
                 return False
         for child in children:
             child.kill()

@@ -17,7 +17,7 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import CachedBatch, StepResult
+from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
 from text_generation_router.services import Services, assemble
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -56,7 +56,11 @@ class ScriptedShards:
         self._batches: dict[int, list[int]] = {}
 
     async def prefill(
-        self, batch_id: int, entries: Sequence[Entry], cached_batch_id: int | None
+        self,
+        batch_id: int,
+        entries: Sequence[Entry],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
     ) -> StepResult:
         await self._pause()
         for entry in entries:
@@ -65,7 +69,7 @@ class ScriptedShards:
         ids = [entry.id for entry in entries]
         cached = [] if cached_batch_id is None else self._batches.pop(cached_batch_id)
         kept = batch_id if cached_batch_id is None else cached_batch_id
-        result = self._step(kept, ids, cached)
+        result = self._step(kept, [*cached, *ids], [])
         prompts = {
             entry.id: [float("nan"), *(-0.25 for _ in entry.request.input_ids[1:])]
             for entry in entries
@@ -73,9 +77,7 @@ class ScriptedShards:
         }
         return replace(result, prefill_logprobs=prompts)
 
-    async def decode(
-        self, batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
-    ) -> StepResult:
+    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         await self._pause()
         ids = [request_id for batch_id in batch_ids for request_id in self._batches.pop(batch_id)]
         return self._step(batch_ids[0], ids, [])
@@ -131,7 +133,7 @@ class ScriptedShards:
             self._batches[batch_id] = [*others, *running]
             batch = CachedBatch(batch_id, tuple(self._batches[batch_id]))
         top = (top_counts, top_ids, [-0.5] * len(top_ids)) if top_ids else ((), (), ())
-        return StepResult(ids, tokens, logprobs, reasons, batch, *top)
+        return StepResult(ids, tokens, logprobs, reasons, batch, (), *top)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,3 +259,26 @@ def test_timings_come_with_the_last_token_only() -> None:
     answer, timings = Answer(make_request(), TOKENIZER), Timings(1.0, 2.0)
     assert answer.step(0, -1.0, None, timings=timings).timings is None
     assert answer.step(0, -1.0, LENGTH, timings=timings).timings is timings
+
+
+@given(
+    st.lists(st.integers(0, len(TOKENS) - 1), min_size=1, max_size=12),
+    st.sampled_from((LENGTH, EOS)),
+    st.booleans(),
+)
+def test_looking_for_stop_strings_changes_nothing_but_their_endings(
+    ids: list[int], reason: FinishReason, keeps: bool
+) -> None:
+    """Texts without stop strings take a shorter way."""
+    outputs = []
+    for stop in ((), ("\0",)):
+        request = make_request((0,), 99, *stop)
+        stopping = replace(request.stopping, keeps_stop_sequence=keeps)
+        answer = Answer(replace(request, stopping=stopping), TOKENIZER)
+        outputs.append(
+            [
+                answer.step(token_id, -0.5, reason if place == len(ids) - 1 else None)
+                for place, token_id in enumerate(ids)
+            ]
+        )
+    assert outputs[0] == outputs[1]

@@ -1,6 +1,7 @@
 """Whatever happens in whatever order, every request gets its ending and the right tokens."""
 
 import asyncio
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,52 +9,90 @@ from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
 )
-from text_generation_router.request import FinishReason
+from text_generation_router.request import FinishReason, Request
+from text_generation_router.scheduler.pace import StepCosts
+from text_generation_router.scheduler.shards import LostStepError
 
-from router.tests.scheduling import (
-    FakeShards,
-    Outcome,
-    collect,
-    expected_ids,
-    make_request,
-    running,
+from router.tests.fake_shards import EOS_ID, FakeShards, letters
+from router.tests.scheduling import Outcome, collect, make_request, running
+
+# Beginnings that texts have in common, so that they find one another's blocks.
+_BEGINNINGS = [(), (1,) * 8, (1, 2, 3, 4) * 4, (1,) * 8 + (2,) * 4]
+_PROMPT = st.builds(
+    lambda beginning, end: (*beginning, *end),
+    st.sampled_from(_BEGINNINGS),
+    st.lists(st.integers(1, 3), min_size=1, max_size=8),
 )
-
+_SUBMIT = st.tuples(
+    st.just("submit"),
+    _PROMPT,
+    st.integers(1, 20),
+    st.sampled_from(["", "", "a", "mn", "zz"]),
+    st.sampled_from([1, 1, 1, 2, 5]),
+    st.booleans(),
+    # Goes on from the text of an earlier one.
+    st.one_of(st.none(), st.integers(0, 60)),
+)
 _EVENT = st.one_of(
-    st.tuples(
-        st.just("submit"),
-        st.lists(st.integers(0, 250), min_size=1, max_size=12),
-        st.integers(1, 14),
-        st.sampled_from(["", "a", "mn", "zz"]),
-        st.integers(1, 5),
-    ),
+    _SUBMIT,
+    _SUBMIT,
+    _SUBMIT,
     st.tuples(st.just("cancel"), st.integers(0, 60)),
-    st.tuples(st.just("fail"), st.sampled_from(["prefill", "decode", "filter", "clear"])),
-    st.tuples(st.just("turn"), st.integers(1, 30)),
+    st.tuples(st.just("fail"), st.sampled_from(["prefill", "decode", "filter", "clear", "lost"])),
+    # The longest lets everybody finish.
+    st.tuples(st.just("turn"), st.sampled_from([1, 2, 5, 20, 20, 500])),
+)
+# Of 4 tokens each; the longest request takes 11.
+_NUM_BLOCKS = st.integers(11, 13)
+
+_LIMITS = st.fixed_dictionaries(
+    {
+        "waiting_served_ratio": st.floats(0, 2),
+        "max_waiting_tokens": st.integers(1, 8),
+        "max_batch_size": st.integers(2, 6),
+        "max_batch_prefill_tokens": st.sampled_from([1, 3, 4, 7, 16, 100]),
+        "chunks_prompts": st.booleans(),
+        "shares_prefixes": st.booleans(),
+        "speculate": st.sampled_from([0, 0, 1, 3, 8]),
+        # Of steps that take 1.1 µs: parts of 1 block, of 2 to 4, or whatever fits.
+        "costs": st.sampled_from([StepCosts(), StepCosts(1100, 1, 100), StepCosts(1100, 1, 1000)]),
+        "recompute_at": st.sampled_from([None, None, 9, 18]),
+    }
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(_EVENT, max_size=40),
-    st.integers(7, 20),
-    st.integers(1, 6),
-    st.floats(0, 2),
-    st.integers(1, 8),
-)
+def script(prompt: Any, place: int) -> int:
+    """Letters, and an end after a while for some prompts."""
+    return EOS_ID if place == 3 * sum(prompt) % 29 + 1 else letters(prompt, place)
+
+
+def expected(request: Request) -> list[int]:
+    """The tokens of a request that nobody disturbs."""
+    ids = [script(request.input_ids, place) for place in range(request.stopping.max_new_tokens)]
+    return ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.lists(_EVENT, min_size=3, max_size=30), _NUM_BLOCKS, _LIMITS)
 def test_every_request_gets_its_ending(
-    events: list[tuple], num_blocks: int, rows: int, ratio: float, patience: int
+    events: list[tuple], num_blocks: int, limits: dict[str, Any]
 ) -> None:
-    asyncio.run(_play(events, num_blocks, rows, ratio, patience))
+    if limits["recompute_at"] is not None:
+        limits["speculate"] = 0  # the fake does not guess across the limit
+    asyncio.run(_play(events, num_blocks, limits))
 
 
-async def _play(
-    events: list[tuple], num_blocks: int, rows: int, ratio: float, patience: int
-) -> None:
+async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any]) -> None:
     failing: set[str] = set()
     # The only errors there may be: those that were provoked.
-    excuses: set[str] = set()
-    shards = FakeShards(num_blocks=num_blocks, max_rows=rows)
+    excuses: set[str] = {"Server error: the shard answered for other requests"}
+    shards = FakeShards(
+        num_blocks=num_blocks,
+        max_rows=limits["max_batch_size"],
+        script=script,
+        recompute_at=limits["recompute_at"],
+        token_ns=limits["costs"].prefill_token_ns,
+    )
 
     async def hook(method: str) -> None:
         if method in failing:
@@ -62,22 +101,31 @@ async def _play(
                 shards.batches.pop(shards.calls[-1][1][0], None)  # else nothing ever would
             raise GenerationError(f"Server error: {method}")
 
+    def losing(compute: Any) -> Any:
+        async def step(*arguments: Any) -> Any:
+            result = await compute(*arguments)
+            if "lost" in failing:
+                failing.discard("lost")
+                raise LostStepError("Server error: lost")
+            return result
+
+        return step
+
     shards.hook = hook
-    limits = {"waiting_served_ratio": ratio, "max_waiting_tokens": patience}
+    shards.prefill, shards.decode = losing(shards.prefill), losing(shards.decode)
     submitted = []
-    async with running(shards, max_batch_size=rows, max_batch_prefill_tokens=16, **limits) as rig:
+    async with running(shards, **limits) as rig:
         for kind, *arguments in events:
             if kind == "submit":
-                prompt, longest, stop, num_sequences = arguments
-                lengths = [max(1, longest - 3 * place) for place in range(num_sequences)]
-                stops = (stop,) if stop else ()
-                requests = [make_request(prompt, num, *stops) for num in lengths]
-                entries = rig.batcher.submit_many(requests)
-                for num, entry in zip(lengths, entries, strict=True):
-                    outcome = asyncio.create_task(collect(entry))
-                    submitted.append((prompt, num, stop, entry, outcome))
+                *arguments, place = arguments
+                if place is not None and submitted:
+                    earlier = submitted[place % len(submitted)][0]
+                    text = (*earlier.input_ids, *expected(earlier))[:23]
+                    arguments[0] = (*text, arguments[0][-1])
+                for request, entry in zip(*_submit(rig.batcher, *arguments), strict=True):
+                    submitted.append((request, entry, asyncio.create_task(collect(entry))))
             elif kind == "cancel" and submitted:
-                rig.batcher.cancel(submitted[arguments[0] % len(submitted)][3])
+                rig.batcher.cancel(submitted[arguments[0] % len(submitted)][1])
                 excuses.add(str(IncompleteGenerationError()))
             elif kind == "fail":
                 failing.add(arguments[0])
@@ -85,16 +133,33 @@ async def _play(
             else:
                 await rig.turn(arguments[0] if arguments else 1)
             rig.batcher.integrity()
-        for prompt, num, stop, _, outcome in submitted:
-            _check_ending(await outcome, expected_ids(prompt, num), stop, excuses)
+        for request, _, outcome in submitted:
+            _check_ending(await outcome, request, excuses)
 
 
-def _check_ending(outcome: Outcome, ids: list[int], stop: str, excuses: set[str]) -> None:
+def _submit(
+    batcher: Any, prompt: tuple[int, ...], longest: int, stop: str, num: int, asks: bool
+) -> tuple[list[Request], list[Any]]:
+    lengths = [max(1, longest - 3 * place) for place in range(num)]
+    stops = (stop,) if stop else ()
+    requests = [
+        make_request(prompt, length, *stops, prefill_logprobs=asks and not place)
+        for place, length in enumerate(lengths)
+    ]
+    return requests, batcher.submit_many(requests)
+
+
+def _check_ending(outcome: Outcome, request: Request, excuses: set[str]) -> None:
+    ids, stops = expected(request), request.stopping.stop_sequences
     assert outcome.ids == ids[: len(outcome.ids)]
+    if outcome.prefill is not None:
+        assert request.prefill_logprobs and len(outcome.prefill.tokens) == len(request.input_ids)
     if outcome.generated is None:
         assert str(outcome.error) in excuses
-    elif outcome.generated.finish_reason is FinishReason.STOP_SEQUENCE:
-        assert outcome.text.endswith(stop) and outcome.text.count(stop) == 1
+        return
+    assert request.prefill_logprobs == (outcome.prefill is not None)
+    if outcome.generated.finish_reason is FinishReason.STOP_SEQUENCE:
+        assert outcome.text.endswith(stops[0]) and outcome.text.count(stops[0]) == 1
     else:
         assert len(outcome.ids) == len(ids)
-        assert not stop or stop not in outcome.text[:-1]
+        assert not stops or stops[0] not in outcome.text[:-1]

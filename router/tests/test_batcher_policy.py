@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import re
+from itertools import pairwise
 
 import pytest
 from text_generation_router.errors import (
@@ -99,7 +100,8 @@ def prefills(rig: object) -> list[tuple[int, ...]]:
 
 
 async def test_few_wait_until_enough_steps_have_passed() -> None:
-    async with running(waiting_served_ratio=1.5, max_waiting_tokens=6) as rig:
+    limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 6}
+    async with running(chunks_prompts=False, **limits) as rig:
         old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
         await old[0].next_outputs()
         new = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
@@ -111,7 +113,8 @@ async def test_few_wait_until_enough_steps_have_passed() -> None:
 
 
 async def test_many_do_not_wait() -> None:
-    async with running(waiting_served_ratio=1.5, max_waiting_tokens=100) as rig:
+    limits = {"waiting_served_ratio": 1.5, "max_waiting_tokens": 100}
+    async with running(chunks_prompts=False, **limits) as rig:
         old = [rig.batcher.submit(make_request((n,), 20)) for n in range(2)]
         await old[0].next_outputs()
         new = [rig.batcher.submit(make_request((n,), 20)) for n in range(3)]
@@ -120,13 +123,17 @@ async def test_many_do_not_wait() -> None:
     assert rig.metrics.batch_concat.value(reason="backpressure") == 1
 
 
-async def test_a_join_is_followed_by_a_decode() -> None:
-    async with running(max_batch_prefill_tokens=4) as rig:
-        await asyncio.gather(*(rig.outcome((1, 2, 3), 20) for _ in range(6)))
-    methods = [method for method, _ in rig.shards.calls]
-    # The first prefill has nobody to hold up, every other one has.
-    assert methods[:8] == ["prefill", "prefill", *["decode", "prefill"] * 3]
-    assert max(map(len, prefills(rig))) == 1
+@pytest.mark.parametrize("chunks_prompts", [True, False])
+async def test_who_joins_holds_nobody_up(chunks_prompts: bool) -> None:
+    """A step with a prompt has a token for everybody who runs."""
+    limits = {"max_batch_prefill_tokens": 4, "chunks_prompts": chunks_prompts}
+    async with running(**limits) as rig:
+        await asyncio.gather(*(rig.outcome((1, 2, n), 20) for n in range(6)))
+    assert [method for method, _ in rig.shards.calls][:6] == ["prefill"] * 6
+    if not chunks_prompts:
+        assert [len(step) for step in rig.shards.passes[:6]] == [1, 2, 3, 4, 5, 6]
+    for before, after in pairwise(rig.shards.passes):
+        assert before.keys() <= after.keys() or len(after) < len(before)
 
 
 async def test_rows_are_limited() -> None:
@@ -137,7 +144,8 @@ async def test_rows_are_limited() -> None:
 
 
 async def test_an_endless_ratio_is_no_crash() -> None:
-    async with running(waiting_served_ratio=math.inf, max_waiting_tokens=5) as rig:
+    limits = {"waiting_served_ratio": math.inf, "max_waiting_tokens": 5}
+    async with running(chunks_prompts=False, **limits) as rig:
         await asyncio.gather(*(rig.outcome((n,), 9) for n in range(5)))
 
 

@@ -69,11 +69,14 @@ async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
     assert rig.shards.num_computed == 10 + 4 * 2
 
 
-async def test_who_comes_when_no_sibling_runs_computes_the_prompt() -> None:
-    async with running(FakeShards(max_rows=1), max_batch_size=1) as rig:
+@pytest.mark.parametrize(("shares_prefixes", "num_computed"), [(True, 10 + 2 + 2), (False, 30)])
+async def test_who_comes_when_no_sibling_runs(shares_prefixes: bool, num_computed: int) -> None:
+    """Without the prefix cache nothing stays of a prompt that nobody holds."""
+    limits = {"max_batch_size": 1, "shares_prefixes": shares_prefixes}
+    async with running(FakeShards(max_rows=1), **limits) as rig:
         for outcome in await outcomes_of(submit(rig, 3, range(10))):
             assert outcome.ids == expected_ids(range(10), 5)
-    assert rig.shards.num_computed == 30
+    assert rig.shards.num_computed == num_computed
 
 
 async def test_more_sequences_than_blocks_are_preempted_and_finish() -> None:
@@ -88,16 +91,19 @@ async def test_more_sequences_than_blocks_are_preempted_and_finish() -> None:
     assert rig.metrics.request_preempted.value() > 3
 
 
-async def test_a_preempted_sequence_shares_again_when_it_comes_back() -> None:
-    async with running(FakeShards(num_blocks=10, block_size=4)) as rig:
+@pytest.mark.parametrize("shares_prefixes", [True, False])
+async def test_a_preempted_sequence_shares_again_when_it_comes_back(shares_prefixes: bool) -> None:
+    shards = FakeShards(num_blocks=10, block_size=4)
+    async with running(shards, shares_prefixes=shares_prefixes) as rig:
         lengths = [25, 9, 12, 12]
         requests = [make_request(range(9), num) for num in lengths]
         outcomes = await outcomes_of(rig.batcher.submit_many(requests))
     for num, outcome in zip(lengths, outcomes, strict=True):
         assert outcome.ids == expected_ids(range(9), num)
-    # The last two come back with 17 tokens, of which 8 are there.
+    # The last two come back with 17 tokens, of which 16 were computed by the first, that writes the
+    # same; 8 of them as the prompt.
     assert rig.metrics.request_preempted.value() == 2
-    assert rig.shards.num_computed == 9 + 3 + 2 * (17 - 8)
+    assert rig.shards.num_computed == 9 + 3 + 2 * 1
 
 
 @pytest.mark.parametrize("method", ["prefill", "decode"])

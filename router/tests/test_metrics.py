@@ -40,6 +40,9 @@ FAMILIES = {
     "tgi_request_inter_token_latency_duration": "histogram",
     "tgi_kv_blocks_used": "gauge",
     "tgi_kv_blocks_free": "gauge",
+    "tgi_prefix_cache_blocks": "gauge",
+    "tgi_prefix_cache_queried_tokens": "counter",
+    "tgi_prefix_cache_hit_tokens": "counter",
 }
 
 

@@ -14,7 +14,7 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.batcher import TURNS_TO_SEND
-from text_generation_router.scheduler.shards import CachedBatch
+from text_generation_router.scheduler.shards import Advance, CachedBatch, LostStepError
 
 from router.tests.test_translate import make_entry
 
@@ -102,7 +102,7 @@ async def serving(directory: Path, num: int) -> AsyncIterator[tuple[ShardedClien
 
 CALLS: list[Callable[[ShardedClient], Any]] = [
     lambda client: client.prefill(3, [make_entry()], None),
-    lambda client: client.decode([3], [(11, 5)]),
+    lambda client: client.decode([3], Advance([(11, 5)])),
     lambda client: client.filter_batch(3, [11]),
     lambda client: client.clear_cache(3),
     lambda client: client.health(),
@@ -128,6 +128,7 @@ async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         await client.prefill(3, [make_entry()], None)
         await client.prefill(4, [make_entry()], 3)
+        await client.prefill(4, [make_entry()], 3, Advance())
         await client.clear_cache(None)
         await client.clear_cache(0)
         await client.warmup(100, 8)
@@ -136,6 +137,7 @@ async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
     assert given == [
         {"batch"},
         {"batch", "cached_batch_id"},
+        {"batch", "cached_batch_id", "advance"},
         set(),
         {"id"},
         {"max_prefill_tokens", "max_batch_size"},
@@ -156,6 +158,17 @@ async def test_a_failure_of_any_rank_is_a_generation_error(
         assert str(error.value) == "Server error: out of luck"
         # The call is over for every rank: none of them is still busy with it.
         assert ranks[1 - failing].num_answered == 1
+        # One rank has done what the other has not.
+        assert isinstance(error.value, LostStepError)
+
+
+async def test_a_step_that_failed_everywhere_is_not_lost(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        for rank in ranks:
+            rank.failure = (grpc.StatusCode.INTERNAL, "out of luck")
+        with pytest.raises(GenerationError) as error:
+            await client.decode([3], Advance())
+        assert not isinstance(error.value, LostStepError)
 
 
 async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:
@@ -170,7 +183,7 @@ async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:
 async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.failure = (grpc.StatusCode.UNAVAILABLE, "going away")
-        with pytest.raises(GenerationError) as error:
+        with pytest.raises(LostStepError) as error:
             await client.health()
         assert str(error.value) == "Could not connect to Text Generation server: going away"
         await rank.stop(None)
@@ -181,7 +194,7 @@ async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
 async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 5
-        call = asyncio.create_task(client.decode([3], []))
+        call = asyncio.create_task(client.decode([3], Advance()))
         while not rank.asked:
             await asyncio.sleep(0.001)
         await client.close()
@@ -207,7 +220,7 @@ async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None
         server.add_insecure_port(f"unix://{tmp_path}/shard")
         server.start()
         client = await ShardedClient.connect(f"{tmp_path}/shard", timeout_s=10)
-        call = asyncio.create_task(client.decode([3], []))
+        call = asyncio.create_task(client.decode([3], Advance()))
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
         assert asked.wait(5), "the loop stands still, and the call is not there"

@@ -3,9 +3,12 @@
 import struct
 from collections.abc import AsyncGenerator
 
+import orjson
 import pytest
-from text_generation_router.api.numbers import float32
-from text_generation_router.api.sse import begun, error_event, event, events, named_events
+from hypothesis import given
+from hypothesis import strategies as st
+from text_generation_router.api.numbers import float32, float32_json
+from text_generation_router.api.sse import begun, error_event, event, named_events
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -19,7 +22,6 @@ def test_event() -> None:
     payload = {"index": 1, "text": "a\nb\r\u2028é", "logprob": float("nan")}
     expected = 'data: {"index":1,"text":"a\\nb\\r\u2028é","logprob":null}\n\n'
     assert event(payload) == expected.encode()
-    assert events([{"a": 1}, {"b": 2}]) == b'data: {"a":1}\n\ndata: {"b":2}\n\n'
 
 
 def test_named_events() -> None:
@@ -86,3 +88,12 @@ def test_logprobs_are_the_shortest_that_read_back(value: float, printed: float) 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
 def test_undefined_logprobs_are_null(value: float | None) -> None:
     assert float32(value) is None
+
+
+@given(st.floats(width=32) | st.floats(-30, 0, width=32) | st.integers(-99, 99).map(float))
+def test_numbers_are_written_as_json_writes_them(value: float) -> None:
+    written = float32_json(value)
+    assert written == orjson.dumps(float32(value)).decode()
+    if written != "null":
+        assert struct.pack("<f", float(written)) == struct.pack("<f", value)
+    assert float32_json(None) == "null"

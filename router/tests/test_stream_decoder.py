@@ -68,3 +68,13 @@ def test_text_cut_anywhere_is_never_shown_broken(text: str) -> None:
         shown += piece
         assert text.startswith(shown)
     assert shown == text
+
+
+@given(st.lists(_BYTES | st.binary(max_size=4), max_size=9))
+def test_it_knows_when_it_is_inside_a_character(tokens: list[bytes]) -> None:
+    decoder = StreamDecoder(tokens.__getitem__)
+    for place in range(len(tokens)):
+        decoder.step(place)
+    is_inside = decoder.is_inside_character
+    assert is_inside == bool(decoder.flush())
+    assert not decoder.is_inside_character

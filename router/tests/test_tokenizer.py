@@ -143,6 +143,23 @@ def test_each_id_has_its_own_text() -> None:
     assert TOKENIZERS["word_piece"].decode_each([1, 3]) == [" a", "a"]
 
 
+def test_plain_text_is_whole_characters_of_text() -> None:
+    for name, tokenizer in TOKENIZERS.items():
+        for token_id in range(tokenizer.vocab_size):
+            [text] = tokenizer.decode_each([token_id])
+            is_plain = not tokenizer.is_special(token_id) and text.encode() == (
+                tokenizer.token_bytes(token_id)
+            )
+            assert tokenizer.plain_text(token_id) == (text if is_plain else None), (name, token_id)
+
+
+async def test_short_texts_are_encoded_at_once() -> None:
+    encoding = TOKENIZERS["byte_level"].encode("word " * 20)
+    with pytest.raises(StopIteration) as ended:
+        encoding.send(None)
+    assert ended.value.value == await TOKENIZERS["byte_level"].encode("word " * 20)
+
+
 async def test_encode() -> None:
     fast = byte_level()
     fast.post_processor = processors.TemplateProcessing(

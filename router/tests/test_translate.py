@@ -9,7 +9,7 @@ from text_generation_router.request import FinishReason, Request, SamplingParams
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import CachedBatch
+from text_generation_router.scheduler.shards import Advance, CachedBatch
 
 from router.tests.scheduling import make_tokenizer
 
@@ -32,6 +32,7 @@ REQUEST = Request(
     prefill_logprobs=True,
     top_n_tokens=2,
     grammar="start: /a+/",
+    deterministic=True,
 )
 
 
@@ -39,7 +40,11 @@ def make_entry() -> Entry:
     entry = Entry(11, REQUEST, Answer(REQUEST, make_tokenizer()))
     entry.block_table = BlockTable(16, [4, 2])
     entry.num_cached_tokens = 2
+    entry.chunk_len = 1
     return entry
+
+
+ADVANCE = Advance(grown_blocks=[(11, 7), (12, 8)], chunks=[(13, 16), (14, 2)], speculate=3)
 
 
 def unset_fields(message: Message) -> set[str]:
@@ -56,6 +61,7 @@ def test_a_request_goes_over_whole() -> None:
     assert list(request.block_table) == [4, 2] and request.num_cached_tokens == 2
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
     assert request.grammar == "start: /a+/"
+    assert request.chunk_len == 1 and request.deterministic
     parameters = request.parameters
     for name in ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "watermark"):
         assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
@@ -79,9 +85,25 @@ def test_a_preempted_request_brings_what_it_has_generated() -> None:
 
 
 def test_decode() -> None:
-    request = translate.to_decode([4], [(11, 7), (12, 8)])
+    request = translate.to_decode([4], ADVANCE)
     assert list(request.batch_ids) == [4]
-    assert list(request.grown_request_ids) == [11, 12] and list(request.grown_block_ids) == [7, 8]
+    check_advance(request.advance)
+
+
+def check_advance(advance: pb.Advance) -> None:
+    assert list(advance.grown_request_ids) == [11, 12] and list(advance.grown_block_ids) == [7, 8]
+    assert list(advance.chunk_request_ids) == [13, 14] and list(advance.chunk_lens) == [16, 2]
+    assert advance.speculate == 3
+    assert unset_fields(advance) == set()
+
+
+def test_prefill() -> None:
+    request = translate.to_prefill(3, [make_entry()], 2, ADVANCE)
+    assert (request.batch.id, request.cached_batch_id) == (3, 2)
+    assert [one.id for one in request.batch.requests] == [11]
+    check_advance(request.advance)
+    first = translate.to_prefill(3, [make_entry()], None, None)
+    assert not first.HasField("cached_batch_id") and not first.HasField("advance")
 
 
 def test_a_step_comes_back_as_columns() -> None:
@@ -113,6 +135,13 @@ def test_a_step_comes_back_as_columns() -> None:
     assert list(step.top_tokens()) == [((10, 11), (-0.5, -1.5)), ((), ()), ((30,), (-2.0,))]
     assert math.isnan(step.prefill_logprobs[1][0]) and step.prefill_logprobs[1][1] == -0.25
     assert (step.forward_ns, step.decode_ns, step.concat_ns) == (100, 10, 0)
+    assert list(step.counts) == [1, 1, 1]
+
+
+def test_a_request_can_get_several_tokens() -> None:
+    generations = pb.Generations(request_ids=[1, 2], token_ids=[5, 6, 7], token_counts=[2, 1])
+    step = translate.from_step(pb.StepResponse(generations=generations))
+    assert (step.request_ids, step.token_ids, step.counts) == ((1, 2), (5, 6, 7), (2, 1))
 
 
 def test_a_step_that_leaves_nobody() -> None:
@@ -136,12 +165,15 @@ def test_what_fits_is_what_fits_on_every_rank() -> None:
             max_total_tokens=200,
             kv_cache_bytes=1000,
             weights_bytes=500,
+            decode_step_ns=blocks,
+            prefill_token_ns=10 * blocks,
         )
         for blocks in (8, 6)
     ]
     warmup = translate.from_warmup(ranks)
     assert (warmup.num_blocks, warmup.max_input_tokens, warmup.max_total_tokens) == (6, 100, 200)
     assert (warmup.kv_cache_bytes, warmup.weights_bytes) == (2000, 1000)
+    assert (warmup.decode_step_ns, warmup.prefill_token_ns) == (8, 80)
 
 
 def test_info() -> None:
@@ -156,10 +188,15 @@ def test_info() -> None:
         rank=1,
         world_size=2,
         recompute_at=4096,
+        quantize="int8",
+        deterministic=True,
+        prompt_scaled_at=8192,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()
     for name in info.__dataclass_fields__:
         assert getattr(info, name) == getattr(response, name)
     response.ClearField("recompute_at")
-    assert translate.from_info(response).recompute_at is None
+    response.ClearField("prompt_scaled_at")
+    info = translate.from_info(response)
+    assert info.recompute_at is None and info.prompt_scaled_at is None

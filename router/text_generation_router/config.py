@@ -48,18 +48,31 @@ class RouterConfig:
         None, "Longest prompt plus answer in tokens; default: the shard decides.", 2
     )
     waiting_served_ratio: float = _option(
-        1.2, "Running requests are paused when this many times as many are waiting.", 0
+        1.2,
+        "Others join when this many times the running are waiting; without prefill chunking only.",
+        0,
     )
     max_batch_prefill_tokens: int = _option(4096, "Prompt tokens computed in one prefill.", 1)
     max_batch_total_tokens: int | None = _option(
         None, "Tokens of KV cache for all running requests; default: as many as fit.", 1
     )
     max_waiting_tokens: int = _option(
-        20, "Steps after which waiting requests are let in, whatever the ratio says.", 0
+        20, "Steps after which they join, whatever the ratio; without prefill chunking only.", 0
     )
     max_batch_size: int | None = _option(
         None, "Requests computed at once; default: --max-concurrent-requests.", 1
     )
+    disable_prefix_caching: bool = _option(False, "Compute every prompt anew, however it begins.")
+    disable_prefill_chunking: bool = _option(
+        False, "Compute a prompt in one step where it fits, however long others wait meanwhile."
+    )
+    inter_token_latency_target_ms: int | None = _option(
+        None,
+        "Milliseconds from one token to the next that steps with parts of prompts may take; "
+        "default: three times a step without.",
+        1,
+    )
+    speculate: int = _option(0, "Tokens guessed per request and step; 0: none.", 0)
     validation_workers: int = _option(2, "Threads that tokenize prompts.", 1)
     max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -29,7 +30,7 @@ _METHOD = Label("method", ("prefill", "decode"))
 _ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dropped", "template"))
 # TGI's label for the time of a join, whatever call it happened in.
 _JOINING = Label("method", ("decode",))
-_REASON = Label("reason", ("backpressure", "wait_exceeded"))
+_REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
 
 
 class _Metric:
@@ -125,11 +126,11 @@ class Histogram(_Metric):
         self._bounds = tuple(bounds)
         self._series = {v: _Distribution([0] * (len(bounds) + 1)) for v in label.values}
 
-    def observe(self, value: float, **labels: str) -> None:
-        """Counts `value` in the first bucket whose bound is not below it."""
+    def observe(self, value: float, times: int = 1, **labels: str) -> None:
+        """Counts `value`, seen so many times, in the first bucket whose bound is not below it."""
         series = self._series[self._value_of(labels)]
-        series.counts[bisect_left(self._bounds, value)] += 1
-        series.sum += value
+        series.counts[bisect_left(self._bounds, value)] += times
+        series.sum += value * times
 
     def count(self, **labels: str) -> int:
         """How many values were observed."""
@@ -157,11 +158,11 @@ class Summary(_Metric):
         self._sum: float = 0
         self._count = 0
 
-    def observe(self, value: float) -> None:
-        """Adds one observation."""
-        self._recent.append(value)
-        self._sum += value
-        self._count += 1
+    def observe(self, value: float, times: int = 1) -> None:
+        """Adds an observation that was made so many times."""
+        self._recent.extend(repeat(value, times))
+        self._sum += value * times
+        self._count += times
 
     def _samples(self) -> Iterator[str]:
         recent = sorted(self._recent.copy()) or [0]
@@ -269,6 +270,16 @@ class Metrics:
         # KV blocks.
         self.kv_blocks_used = Gauge("tgi_kv_blocks_used", "KV blocks held by requests")
         self.kv_blocks_free = Gauge("tgi_kv_blocks_free", "KV blocks that can be given out")
+        # The prefix cache.
+        self.prefix_cache_blocks = Gauge(
+            "tgi_prefix_cache_blocks", "KV blocks whose tokens are known, in use or idle"
+        )
+        self.prefix_cache_queried_tokens = Counter(
+            "tgi_prefix_cache_queried_tokens", "Prompt tokens of all requests that were let in"
+        )
+        self.prefix_cache_hit_tokens = Counter(
+            "tgi_prefix_cache_hit_tokens", "Prompt tokens that had been computed for others"
+        )
 
     def render(self) -> bytes:
         """All series in Prometheus' text format (`CONTENT_TYPE`)."""

@@ -1,6 +1,7 @@
 """Everything the routes work with, and the order in which it comes up."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,17 @@ from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
+from text_generation_router.scheduler.pace import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
+
+# Of which `WarmupResponse.decode_step_ns` is measured, or of as many as there are.
+WARMUP_ROWS = 32
+# What the launcher passes on where nobody has chosen a --waiting-served-ratio.
+LAUNCHERS_RATIO = 0.3
+
+logger = logging.getLogger(__name__)
 
 
 class StartError(Exception):
@@ -92,6 +101,7 @@ def assemble(
         max_total_tokens=warmup.max_total_tokens,
         vocab_size=info.vocab_size,
     )
+    target_ms = config.inter_token_latency_target_ms
     scheduler_limits = SchedulerLimits(
         num_blocks=warmup.num_blocks,
         block_size=info.block_size,
@@ -101,7 +111,17 @@ def assemble(
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,
         recompute_at=info.recompute_at,
+        prompt_scaled_at=info.prompt_scaled_at,
+        shares_prefixes=not config.disable_prefix_caching,
+        chunks_prompts=not config.disable_prefill_chunking,
+        speculate=config.speculate,
+        costs=StepCosts(
+            warmup.decode_step_ns, min(WARMUP_ROWS, config.batch_rows), warmup.prefill_token_ns
+        ),
+        target_ns=None if target_ms is None else target_ms * 1e6,
     )
+    _warn_of_no_effect(config)
+    _tell_pace(config, scheduler_limits.costs)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
     batcher = Batcher(shards, tokenizer, metrics, scheduler_limits)
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)
@@ -121,6 +141,36 @@ def assemble(
         grammars,
         chat,
     )
+
+
+def _tell_pace(config: RouterConfig, costs: StepCosts) -> None:
+    """Says how prompts are cut, where they are."""
+    if config.disable_prefill_chunking or not costs.decode_step_ns:
+        return
+    target_ms = config.inter_token_latency_target_ms
+    if target_ms is None:
+        target_ms = round(costs.decode_step_ns * DEFAULT_STRETCH / 1e6)
+    logger.info(
+        "A step of %d decoding requests takes %.1f ms, and a prompt token %.3f ms more: while "
+        "others decode, prompts are computed in parts that make a step take about %d ms",
+        costs.num_rows,
+        costs.decode_step_ns / 1e6,
+        costs.prefill_token_ns / 1e6,
+        target_ms,
+    )
+
+
+def _warn_of_no_effect(config: RouterConfig) -> None:
+    """Says so where somebody has chosen what does nothing."""
+    defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
+    ratios = (defaults.waiting_served_ratio, LAUNCHERS_RATIO)
+    is_ratio_chosen = config.waiting_served_ratio not in ratios
+    is_patience_chosen = config.max_waiting_tokens != defaults.max_waiting_tokens
+    if not config.disable_prefill_chunking and (is_ratio_chosen or is_patience_chosen):
+        logger.warning(
+            "--waiting-served-ratio and --max-waiting-tokens have no effect: prefill chunking is "
+            "on, so that nobody is paused; turn it off with --disable-prefill-chunking"
+        )
 
 
 def check_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:

@@ -18,11 +18,20 @@ class StreamDecoder:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside_character = False
+
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether the next bytes belong to a character that has begun."""
+        return self._is_inside_character
 
     def step(self, token_id: int) -> str:
         """The text that is certain once `token_id` has come; may be empty."""
-        return self._utf8.decode(self._token_bytes(token_id))
+        text = self._utf8.decode(self._token_bytes(token_id))
+        self._is_inside_character = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """What is still held back, as U+FFFD; afterwards a new character begins."""
+        self._is_inside_character = False
         return self._utf8.decode(b"", final=True)

@@ -14,6 +14,9 @@ import tokenizers
 from text_generation_router.stream_decoder import StreamDecoder
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Characters that are encoded in less than 0.1 ms. Going to a thread and back costs as much, and
+# while the event loop is busy the way back can take 5 ms, the interpreter's switch interval.
+_SHORT_TEXT = 256
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -53,8 +56,9 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
         self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
-        # A cache, filled as ids are met: at most one entry an id.
+        # Caches, filled as ids are met: at most one entry an id.
         self._bytes_of: dict[int, bytes] = {}
+        self._plain_text_of: dict[int, str | None] = {}
         decoders = set(_decoder_types(tokenizer))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_byte_fallback = "ByteFallback" in decoders
@@ -94,11 +98,13 @@ class Tokenizer:
         return cls(tokenizer, special_tokens, num_workers)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The ids of `text`, computed off the event loop.
+        """The ids of `text`, computed off the event loop unless that would take longer.
 
         Raises ValueError for text that is not Unicode (lone surrogates).
         """
         text.encode()  # surrogates: a UnicodeEncodeError here, a TypeError from the library
+        if len(text) <= _SHORT_TEXT:
+            return self._encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
 
@@ -127,6 +133,15 @@ class Tokenizer:
         """A decoder for one generation."""
         return StreamDecoder(self.token_bytes)
 
+    def plain_text(self, token_id: int) -> str | None:
+        """The token's text behind other tokens; None for special tokens and parts of characters."""
+        try:
+            return self._plain_text_of[token_id]
+        except KeyError:
+            text = None if self.is_special(token_id) else _decoded(self.token_bytes(token_id))
+            self._plain_text_of[token_id] = text
+            return text
+
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for behind other tokens, in UTF-8; can be part of a character."""
         known = self._bytes_of.get(token_id)
@@ -148,6 +163,14 @@ class Tokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _decoded(spelled: bytes) -> str | None:
+    """The text of whole characters."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _byte_alphabet() -> dict[str, int]:

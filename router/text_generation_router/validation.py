@@ -53,6 +53,7 @@ class GenerateParameters:
     adapter_id: str | None = None
     keeps_stop_sequence: bool = True
     visible_special_tokens: frozenset[str] = frozenset()
+    deterministic: bool = False
 
     @property
     def wants_sampling(self) -> bool:
@@ -302,6 +303,7 @@ class Validation:
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             visible_special_tokens=asked.visible_special_tokens,
+            deterministic=asked.deterministic,
         )
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:

@@ -1,15 +1,17 @@
 """Drives an Engine as a router would: gives out blocks, joins, steps, filters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from text_generation_shard.batch import RowRequest
+from text_generation_shard.columns import SamplingParams
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
-from text_generation_shard.sampling import SamplingParams
-from text_generation_shard.step import StepResult, WarmupLimits
+from text_generation_shard.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.warmup import StepCosts
 
 NUM_BLOCKS = 400
 
@@ -25,6 +27,8 @@ def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> En
             max_batch_total_tokens=NUM_BLOCKS * engine.block_size,
         )
     )
+    # Guesses pay nearly always, however fast this machine is.
+    engine._costs = StepCosts(10**6, 10**6, 1)
     return engine
 
 
@@ -40,6 +44,10 @@ class Driver:
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     prefill_logprobs: dict[int, list[float]] = field(default_factory=dict)
     reasons: dict[int, int] = field(default_factory=dict)
+    # Tokens of the inputs that are not computed yet.
+    left: dict[int, int] = field(default_factory=dict)
+    # The longest a request can become.
+    longest: dict[int, int] = field(default_factory=dict)
     running: list[int] = field(default_factory=list)
     batch_id: int | None = None
     next_batch_id: int = 1
@@ -52,7 +60,7 @@ class Driver:
         self.tokens.setdefault(request_id, [])
         self.logprobs.setdefault(request_id, [])
         sampling = SamplingParams(**options.pop("sampling", {}))
-        return RowRequest(
+        request = RowRequest(
             id=request_id,
             input_ids=list(ids),
             num_prompt_tokens=options.pop("num_prompt_tokens", len(ids)),
@@ -61,22 +69,35 @@ class Driver:
             sampling=sampling,
             **{"max_new_tokens": 8, **options},
         )
+        self.longest[request_id] = request.num_prompt_tokens + request.max_new_tokens
+        return request
 
-    def add(self, requests: Sequence[RowRequest]) -> StepResult:
-        """Prefill, joining what runs."""
+    def add(self, requests: Sequence[RowRequest], advance: Advance | None = None) -> StepResult:
+        """Prefill, joining what runs, which `advance` lets go on in the same pass."""
         self.next_batch_id += 1
-        return self._take(self.engine.prefill(self.next_batch_id, requests, self.batch_id))
+        result = self.engine.prefill(self.next_batch_id, requests, self.batch_id, advance)
+        for request in requests:
+            self.left[request.id] = len(request.input_ids) - request.first_end
+        return self._take(result, advance)
 
-    def step(self) -> StepResult:
-        """Decode everything that runs."""
+    def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> StepResult:
+        """Decode everything that runs; `chunks`: how many more tokens of which inputs."""
         assert self.batch_id is not None
+        advance = self.advance(chunks or {}, speculate)
+        return self._take(self.engine.decode([self.batch_id], advance), advance)
+
+    def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> Advance:
+        """How what runs goes on, with the blocks that takes."""
         grown = []
         for request_id in self.running:
             table = self.tables[request_id]
-            if len(self.known[request_id]) > len(table) * self.engine.block_size:
+            tokens = len(self.known[request_id])
+            if not self.left[request_id]:
+                tokens = min(tokens + speculate, self.longest[request_id])
+            while tokens > len(table) * self.engine.block_size:
                 table.append(self.free.pop())
                 grown.append((request_id, table[-1]))
-        return self._take(self.engine.decode([self.batch_id], grown))
+        return Advance(grown, list(chunks.items()), speculate)
 
     def drop(self, request_id: int) -> list[int]:
         """Filter a request out; what it knew, for coming back."""
@@ -95,15 +116,22 @@ class Driver:
         while self.running:
             self.step()
 
-    def _take(self, result: StepResult) -> StepResult:
-        columns = (result.request_ids, result.token_ids, result.logprobs, result.finish_reasons)
-        for request_id, token, logprob, reason in zip(*columns, strict=True):
-            self.known[request_id].append(token)
-            self.tokens[request_id].append(token)
-            self.logprobs[request_id].append(logprob)
+    def _take(self, result: StepResult, advance: Advance | None) -> StepResult:
+        for request_id, count in advance.chunks if advance else ():
+            self.left[request_id] -= count
+        tokens = iter(zip(result.token_ids, result.logprobs, strict=True))
+        counts = result.token_counts or [1] * len(result.request_ids)
+        columns = zip(result.request_ids, counts, result.finish_reasons, strict=True)
+        for request_id, count, reason in columns:
+            assert not self.left[request_id], "only whose input is computed gets tokens"
+            for token, logprob in islice(tokens, count):
+                self.known[request_id].append(token)
+                self.tokens[request_id].append(token)
+                self.logprobs[request_id].append(logprob)
             if reason:
                 self.reasons[request_id] = reason
                 self.free += self.tables.pop(request_id)
+        assert next(tokens, None) is None, "every token belongs to a request"
         self.prefill_logprobs.update(result.prefill_logprobs)
         self.running = list(result.running_ids)
         self.batch_id = result.batch_id if self.running else None

@@ -1,14 +1,17 @@
 """Paged attention against attention written down plainly, ragged and around block boundaries."""
 
 import math
+from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
 from text_generation_shard.attention.base import MAX_GATHER_TOKENS
 from text_generation_shard.attention.registry import create_backend
-from text_generation_shard.attention.torch_sdpa import group_by_length
+from text_generation_shard.attention.torch_sdpa import TorchAttention, group_by_length
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.models.config import ModelConfig
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -62,22 +65,27 @@ def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 1, 7, BLOCK, 1000])
-@pytest.mark.parametrize("tail", [1, 5, 10**6], ids=["decode", "continued", "whole"])
-def test_equals_the_definition(window: int | None, tail: int, device: str) -> None:
+@pytest.mark.parametrize(
+    "tails",
+    # The last: rows that decode, that verify guesses, and prompts in parts, in one pass.
+    [[1], [5], [10**6], [1, 2, 40, 3, 17, 1, 60, 16]],
+    ids=["decode", "continued", "whole", "mixed"],
+)
+def test_equals_the_definition(window: int | None, tails: list[int], device: str) -> None:
     torch.manual_seed(0)
-    backend = create_backend("torch")
+    backend = TorchAttention()
     shape = CacheShape(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
     backend.allocate(shape, 128, torch.device(device))
     keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
     values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
-    lengths = [min(tail, context) for context in CONTEXTS]
+    lengths = [min(tail, context) for tail, context in zip(cycle(tails), CONTEXTS, strict=False)]
     queries = [torch.randn(length, HEADS, HEAD_DIM) / math.sqrt(HEAD_DIM) for length in lengths]
     # Everything before the last `length` tokens comes from an earlier pass.
     whole = to_device(make_batch(CONTEXTS, CONTEXTS, False), device)
     before = torch.cat([torch.cat(keys), torch.cat(values)], dim=1).to(device)
     none = torch.zeros(sum(CONTEXTS), HEADS, HEAD_DIM, device=device)
     backend.forward(none, before, 1, None, backend.plan(whole))
-    batch = to_device(make_batch(CONTEXTS, lengths, tail == 1), device)
+    batch = to_device(make_batch(CONTEXTS, lengths, tails == [1]), device)
     parts = list(zip(keys, values, lengths, strict=True))
     got = backend.forward(
         torch.cat(queries).to(device),
@@ -105,7 +113,7 @@ def test_groups_hold_every_row_once_and_pad_little() -> None:
 
 
 def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
-    backend = create_backend("torch")
+    backend = TorchAttention()
     shape = CacheShape(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
     backend.allocate(shape, 8, torch.device("cpu"))
     contexts = [3, 20]
@@ -123,6 +131,7 @@ def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
     assert bool(out.isfinite().all())
 
 
-def test_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ValueError, match="flashinfer does not exist"):
-        create_backend("flashinfer")
+def test_unknown_implementation_is_refused(tiny_model_path: Path) -> None:
+    config = ModelConfig.from_hf(tiny_model_path)
+    with pytest.raises(ValueError, match="is named flashinfer"):
+        create_backend("flashinfer", config, torch.float32, torch.device("cpu"))

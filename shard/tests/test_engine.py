@@ -11,7 +11,7 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.step import FinishReason, WarmupLimits
+from text_generation_shard.step import Advance, FinishReason, WarmupLimits
 
 from shard.tests.driver import Driver, load_engine
 
@@ -119,9 +119,9 @@ def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
 def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     engine = driver.engine
     with pytest.raises(BatchError, match="Batch ID 77 not found in cache"):
-        engine.decode([77], [])
+        engine.decode([77], Advance())
     with pytest.raises(BatchError, match="at least one batch"):
-        engine.decode([], [])
+        engine.decode([], Advance())
     with pytest.raises(BatchError, match="Batch ID 78 not found"):
         engine.prefill(1, [driver.request(0, [3])], 78)
     driver.add([driver.request(1, [3], max_new_tokens=40)])
@@ -133,7 +133,7 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     with pytest.raises(BatchError, match="is running already"):
         engine.prefill(7, [driver.request(1, [3])], None)
     with pytest.raises(BatchError, match="not running"):
-        engine.decode([driver.batch_id], [(55, 3)])
+        engine.decode([driver.batch_id], Advance(grown=[(55, 3)]))
     with pytest.raises(BatchError, match="exceed 400"):
         engine.prefill(7, [driver.request(2, [3], max_new_tokens=500)], None)
     engine.clear(None)
@@ -148,8 +148,8 @@ def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Dr
         1, [type(request)(**{**fields(request), "block_table": request.block_table[:1]})], None
     )
     with pytest.raises(BatchError, match=r"\[0\] have no block"):
-        driver.engine.decode([1], [])
-    assert driver.engine.decode([1], [(0, driver.tables[0][1])]).running_ids == [0]
+        driver.engine.decode([1], Advance())
+    assert driver.engine.decode([1], Advance(grown=[(0, driver.tables[0][1])])).running_ids == [0]
     assert bare.running_ids == [0]
     driver.engine.clear(None)
 
@@ -210,7 +210,7 @@ def test_a_step_that_fails_in_sampling_can_be_repeated(
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("text_generation_shard.engine.sample", fail)
+        patch.setattr("text_generation_shard.choosing.sample", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             driver.step()
     driver.run()
@@ -221,11 +221,11 @@ def test_two_batches_become_one(driver: Driver) -> None:
     first = driver.engine.prefill(1, [driver.request(1, [4, 5, 6])], None)
     second = driver.engine.prefill(2, [driver.request(2, [7, 8])], None)
     assert first.running_ids == [1] and second.running_ids == [2]
-    joined = driver.engine.decode([1, 2], [])
+    joined = driver.engine.decode([1, 2], Advance())
     assert (joined.batch_id, joined.running_ids) == (1, [1, 2])
     assert joined.concat_ns is not None
     with pytest.raises(BatchError, match="Batch ID 2"):
-        driver.engine.decode([2], [])
+        driver.engine.decode([2], Advance())
     driver.engine.clear(None)
 
 

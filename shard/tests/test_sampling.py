@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from text_generation_shard.columns import SamplingParams, SamplingTable, Watermark
 from text_generation_shard.sampling import (
     Choice,
-    SamplingColumns,
-    SamplingParams,
     TokenHistory,
-    Watermark,
+    _draw,
     sample,
     top_tokens,
     uniform,
 )
+from text_generation_shard.truncation import keep_likely, keep_likely_by_sorting
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -24,7 +24,10 @@ CPU = torch.device("cpu")
 def make_history(rows: int, tokens: Sequence[int] = (1,), prompt_len: int = 1) -> TokenHistory:
     ids = torch.tensor([list(tokens)] * rows, dtype=torch.int32)
     return TokenHistory(
-        ids, torch.full((rows,), len(tokens)), torch.full((rows,), prompt_len, dtype=torch.int64)
+        ids,
+        torch.arange(rows),
+        torch.full((rows,), len(tokens)),
+        torch.full((rows,), prompt_len, dtype=torch.int64),
     )
 
 
@@ -34,8 +37,12 @@ def choose(
     history: TokenHistory | None = None,
     forbidden: torch.Tensor | None = None,
 ) -> Choice:
-    columns = SamplingColumns(params, Watermark(0.5, 2.0), CPU)
-    return sample(logits.clone(), columns, history or make_history(len(params)), forbidden)
+    table = SamplingTable(len(params), CPU)
+    for row, item in enumerate(params):
+        table.set(row, item)
+    history = history or make_history(len(params))
+    columns = table.columns(torch.arange(len(params)))
+    return sample(logits.clone(), columns, history, forbidden, Watermark(0.5, 2.0))
 
 
 @pytest.fixture
@@ -125,6 +132,7 @@ def test_frequency_and_presence_count_the_output_only() -> None:
 def test_shorter_rows_are_not_penalised_for_padding() -> None:
     history = TokenHistory(
         torch.tensor([[3, 3, 3], [2, 0, 0]], dtype=torch.int32),
+        torch.tensor([0, 1]),
         torch.tensor([3, 1]),
         torch.tensor([0, 0]),
     )
@@ -204,3 +212,51 @@ def test_top_tokens_include_ties() -> None:
     assert ids == [1, 2, 3]
     assert logprobs == sorted(logprobs, reverse=True)
     assert math.isclose(logprobs[0], float(choice.logprobs[0]), rel_tol=1e-6)
+
+
+def test_tokens_stay_as_if_all_had_been_sorted() -> None:
+    """Thousands of rows, flat and steep, with ties, with most tokens forbidden."""
+    generator = torch.Generator().manual_seed(4)
+    for trial in range(200):
+        vocab, rows = (50, 300, 3000)[trial % 3], 24
+        steepness = torch.rand(rows, 1, generator=generator) * 12
+        scores = torch.randn(rows, vocab, generator=generator) * steepness
+        if trial % 2:
+            scores = scores.round(decimals=1)
+        if trial % 5 == 0:
+            scores[:, 7:] = float("-inf")
+        table = SamplingTable(rows, CPU)
+        for row in range(rows):
+            pick = torch.rand(4, generator=generator).tolist()
+            params = SamplingParams(
+                top_k=int(pick[0] * 1.5 * vocab ** pick[3]) if pick[0] < 0.7 else 0,
+                top_p=pick[1] if pick[1] < 0.9 else 1.0,
+                typical_p=pick[2] * 1.5 if pick[2] < 0.6 else 1.0,
+                do_sample=True,
+            )
+            table.set(row, params)
+        columns = table.columns(torch.arange(rows))
+        scores -= scores.amax(dim=-1, keepdim=True)
+        wanted = keep_likely_by_sorting(scores.double(), columns)
+        kept = keep_likely(scores.clone(), columns)
+        # Where a sum meets top_p to the last bit, one token may be in or out.
+        differs = (kept > float("-inf")) != (wanted > float("-inf"))
+        assert int(differs.sum()) <= 1
+        assert torch.equal(kept[~differs], wanted.float()[~differs])
+
+
+def test_a_draw_lands_where_its_number_falls() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for vocab in (1, 5, 127, 128, 129, 1000):
+        scores = torch.randn(64, vocab, generator=generator) * 4
+        scores[:, ::3] = float("-inf")
+        scores[:, vocab // 2] = 0.0
+        scores -= scores.amax(dim=-1, keepdim=True)
+        numbers = torch.rand(64, generator=generator, dtype=torch.float64)
+        numbers[:2] = torch.tensor([0.0, 1 - 2**-53])
+        drawn = _draw(scores, numbers)
+        cumulative = scores.double().softmax(-1).cumsum(-1)
+        assert bool((scores[torch.arange(64), drawn] > float("-inf")).all())
+        at = cumulative.gather(1, drawn[:, None])[:, 0]
+        before = at - scores.double().softmax(-1).gather(1, drawn[:, None])[:, 0]
+        assert bool((before <= numbers + 1e-6).all() and (at >= numbers - 1e-6).all())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.cores import num_compute_threads
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--rank", type=int, default=ShardConfig.rank)
     serve.add_argument("--world-size", type=int, choices=[1], default=ShardConfig.world_size)
     serve.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
+    serve.add_argument("--quantize", choices=["int8", "int4"])
     serve.add_argument("--device", choices=["cpu", "cuda"])
     serve.add_argument("--rope-scaling", choices=["linear", "dynamic"])
     serve.add_argument("--rope-factor", type=float)
@@ -48,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
     serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
+    serve.add_argument("--deterministic", action="store_true")
     download = commands.add_parser("download-weights", help="bring a model to this machine")
     download.add_argument("model_id", help="hub id or local directory")
     download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")
@@ -63,6 +66,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     # after so many spins, not after milliseconds. With a neighbour on one of two cores the linears
     # of a decode step took 967 ms without it and 79 ms with it; fewer spins cost more when alone.
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    # Nor do torch and OpenMP know of a container's quota, or of the router.
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_compute_threads()))
     # Importing torch takes seconds; `--help` and downloads do without.
     from text_generation_shard.server import serve
 

@@ -16,8 +16,11 @@ class ShardConfig:
     rank: int = 0
     # Number of shards the model is split over.
     world_size: int = 1
-    # float32, float16 or bfloat16; None: float32 on cpu, the checkpoint's own on cuda.
+    # float32, float16 or bfloat16; None: float32 on cpu (bfloat16 when weights are quantised), the
+    # checkpoint's own on cuda.
     dtype: str | None = None
+    # int8 or int4: how the weights are held; None: in `dtype`.
+    quantize: str | None = None
     # cpu or cuda; None: cuda where there is one.
     device: str | None = None
     # Overrides the checkpoint's rope scaling: linear or dynamic.
@@ -30,6 +33,8 @@ class ShardConfig:
     watermark_gamma: float = 0.5
     # What a watermark adds to the logits of its green list.
     watermark_delta: float = 2.0
+    # Compute every step so that a request's tokens do not depend on what runs beside it.
+    deterministic: bool = False
 
     @property
     def socket_path(self) -> str:

@@ -11,39 +11,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from text_generation_shard import memory
-from text_generation_shard.attention.base import MAX_GATHER_TOKENS
+from text_generation_shard import kernels, memory
 from text_generation_shard.attention.registry import create_backend
-from text_generation_shard.batch import CachedBatch, RowRequest, RowTable
+from text_generation_shard.batch import CachedBatch, RowRequest
+from text_generation_shard.choosing import Chooser
+from text_generation_shard.columns import Watermark
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.grammar import GrammarMasks, StepGrammars
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.models.llama import LlamaModel
-from text_generation_shard.ragged import RaggedBuilder, pieces
-from text_generation_shard.sampling import (
-    Choice,
-    SamplingColumns,
-    SamplingParams,
-    TokenHistory,
-    Watermark,
-    sample,
-    top_tokens,
+from text_generation_shard.ragged import Spans, plain_spans
+from text_generation_shard.rows import RowTable
+from text_generation_shard.runner import Step, StepRunner
+from text_generation_shard.speculation import Guesser
+from text_generation_shard.step import (
+    Advance,
+    FinishReason,
+    StepResult,
+    WarmupLimits,
+    WarmupResult,
 )
-from text_generation_shard.step import FinishReason, StepResult, WarmupLimits, WarmupResult
+from text_generation_shard.warmup import StepCosts, measure, rehearse
 from text_generation_shard.weights import Parameters
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Rows of prompt logits computed at once: bounds their memory to this many vocabularies.
-_LOGPROB_ROWS = 256
 # Share of the machine's free memory that the KV cache may take when nobody says how much.
 _CPU_MEMORY_SHARE = 0.5
-# What sampling with every parameter takes per row and vocabulary entry: some float32 and float64
-# copies of the scores, and their order.
-_SAMPLING_BYTES = 50
 
 
 class Engine:
@@ -55,11 +51,12 @@ class Engine:
         self.model_config = ModelConfig.from_hf(
             config.model_path, config.rope_scaling, config.rope_factor
         )
-        self.dtype = _dtype(config.dtype, self.model_config.dtype, self.device)
+        self.dtype = _dtype(config, self.model_config.dtype, self.device)
         self._config = config
-        self._watermark = Watermark(config.watermark_gamma, config.watermark_delta)
-        self._backend = create_backend("torch")
-        parameters = Parameters(self.dtype, self.device)
+        if kernels.are_used(self.dtype, self.device):
+            kernels.prepare(self.dtype, config.quantize, torch.get_num_threads())
+        self._backend = create_backend("auto", self.model_config, self.dtype, self.device)
+        parameters = Parameters(self.dtype, self.device, config.quantize)
         try:
             self._model = LlamaModel(parameters, self.model_config, self._backend)
             parameters.load(config.model_path)
@@ -69,12 +66,17 @@ class Engine:
                 "smaller model or a larger GPU"
             ) from error
         self.weights_bytes = parameters.nbytes
+        self._chooser = Chooser(
+            self.model_config.vocab_size,
+            self.model_config.eos_token_ids,
+            Watermark(config.watermark_gamma, config.watermark_delta),
+            self.device,
+        )
         self._is_stopping = threading.Event()
-        self._masks = GrammarMasks(self.model_config.vocab_size, self.device)
-        self._eos = torch.tensor(self.model_config.eos_token_ids, dtype=torch.int64)
-        self._use_table(RowTable(0, 0, self._backend.block_size))
-        self._batches: dict[int, CachedBatch] = {}
         self._max_prefill_tokens = 1
+        self._use_table(0, 0)
+        self._batches: dict[int, CachedBatch] = {}
+        self._costs = StepCosts(1, 1, 1)
 
     @property
     def block_size(self) -> int:
@@ -92,13 +94,18 @@ class Engine:
         return self._model.rotary.recompute_at
 
     @property
+    def prompt_scaled_at(self) -> int | None:
+        """The KV of a longer prompt depends on its length; None: it never does."""
+        return self._model.rotary.prompt_scaled_at
+
+    @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken
 
     @torch.inference_mode()
     def warmup(self, limits: WarmupLimits) -> WarmupResult:
-        """Allocate cache and rows, run a first pass. Forgets everything that ran before.
+        """Allocate cache and rows, run first passes. Forgets everything that ran before.
 
         ModelError names the numbers when what is asked for does not fit.
         """
@@ -111,39 +118,55 @@ class Engine:
             self._backend.block_size,
             self.dtype,
         )
-        available = self._available_bytes(shape, limits)
+        available, activations = self._available_bytes(shape, limits)
         num_blocks, max_total = memory.cache_size(
             shape, limits, available, self.model_config.max_position
         )
-        self._use_table(RowTable(limits.max_batch_size, max_total, shape.block_size))
+        self._use_table(limits.max_batch_size, max_total)
         cache = self._backend.allocate(shape, num_blocks, self.device)
-        self._rehearse(max(1, min(64, limits.max_prefill_tokens, max_total - 2)), max_total)
-        logger.info(
-            "memory: weights %.2f GB, KV cache %.2f GB (%d blocks of %d tokens)",
-            self.weights_bytes / 1e9,
-            cache.nbytes / 1e9,
-            num_blocks,
-            shape.block_size,
+        self._costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
+        ledger = memory.Ledger(
+            self.weights_bytes,
+            cache.nbytes,
+            f"{num_blocks} blocks of {shape.block_size} tokens",
+            activations,
+            f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
+            memory.left_bytes(self.device, cache.nbytes, activations),
         )
+        for line in ledger.lines():
+            logger.info("%s", line)
         return WarmupResult(
             num_blocks=num_blocks,
             max_input_tokens=limits.max_input_tokens or max_total - 1,
             max_total_tokens=max_total,
             kv_cache_bytes=cache.nbytes,
             weights_bytes=self.weights_bytes,
+            decode_step_ns=self._costs.full_ns,
+            prefill_token_ns=self._costs.token_ns,
         )
 
     @torch.inference_mode()
     def prefill(
-        self, batch_id: int, requests: Sequence[RowRequest], cached_batch_id: int | None
+        self,
+        batch_id: int,
+        requests: Sequence[RowRequest],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
     ) -> StepResult:
-        """Compute prompts and first tokens. If it fails, no row is taken and no batch changed."""
+        """Take requests in, compute their inputs or the first parts of them, and let the cached
+        batch, which they join, advance in the same pass.
+
+        If it fails, the new requests have no rows, and the cached batch is as it was but for the
+        blocks that its tables grew by.
+        """
         start = time.perf_counter_ns()
         if not requests:
             raise BatchError("a batch needs at least one request")
         if batch_id in self._batches:
             raise BatchError(f"batch {batch_id} is running already")
         cached = None if cached_batch_id is None else self._batch(cached_batch_id)
+        if advance is not None and cached is None:
+            raise BatchError("there is no cached batch that could advance")
         largest = max(max(item.input_ids, default=0) for item in requests)
         if largest >= self.model_config.vocab_size:
             raise BatchError(
@@ -153,27 +176,32 @@ class Engine:
         try:
             for request in requests:
                 rows.append(self._table.take(request))
+                self._guesser.forget(rows[-1])
             batch = CachedBatch(batch_id, [item.id for item in requests], torch.tensor(rows))
-            grammars = self._masks.start(self._table.constraints_of(batch.rows))
-            logits, logprobs = self._prefill_rows(rows)
-            forward = time.perf_counter_ns()
-            self._table.lens[batch.rows] = torch.tensor([len(item.input_ids) for item in requests])
-            result = self._choose(batch, logits, grammars)
+            plain: Spans | None = None
+            inputs: dict[int, tuple[int, int]] = {}
+            if cached is not None and advance is not None:
+                plain, inputs = self._advance(cached, advance)
+            for row, request in zip(rows, requests, strict=True):
+                inputs[row] = (request.num_cached_tokens, request.first_end)
+            step = self._runner.run(plain, inputs)
         except BaseException:
             self._table.release(rows)
             raise
-        result.prefill_logprobs = logprobs
-        if cached is not None and batch.request_ids:
+        concat_ns = None
+        if cached is not None:
             before = time.perf_counter_ns()
             cached.join(batch)
-            result.concat_ns = time.perf_counter_ns() - before
-        return self._finish(result, cached or batch, start, forward)
+            concat_ns = time.perf_counter_ns() - before
+        result = self._finish(step, cached or batch, start)
+        result.concat_ns = concat_ns
+        return result
 
     @torch.inference_mode()
-    def decode(self, batch_ids: Sequence[int], grown: Sequence[tuple[int, int]]) -> StepResult:
-        """One token for every request of the batches, which become one; `grown` pairs request ids
-        with their new last blocks. After a failure the batches must be cleared: some may be joined
-        and some tables grown."""
+    def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+        """Advance the batches, which become one: a token or more for every request whose input is
+        computed, a part of the input for those named. After a failure the batches must be cleared:
+        some may be joined and some tables grown."""
         start = time.perf_counter_ns()
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
@@ -184,24 +212,12 @@ class Engine:
             batch.join(other)
             del self._batches[other.id]
             concat_ns = time.perf_counter_ns() - start
-        for request_id, block in grown:
-            self._table.grow(request_id, block)
-        self._table.check_covered(batch.rows)
-        self._recompute(batch)
-        grammars = self._masks.start(self._table.constraints_of(batch.rows))
-        hidden = self._model.forward(self._builder.decode_batch(batch.rows))
-        logits = self._model.logits(hidden)
-        self._synchronize()
-        forward = time.perf_counter_ns()
-        rows = batch.rows
-        self._table.lens[rows] += 1
-        try:
-            result = self._choose(batch, logits, grammars)
-        except BaseException:
-            self._table.lens[rows] -= 1
-            raise
+        plain, inputs = self._advance(batch, advance)
+        if plain is None and not inputs:
+            raise BatchError(f"every request of batch {batch.id} rests")
+        result = self._finish(self._runner.run(plain, inputs), batch, start)
         result.concat_ns = concat_ns
-        return self._finish(result, batch, start, forward)
+        return result
 
     def filter(self, batch_id: int, request_ids: Sequence[int]) -> list[int]:
         """Keep these requests of a batch, in this order; the rows of the others are free again."""
@@ -231,19 +247,108 @@ class Engine:
             if batch is not None:
                 self._table.release(batch.rows.tolist())
 
-    def _use_table(self, table: RowTable) -> None:
-        self._table = table
-        self._builder = RaggedBuilder(table, self.device, self._model.rotary.length_rule)
+    def _use_table(self, capacity: int, max_total_tokens: int) -> None:
+        self._table = RowTable(capacity, max_total_tokens, self.block_size, self.device)
+        self._guesser = Guesser(capacity)
+        self._runner = StepRunner(
+            self._model,
+            self._table,
+            self._chooser,
+            self.device,
+            self._max_prefill_tokens,
+            self._config.deterministic,
+            self._is_stopping,
+        )
 
     def _batch(self, batch_id: int) -> CachedBatch:
         if batch_id not in self._batches:
             raise BatchError(f"Batch ID {batch_id} not found in cache.")
         return self._batches[batch_id]
 
-    def _finish(
-        self, result: StepResult, batch: CachedBatch, start: int, forward: int
-    ) -> StepResult:
-        """Remember who runs on, and read the clocks."""
+    def _advance(
+        self, batch: CachedBatch, advance: Advance
+    ) -> tuple[Spans | None, dict[int, tuple[int, int]]]:
+        """What the rows of a batch compute in this step: those whose inputs are computed, and
+        row → [start, end) of the others that go on."""
+        table = self._table
+        for request_id, block in advance.grown:
+            table.grow(request_id, block)
+        inputs: dict[int, tuple[int, int]] = {}
+        for request_id, count in advance.chunks:
+            row = table.row(request_id)
+            if row is None or request_id not in batch.request_ids:
+                raise BatchError(f"request {request_id} is not in batch {batch.id}")
+            start, whole = int(table.lens[row]), int(table.input_lens[row])
+            if count < 1 or start + count > whole or row in inputs:
+                raise BatchError(
+                    f"request {request_id}: {count} more tokens can not be computed of an input of "
+                    f"{whole} tokens, {start} of which are"
+                )
+            inputs[row] = (start, start + count)
+        rows = batch.rows
+        is_unfinished = table.is_unfinished(rows)
+        if bool(is_unfinished.any()):
+            rows = rows[~is_unfinished]
+        if not len(rows):
+            return None, inputs
+        counts = None
+        if advance.speculate:
+            taken = len(rows) + sum(end - start for start, end in inputs.values())
+            counts = self._guess(rows, advance.speculate, taken)
+        starts = table.lens[rows]
+        if counts is None:
+            return plain_spans(rows, starts), inputs
+        return Spans(rows, starts, counts + 1, counts + 1), inputs
+
+    def _guess(self, rows: Tensor, longest: int, num_tokens: int) -> Tensor | None:
+        """How many tokens are guessed of each row, None: of none; they stand behind those it knows.
+        The step has `num_tokens` without them."""
+        table, costs, limit = self._table, self._costs, self._model.rotary.recompute_at
+        # A guess must give as many tokens for its time as the step does without it.
+        price = len(rows) * costs.token_ns / (costs.single_ns + num_tokens * costs.token_ns)
+
+        def limits_of(asked: Tensor) -> Tensor:
+            lens = table.lens[asked]
+            # Blocks, and tokens the request may still get: one comes without a guess.
+            room = torch.minimum(
+                table.covered(asked) - lens,
+                table.max_new_tokens[asked] + table.prompt_lens[asked] - lens - 1,
+            )
+            if limit is not None:
+                # A row is computed anew between two steps.
+                room = torch.where(lens < limit, torch.minimum(room, limit - lens), room)
+            return (room - 1).clamp(0, longest)
+
+        return self._guesser.guess(table, rows, limits_of, price)
+
+    def _finish(self, step: Step, batch: CachedBatch, start: int) -> StepResult:
+        """Write the step into the table, release the rows that ended, remember who runs on."""
+        table = self._table
+        for spans in step.passes:
+            table.lens[spans.rows] = spans.ends
+        for row, values in step.logprobs.items():
+            table.prompt_logprobs[row] += values
+        result = StepResult([], [], [], [])
+        if (chosen := step.chosen) is not None:
+            result, choices = chosen.result, step.choices
+            table.token_ids[choices.rows[chosen.is_taken], choices.known[chosen.is_taken]] = (
+                chosen.token_ids.to(torch.int32)
+            )
+            table.lens[choices.owners] = chosen.known - 1
+            if not choices.is_single:
+                guessed = choices.ends - choices.firsts - 1
+                self._guesser.learn(choices.owners, guessed, chosen.counts - 1)
+            if table.prompt_logprobs:
+                for row, request_id in zip(
+                    choices.owners.tolist(), result.request_ids, strict=True
+                ):
+                    if row in table.prompt_logprobs:
+                        values = table.prompt_logprobs.pop(row)
+                        result.prefill_logprobs.append((request_id, values))
+            ended = choices.owners[chosen.reasons != int(FinishReason.NONE)]
+            if len(ended):
+                table.release(ended.tolist())
+                batch.keep((~torch.isin(batch.rows, ended)).nonzero()[:, 0].tolist())
         if batch.request_ids:
             self._batches[batch.id] = batch
         else:
@@ -251,154 +356,38 @@ class Engine:
         result.batch_id = batch.id
         result.running_ids = list(batch.request_ids)
         end = time.perf_counter_ns()
-        result.forward_ns = forward - start
-        result.decode_ns = end - forward
+        result.forward_ns = step.forward - start
+        result.decode_ns = end - step.forward
         result.total_ns = end - start
         return result
 
-    def _prefill_rows(self, rows: list[int]) -> tuple[Tensor, list[tuple[int, list[float]]]]:
-        """Logits [R, vocab] of the last token of each row, and the prompt log-probabilities."""
-        requests = [self._table.request(row) for row in rows]
-        spans = [(item.num_cached_tokens, len(item.input_ids)) for item in requests]
-        logits: dict[int, Tensor] = {}
-        logprobs: dict[int, list[float]] = {
-            row: [float("nan")]
-            for row, item in zip(rows, requests, strict=True)
-            if item.prefill_logprobs
-        }
-        for piece in pieces(rows, spans, self._max_prefill_tokens):
-            if self._is_stopping.is_set():
-                raise BatchError("the shard is stopping")
-            batch = self._builder.piece_batch(piece)
-            hidden = self._model.forward(batch)
-            scores = self._model.logits(hidden[batch.logits_indices])
-            ending = [
-                place for place in range(len(piece.rows)) if self._builder.ends_in(piece, place)
-            ]
-            for index, place in enumerate(ending):
-                logits[piece.rows[place]] = scores[index]
-            for place, row in enumerate(piece.rows):
-                if row in logprobs:
-                    part = hidden[batch.cu_seqlens_q[place] : batch.cu_seqlens_q[place + 1]]
-                    logprobs[row] += self._prompt_logprobs(part, row, piece.starts[place])
-        self._synchronize()
-        answers = [(self._table.request(row).id, values) for row, values in logprobs.items()]
-        return torch.stack([logits[row] for row in rows]), answers
-
-    def _prompt_logprobs(self, hidden: Tensor, row: int, start: int) -> list[float]:
-        """Log-probabilities of the tokens that follow positions start, start + 1, …"""
-        known = len(self._table.request(row).input_ids)
-        targets = self._table.token_ids[row, start + 1 : min(start + 1 + len(hidden), known)]
-        values: list[float] = []
-        for first in range(0, len(targets), _LOGPROB_ROWS):
-            wanted = targets[first : first + _LOGPROB_ROWS].to(self.device, torch.int64)
-            logits = self._model.logits(hidden[first : first + len(wanted)])
-            scores = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
-            values += scores[:, 0].tolist()
-        return values
-
-    def _recompute(self, batch: CachedBatch) -> None:
-        """Longrope: a row that outgrows the original context gets all its KV with the long factors,
-        as transformers' Phi-3 does, so that a row's state depends on its tokens alone."""
-        limit = self._model.rotary.recompute_at
-        if limit is None:
-            return
-        rows = batch.rows[self._table.lens[batch.rows] == limit].tolist()
-        for piece in pieces(rows, [(0, limit)] * len(rows), self._max_prefill_tokens):
-            self._model.forward(self._builder.piece_batch(piece))
-
-    def _choose(
-        self, batch: CachedBatch, logits: Tensor, grammars: StepGrammars | None
-    ) -> StepResult:
-        """Sample, write the tokens into the table, release the rows that ended."""
-        table, rows = self._table, batch.rows
-        requests = [table.request(row) for row in rows.tolist()]
-        if batch.columns is None:
-            params = [item.sampling for item in requests]
-            batch.columns = SamplingColumns(params, self._watermark, self.device)
-        known, prompt_lens = table.lens[rows], table.prompt_lens[rows]
-        width = int(known.max())
-        history = TokenHistory(table.token_ids[rows, :width], known, prompt_lens)
-        generated = known - prompt_lens
-        if grammars is not None:
-            grammars.restrict(logits)
-        choice = sample(logits, batch.columns, history, self._forbidden(rows, generated))
-        token_ids = choice.token_ids.cpu()
-        if grammars is not None:
-            grammars.settle(choice, token_ids)
-        table.token_ids[rows, known] = token_ids.to(torch.int32)
-        is_eos = torch.isin(token_ids, self._eos) & ~table.ignore_eos[rows]
-        reasons = torch.where(is_eos, int(FinishReason.EOS_TOKEN), int(FinishReason.NONE))
-        # Length wins over an end token that arrives with the last one allowed, as in TGI.
-        is_last = generated + 1 >= table.max_new_tokens[rows]
-        failures: dict[int, str] = {}
-        if grammars is not None:
-            failures = grammars.failures()
-            # A text that was ended early for want of tokens is no natural ending either.
-            is_last |= is_eos & grammars.is_driven(len(rows))
-        reasons[is_last] = int(FinishReason.LENGTH)
-        reasons[list(failures)] = int(FinishReason.ERROR)
-        result = StepResult(
-            request_ids=list(batch.request_ids),
-            token_ids=token_ids.tolist(),
-            logprobs=choice.logprobs.tolist(),
-            finish_reasons=reasons.tolist(),
-            errors=[(batch.request_ids[place], error) for place, error in failures.items()],
-        )
-        _add_top_tokens(result, requests, choice)
-        self._release_ended(batch, reasons)
-        return result
-
-    def _release_ended(self, batch: CachedBatch, reasons: Tensor) -> None:
-        ended = reasons != int(FinishReason.NONE)
-        if bool(ended.any()):
-            self._table.release(batch.rows[ended].tolist())
-            batch.keep((~ended).nonzero()[:, 0].tolist())
-
-    def _forbidden(self, rows: Tensor, generated: Tensor) -> Tensor | None:
-        """(row, end token) pairs of rows that must not end yet."""
-        early = (generated < self._table.min_new_tokens[rows]).nonzero()[:, 0]
-        if not len(early) or not len(self._eos):
-            return None
-        return torch.cartesian_prod(early, self._eos).to(self.device)
-
-    def _rehearse(self, num_tokens: int, max_total: int) -> None:
-        """One prefill and, if there is room, one decode: the first request finds warm kernels."""
-        blocks = range(-(-(num_tokens + 1) // self.block_size))
-        new = min(2, max_total - num_tokens)
-        request = RowRequest(0, [0] * num_tokens, num_tokens, 0, blocks, SamplingParams(), new)
-        result = self.prefill(0, [request], None)
-        if result.running_ids:
-            self.decode([0], [])
-        self.clear(None)
-
-    def _available_bytes(self, shape: CacheShape, limits: WarmupLimits) -> int:
+    def _available_bytes(self, shape: CacheShape, limits: WarmupLimits) -> tuple[int, int]:
+        """What the KV cache may take, and what the largest step takes beside it."""
+        config = self.model_config
+        activations = memory.activation_bytes(config, shape, limits)
         if self.device.type == "cpu":
-            return int(memory.available_cpu_bytes() * _CPU_MEMORY_SHARE)
+            if self._backend.gathers:
+                activations += memory.gather_bytes(shape)
+            available = memory.available_cpu_bytes() - activations
+            return max(0, int(available * _CPU_MEMORY_SHARE)), activations
         # The largest pass runs in a cache just large enough for it; its peak is then set aside.
         tokens = limits.max_prefill_tokens
-        self._use_table(RowTable(1, tokens + 2, shape.block_size))
+        self._use_table(1, tokens + 2)
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
             self._backend.allocate(shape, tokens // shape.block_size + 2, self.device)
-            self._rehearse(tokens, tokens + 2)
+            rehearse(self, tokens, tokens + 2)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"Not enough memory to handle {tokens} prefill tokens. "
                 "You need to decrease `--max-batch-prefill-tokens`"
             ) from error
-        available = memory.available_cuda_bytes(self.device, self._config.cuda_memory_fraction)
-        # What that pass did not do: gather the blocks of a decode, sample for all rows.
-        gathered = (
-            2 * MAX_GATHER_TOKENS * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        available, measured = memory.available_cuda_bytes(
+            self.device, self._config.cuda_memory_fraction
         )
-        sampled = _SAMPLING_BYTES * limits.max_batch_size * self.model_config.vocab_size
-        return max(0, available - gathered - sampled)
-
-    def _synchronize(self) -> None:
-        """So that forward_ns is device time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        # What that pass did not do: gather the blocks of a decode, sample for all rows.
+        rest = memory.gather_bytes(shape) + memory.sampling_bytes(config, limits)
+        return max(0, available - rest), measured + rest
 
 
 def _device(name: str | None) -> torch.device:
@@ -408,20 +397,11 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if has_cuda else "cpu"))
 
 
-def _dtype(name: str | None, checkpoint: str, device: torch.device) -> torch.dtype:
-    """As asked for; else float32 on cpu, as TGI, and the checkpoint's own type on cuda."""
-    if name is not None:
-        return DTYPES[name]
+def _dtype(config: ShardConfig, checkpoint: str, device: torch.device) -> torch.dtype:
+    """As asked for; else the type of the kernels for quantised weights, float32 on cpu, as TGI, and
+    the checkpoint's own type on cuda."""
+    if config.dtype is not None:
+        return DTYPES[config.dtype]
+    if config.quantize is not None:
+        return torch.bfloat16
     return torch.float32 if device.type == "cpu" else DTYPES.get(checkpoint, torch.float16)
-
-
-def _add_top_tokens(result: StepResult, requests: Sequence[RowRequest], choice: Choice) -> None:
-    if not any(item.top_n_tokens for item in requests):
-        return
-    for row, item in enumerate(requests):
-        ids, logprobs = (
-            top_tokens(choice, row, item.top_n_tokens) if item.top_n_tokens else ([], [])
-        )
-        result.top_token_counts.append(len(ids))
-        result.top_token_ids += ids
-        result.top_token_logprobs += logprobs

@@ -7,7 +7,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass."""
+    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass.
+
+    A row's tokens are its last ones: what it has before them is in the cache, or is written to it
+    by an earlier row of the same pass.
+    """
 
     # [T] token ids and their positions.
     input_ids: Tensor
@@ -22,7 +26,10 @@ class ForwardBatch:
     # R + 1 offsets into the T tokens, and the values of context_lens, on the host.
     cu_seqlens_q: tuple[int, ...]
     host_context_lens: tuple[int, ...]
-    # [S] tokens whose logits are wanted.
-    logits_indices: Tensor
+    # [S] tokens whose logits are wanted; None: all of them.
+    logits_indices: Tensor | None
     # Every row has exactly one token.
     is_decode: bool
+    # What is computed of a row must not depend on the other rows, nor on how its tokens are cut
+    # into passes, bit for bit.
+    deterministic: bool = False

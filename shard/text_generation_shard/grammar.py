@@ -10,9 +10,10 @@ import asyncio
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -183,10 +184,16 @@ class Constraint:
             if self.settle(token) != token and not self.failure:
                 self.failure = "what was generated before does not follow the grammar"
 
-    @property
-    def may_end(self) -> bool:
-        """Whether an end token may stand among other choices."""
-        return self._num_tokens >= self._min_new_tokens
+    def may_end_after(self, count: int) -> bool:
+        """Whether an end token may stand among other choices once `count` more are written."""
+        return self._num_tokens + count >= self._min_new_tokens
+
+    def allowed(self, guesses: Sequence[int]) -> Sequence[int]:
+        """As many of the guessed tokens as may follow one another, none of them an end token."""
+        ends = [place for place, token in enumerate(guesses) if token in self.eos_ids]
+        if self.failure or not guesses:
+            return ()
+        return guesses[: self.matcher.validate_tokens(list(guesses[: ends[0] if ends else None]))]
 
     def settle(self, token: int) -> int:
         """Write `token`, or the one that must be written in its place; returns which.
@@ -244,6 +251,17 @@ class Constraint:
         return self._search.find(after, limit, _QUICK, ending, depth)
 
 
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A row of a step that must follow a grammar."""
+
+    constraint: Constraint
+    # The first of its places among those of the step.
+    place: int
+    # What was guessed to be chosen there; `allowed` by the grammar. One more place follows.
+    guesses: Sequence[int] = ()
+
+
 class GrammarMasks:
     """Owns the threads that compute masks; for one step at a time."""
 
@@ -256,30 +274,43 @@ class GrammarMasks:
         # Eight bools in one word.
         self._forbidden = ((octets[:, None] >> bits & 1) == 0).view(torch.int64)[:, 0]
 
-    def start(self, constraints: Mapping[int, Constraint]) -> "StepGrammars | None":
-        """Begin with a step's masks; the keys are the constrained rows' places in the step."""
-        if not constraints:
+    def start(self, rows: Sequence[ConstrainedRow]) -> "StepGrammars | None":
+        """Begin with a step's masks."""
+        if not rows:
             return None
-        masks = torch.zeros(len(constraints), -(-self._vocab_size // 32), dtype=torch.int32)
-        job = self._thread.submit(self._fill, list(constraints.values()), masks)
-        return StepGrammars(constraints, job, self._vocab_size, self._device, self._forbidden)
+        num_masks = sum(len(row.guesses) + 1 for row in rows)
+        masks = torch.zeros(num_masks, -(-self._vocab_size // 32), dtype=torch.int32)
+        job = self._thread.submit(self._fill, rows, masks)
+        return StepGrammars(rows, job, self._vocab_size, self._device, self._forbidden)
 
     @torch.inference_mode()
-    def _fill(self, constraints: list[Constraint], masks: Tensor) -> Tensor:
-        """Bits of the allowed tokens [R, words]; all set where there are none."""
-        work = [(item.matcher, row) for row, item in enumerate(constraints) if not item.failure]
-        self._executor.unsafe_compute_mask_ptr(
-            work, masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
-        )
-        for row, item in enumerate(constraints):
+    def _fill(self, rows: Sequence[ConstrainedRow], masks: Tensor) -> Tensor:
+        """Bits of the allowed tokens, place by place; all set where there are none."""
+        firsts = list(accumulate((len(row.guesses) + 1 for row in rows), initial=0))
+        work = [
+            (row.constraint.matcher, first, list(row.guesses))
+            for row, first in zip(rows, firsts, strict=False)
+            if not row.constraint.failure
+        ]
+        guessed = [item for item in work if item[2]]
+        plain = [(matcher, first) for matcher, first, guesses in work if not guesses]
+        memory = masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *memory)
+        if guessed:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *memory)
+        for row, first in zip(rows, firsts, strict=False):
+            item, own = row.constraint, masks[first : first + len(row.guesses) + 1]
             if not item.failure and item.matcher.is_error():
                 item.failure = _sentence(item.matcher.get_error())
-            elif not item.failure and not masks[row].any():
+            elif not item.failure and not own[0].any():
                 item.failure = "the grammar allows no token to follow"
             if item.failure:
-                masks[row] = -1
-            elif not item.may_end:
-                _without(masks[row], item.eos_ids)
+                own.fill_(-1)
+                continue
+            for place, mask in enumerate(own):
+                if not item.may_end_after(place):
+                    _without(mask, item.eos_ids)
         return masks
 
 
@@ -297,7 +328,7 @@ class StepGrammars:
 
     def __init__(
         self,
-        constraints: Mapping[int, Constraint],
+        rows: Sequence[ConstrainedRow],
         job: "Future[Tensor]",
         vocab_size: int,
         device: torch.device,
@@ -305,38 +336,46 @@ class StepGrammars:
     ) -> None:
         """`forbidden`: for each of 256 bytes of a mask, which of 8 tokens are not allowed [256]."""
         self._forbidden = forbidden
-        self._constraints = constraints
+        self._rows = rows
         self._job = job
         self._vocab_size = vocab_size
         self._device = device
 
     def restrict(self, logits: Tensor) -> None:
-        """-inf for what the grammars do not allow; logits [R, vocab] are overwritten."""
+        """-inf for what the grammars do not allow; logits [S, vocab] are overwritten."""
         octets = self._job.result().view(torch.uint8).to(self._device)
         # A table of what each byte forbids is ten times as fast as shifting every bit out.
         forbidden = self._forbidden.index_select(0, octets.flatten().int())
         is_out = forbidden.view(torch.bool).view(len(octets), -1)[:, : self._vocab_size]
-        for row, place in enumerate(self._constraints):
-            logits[place].masked_fill_(is_out[row], float("-inf"))
+        first = 0
+        for row in self._rows:
+            count = len(row.guesses) + 1
+            logits[row.place : row.place + count].masked_fill_(
+                is_out[first : first + count], float("-inf")
+            )
+            first += count
 
     def settle(self, choice: Choice, token_ids: Tensor) -> None:
-        """Write the chosen tokens [R] of the host into the texts; forced ones replace them."""
-        for place, constraint in self._constraints.items():
-            chosen = int(token_ids[place])
-            token = constraint.settle(chosen)
-            if token != chosen:
-                token_ids[place] = token
-                choice.force(place, token)
+        """Write the chosen tokens [S] of the host into the texts, of each row as many as are as
+        guessed and the one behind them; forced ones replace them."""
+        for row in self._rows:
+            for place, guess in enumerate((*row.guesses, None), row.place):
+                chosen = int(token_ids[place])
+                token = row.constraint.settle(chosen)
+                if token != chosen:
+                    token_ids[place] = token
+                    choice.force(place, token)
+                if token != guess or row.constraint.failure:
+                    break
 
     def failures(self) -> dict[int, str]:
-        """Place → sentence, of the rows that can not go on."""
-        return {p: item.failure for p, item in self._constraints.items() if item.failure}
+        """First place → sentence, of the rows that can not go on."""
+        failed = (row for row in self._rows if row.constraint.failure)
+        return {row.place: row.constraint.failure for row in failed}
 
-    def is_driven(self, num_rows: int) -> Tensor:
-        """Whether a row's text was brought to its end: bool [R]."""
-        driven = torch.zeros(num_rows, dtype=torch.bool)
-        driven[[place for place, item in self._constraints.items() if item.is_driven]] = True
-        return driven
+    def driven(self) -> list[int]:
+        """The first places of the rows whose text was brought to its end."""
+        return [row.place for row in self._rows if row.constraint.is_driven]
 
 
 def _sentence(error: str) -> str:

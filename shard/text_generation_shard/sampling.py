@@ -1,4 +1,4 @@
-"""From scores to tokens, for all rows of a step at once.
+"""From scores to tokens, for all choices of a step at once.
 
 The order is TGI's (fact sheet model-server.md §7): what a grammar does not allow (`grammar`), then
 watermark, repetition penalty, frequency and presence penalty, logit bias, forbidden end tokens,
@@ -9,61 +9,31 @@ that, so with a grammar they are those among the tokens it allows.
 A draw is a function of (seed, position) and the row's own scores, never of the batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.columns import SamplingColumns, Watermark
+from text_generation_shard.truncation import keep_likely
+
 # The prime TGI seeds green lists with (utils/watermark.py).
 _WATERMARK_PRIME = 15485863
-# Below it float32 arithmetic may take a temperature for 0.
-_MIN_TEMPERATURE = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request's tokens are chosen; see NextTokenChooserParameters. Defaults do nothing."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    do_sample: bool = False
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    watermark: bool = False
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def is_sampling(self) -> bool:
-        """Whether tokens are drawn, or the best one is taken."""
-        return self.do_sample or self.temperature != 1.0 or self.is_filtering
-
-    @property
-    def is_filtering(self) -> bool:
-        """Whether some tokens can not be drawn."""
-        return self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
-
-    @property
-    def is_penalising(self) -> bool:
-        """Whether tokens that occurred are treated differently."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
+# Neighbouring tokens whose weights are added up before a draw.
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """What the rows of a step have seen so far."""
+    """What came before each of the S choices of a step; may live on the host."""
 
-    # [R, width] token ids, anything beyond a row's length.
+    # [*, width] token ids of rows, anything beyond what is known.
     token_ids: Tensor
-    # [R] tokens known, and how many of them are the prompt. The token to choose sits at `lens`.
+    # [S] the row of each choice in token_ids.
+    rows: Tensor
+    # [S] tokens known, and how many of them are the prompt. The token to choose sits at `lens`.
     lens: Tensor
     prompt_lens: Tensor
 
@@ -84,59 +54,12 @@ class Choice:
         self.scores[row, token_id] = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Watermark:
-    """Share of the vocabulary that is green, and what green tokens get."""
-
-    gamma: float
-    delta: float
-
-
-class SamplingColumns:
-    """The parameters of R rows as device columns; built when a batch changes, not every step."""
-
-    def __init__(
-        self, params: Sequence[SamplingParams], watermark: Watermark, device: torch.device
-    ) -> None:
-        def column(values: list[float], rows: list[int]) -> Tensor:
-            return torch.tensor([values[row] for row in rows], device=device)[:, None]
-
-        def rows_where(flags: list[bool]) -> list[int]:
-            return [row for row, flag in enumerate(flags) if flag]
-
-        sampling = rows_where([item.is_sampling for item in params])
-        self.sampling_rows = torch.tensor(sampling, dtype=torch.int64, device=device)
-        temperatures = [max(item.temperature, _MIN_TEMPERATURE) for item in params]
-        self.temperature = column(temperatures, sampling)
-        self.top_k = column([item.top_k for item in params], sampling)
-        self.top_p = column([item.top_p for item in params], sampling)
-        self.typical_p = column([item.typical_p for item in params], sampling)
-        # uint64 seeds as the int64 of the same bits.
-        seeds = [params[row].seed for row in sampling]
-        seeds = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]
-        self.seeds = torch.tensor(seeds, dtype=torch.int64)
-        self.is_filtering = any(params[row].is_filtering for row in sampling)
-        self.is_typical = any(params[row].typical_p < 1.0 for row in sampling)
-        penalised = rows_where([item.is_penalising for item in params])
-        self.penalised_rows = torch.tensor(penalised, dtype=torch.int64)
-        self.repetition = column([item.repetition_penalty for item in params], penalised)
-        self.frequency = column([item.frequency_penalty for item in params], penalised)
-        self.presence = column([item.presence_penalty for item in params], penalised)
-        bias = [
-            (row, token, value)
-            for row, item in enumerate(params)
-            for token, value in item.logit_bias
-        ]
-        self.bias_rows = torch.tensor([row for row, _, _ in bias], dtype=torch.int64, device=device)
-        self.bias_ids = torch.tensor([token for _, token, _ in bias], device=device)
-        self.bias_values = torch.tensor([value for _, _, value in bias], device=device)
-        self.watermark = watermark
-        self.watermarked_rows = rows_where([item.watermark for item in params])
-        self.device = device
-
-
 def sample(
-    logits: Tensor, columns: SamplingColumns, history: TokenHistory, forbidden: Tensor | None
+    logits: Tensor,
+    columns: SamplingColumns,
+    history: TokenHistory,
+    forbidden: Tensor | None,
+    watermark: Watermark,
 ) -> Choice:
     """Choose one token a row from logits [R, vocab] float32, which this may overwrite.
 
@@ -144,9 +67,8 @@ def sample(
     in the order of `columns`; history may live on the host.
     """
     for row in columns.watermarked_rows:
-        _favour_green(
-            logits[row], columns.watermark, int(history.token_ids[row, history.lens[row] - 1])
-        )
+        previous = history.token_ids[history.rows[row], history.lens[row] - 1]
+        _favour_green(logits[row], watermark, int(previous))
     if len(columns.penalised_rows):
         _penalise(logits, columns, history)
     if len(columns.bias_rows):
@@ -155,18 +77,67 @@ def sample(
         )
     if forbidden is not None:
         logits[forbidden[:, 0], forbidden[:, 1]] = float("-inf")
-    token_ids = logits.argmax(dim=-1)
+    token_ids = best = _best(logits)
     if len(columns.sampling_rows):
-        # From the best score down, so that the smallest temperatures overflow to -inf, not to NaN.
-        scores = logits[columns.sampling_rows]
-        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.temperature
+        scores = _relative_scores(logits, best, columns)
         if columns.is_filtering:
-            scores = _keep_likely(scores, columns)
-        logits[columns.sampling_rows] = scores
+            scores = keep_likely(scores, columns)
+        _put_rows(logits, columns.sampling_rows, scores)
+        token_ids = best.clone()
+        if columns.is_typical:
+            # The best token may be too likely to be typical.
+            best = _best(logits)
         positions = history.lens[columns.sampling_rows.to(history.lens.device)]
         token_ids[columns.sampling_rows] = _draw(scores, uniform(columns.seeds, positions))
-    chosen = logits.gather(1, token_ids[:, None])[:, 0]
-    return Choice(token_ids, chosen - torch.logsumexp(logits, dim=-1), logits)
+    chosen, highest = logits.gather(1, torch.stack((token_ids, best), dim=1)).unbind(1)
+    return Choice(token_ids, chosen - highest - _log_mass(logits, highest), logits)
+
+
+# On the processor what follows goes through numpy: its loops over a row use the widest vectors (the
+# best of 32 rows of 32,768 scores in 0.06 instead of 0.9 ms), and start no threads that others must
+# wait for, which takes milliseconds where a neighbour has the other core.
+
+
+def _relative_scores(logits: Tensor, best: Tensor, columns: SamplingColumns) -> Tensor:
+    """The scores of the rows that draw, from the best one down, over their temperature [n, vocab].
+
+    So that the smallest temperatures overflow to -inf, not to NaN.
+    """
+    rows = columns.sampling_rows
+    if logits.device.type != "cpu":
+        scores = logits[rows]
+        return (scores - scores.amax(dim=-1, keepdim=True)) / columns.temperature
+    values = logits.numpy()[rows.numpy()]
+    with np.errstate(invalid="ignore", over="ignore"):
+        values -= values[np.arange(len(rows)), best.numpy()[rows.numpy()], None]
+        values /= columns.temperature.numpy()
+    return torch.from_numpy(values)
+
+
+def _put_rows(logits: Tensor, rows: Tensor, scores: Tensor) -> None:
+    """Write scores [n, vocab] over these rows."""
+    if logits.device.type != "cpu":
+        logits[rows] = scores
+    else:
+        logits.numpy()[rows.numpy()] = scores.numpy()
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The first of the best tokens of each row [R]."""
+    if logits.device.type != "cpu":
+        return logits.argmax(dim=-1)
+    return torch.from_numpy(logits.numpy().argmax(axis=1))
+
+
+def _log_mass(scores: Tensor, highest: Tensor) -> Tensor:
+    """log of the sum of e ** (score - highest) of each row [R]."""
+    if scores.device.type != "cpu":
+        return torch.logsumexp(scores - highest[:, None], dim=-1)
+    # A row without any finite score has no such number.
+    with np.errstate(invalid="ignore"):
+        shifted = scores.numpy() - highest.numpy()[:, None]
+    np.exp(shifted, out=shifted)
+    return torch.from_numpy(np.log(shifted.sum(axis=1)))
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -183,7 +154,10 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Where `numbers` [R] fall in the cumulative distribution of each row of scores [R, vocab]."""
+    """Where `numbers` [R] fall in the cumulative distribution of each row of scores [R, vocab];
+    none of them is above 0."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(_drawn(np.exp(scores.numpy()), numbers.numpy()))
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = numbers.to(scores.device)[:, None] * total
@@ -193,15 +167,42 @@ def _draw(scores: Tensor, numbers: Tensor) -> Tensor:
     return drawn.clamp_(max=scores.shape[1] - 1)
 
 
+def _drawn(weights: Any, numbers: Any) -> Any:
+    """The same for weights [R, vocab], by way of blocks of them: first which block, then where in
+    it, so that only the sums of blocks are accumulated."""
+    rows, vocab = np.arange(len(weights)), weights.shape[1]
+    sums = np.add.reduceat(weights, np.arange(0, vocab, _BLOCK), axis=1).astype(np.float64)
+    cumulative = sums.cumsum(axis=1)
+    targets = numbers * cumulative[:, -1]
+    block = _first_beyond(cumulative, sums, targets)
+    targets = targets - (cumulative - sums)[rows, block]
+    places = block[:, None] * _BLOCK + np.arange(_BLOCK)
+    inside = np.where(places < vocab, weights[rows[:, None], np.minimum(places, vocab - 1)], 0.0)
+    inside = inside.astype(np.float64)
+    return block * _BLOCK + _first_beyond(inside.cumsum(axis=1), inside, targets)
+
+
+def _first_beyond(cumulative: Any, weights: Any, targets: Any) -> Any:
+    """The first place of each row whose cumulative weight exceeds the target, or the last one that
+    has a weight, should rounding have put the target behind it."""
+    found = (cumulative > targets[:, None]) & (weights > 0)
+    last = weights.shape[1] - 1 - (weights > 0)[:, ::-1].argmax(axis=1)
+    return np.where(found.any(axis=1), found.argmax(axis=1), last)
+
+
 def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -> None:
     rows = columns.penalised_rows
+    if logits.device.type == "cpu":
+        _penalise_tokens(logits.numpy(), columns, history)
+        return
     lens, prompt_lens = history.lens[rows][:, None], history.prompt_lens[rows][:, None]
     width = int(lens.max())
-    token_ids = history.token_ids[rows, :width].to(columns.device, torch.int64)
+    device = logits.device
+    token_ids = history.token_ids[history.rows[rows], :width].to(device, torch.int64)
     places = torch.arange(width)[None]
-    is_known = (places < lens).to(columns.device, torch.float32)
-    is_output = ((places < lens) & (places >= prompt_lens)).to(columns.device, torch.float32)
-    rows = rows.to(columns.device)
+    is_known = (places < lens).to(device, torch.float32)
+    is_output = ((places < lens) & (places >= prompt_lens)).to(device, torch.float32)
+    rows = rows.to(device)
     scores = logits[rows]
     occurs = torch.zeros_like(scores).scatter_add_(1, token_ids, is_known) > 0
     counts = torch.zeros_like(scores).scatter_add_(1, token_ids, is_output)
@@ -211,34 +212,22 @@ def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -
     logits[rows] = scores
 
 
-def _keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
-    """-inf for what top_k, top_p and typical_p exclude, applied one after another."""
-    nothing = float("-inf")
-    vocab = scores.shape[1]
-    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    k = torch.where(columns.top_k > 0, columns.top_k, vocab).clamp(max=vocab)
-    # Ties with the k-th best stay.
-    ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)
-    probabilities = torch.softmax(ranked, dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    # The smallest set that reaches top_p: everything that starts below it, the best always.
-    is_out = before >= torch.where(columns.top_p < 1.0, columns.top_p, 2.0)
-    is_out[:, 0] = False
-    ranked = ranked.masked_fill(is_out, nothing)
-    kept = torch.full_like(scores, nothing).scatter_(1, order, ranked)
-    return _keep_typical(kept, columns.typical_p) if columns.is_typical else kept
-
-
-def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): keep what surprises as much as expected."""
-    logprobs = torch.log_softmax(scores, dim=-1)
-    probabilities = logprobs.exp()
-    entropy = -(probabilities * logprobs).nansum(dim=-1, keepdim=True)
-    deviation, order = (-logprobs - entropy).abs().sort(dim=-1, stable=True)
-    reached = probabilities.gather(1, order).cumsum(dim=-1) < typical_p
-    last = reached.sum(dim=-1, keepdim=True).clamp(max=scores.shape[1] - 1)
-    is_out = (deviation > deviation.gather(1, last)) & (typical_p < 1.0)
-    return scores.masked_fill(torch.zeros_like(is_out).scatter_(1, order, is_out), float("-inf"))
+def _penalise_tokens(logits: Any, columns: SamplingColumns, history: TokenHistory) -> None:
+    """The same in place, touching no score but those of tokens that occurred."""
+    rows = columns.penalised_rows.numpy()
+    lens, prompt_lens = history.lens.numpy()[rows], history.prompt_lens.numpy()[rows]
+    token_ids = history.token_ids.numpy()[history.rows.numpy()[rows], : lens.max()]
+    places = np.arange(token_ids.shape[1])
+    vocab, flat_ids = logits.shape[1], token_ids + np.arange(len(rows))[:, None] * logits.shape[1]
+    occurring = np.unique(flat_ids[places < lens[:, None]])
+    owner, token = occurring // vocab, occurring % vocab
+    scores, repetition = logits[rows[owner], token], columns.repetition.numpy()[owner, 0]
+    logits[rows[owner], token] = np.where(scores > 0, scores / repetition, scores * repetition)
+    is_output = (places < lens[:, None]) & (places >= prompt_lens[:, None])
+    occurring, counts = np.unique(flat_ids[is_output], return_counts=True)
+    owner, token = occurring // vocab, occurring % vocab
+    frequency, presence = columns.frequency.numpy()[owner, 0], columns.presence.numpy()[owner, 0]
+    logits[rows[owner], token] -= frequency * counts.astype(np.float32) + presence
 
 
 def _favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:

@@ -9,7 +9,6 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-import torch
 from grpc_reflection.v1alpha import reflection
 from text_generation_proto import pb, pb_grpc
 
@@ -17,7 +16,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import ModelError
 from text_generation_shard.interceptor import ExceptionInterceptor
-from text_generation_shard.memory import keep_freed_memory, num_cpu_threads
+from text_generation_shard.memory import keep_freed_memory, return_freed_memory
 from text_generation_shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,9 @@ def serve(config: ShardConfig) -> int:
 
 
 def _load(config: ShardConfig) -> Engine:
-    # torch's own number follows OMP_NUM_THREADS, but knows nothing of a container's quota.
-    torch.set_num_threads(min(torch.get_num_threads(), num_cpu_threads()))
-    return Engine(config)
+    engine = Engine(config)
+    return_freed_memory()
+    return engine
 
 
 def _check_path(path: str) -> None:

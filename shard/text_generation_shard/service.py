@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.batch import RowRequest
+from text_generation_shard.columns import SamplingParams
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.grammar import Grammar, GrammarCompiler
-from text_generation_shard.sampling import SamplingParams
-from text_generation_shard.step import StepResult, WarmupLimits
+from text_generation_shard.step import Advance, StepResult, WarmupLimits
 
 _T = TypeVar("_T")
 
@@ -57,6 +57,9 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             rank=self._config.rank,
             world_size=self._config.world_size,
             recompute_at=engine.recompute_at,
+            prompt_scaled_at=engine.prompt_scaled_at,
+            quantize=self._config.quantize or "",
+            deterministic=self._config.deterministic,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
@@ -103,14 +106,17 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             max_total_tokens=result.max_total_tokens,
             kv_cache_bytes=result.kv_cache_bytes,
             weights_bytes=result.weights_bytes,
+            decode_step_ns=result.decode_step_ns,
+            prefill_token_ns=result.prefill_token_ns,
         )
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
-        """Compute prompts and first tokens."""
+        """Take requests in, compute their prompts, and advance the batch they join."""
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
+        advance = _to_advance(request.advance) if request.HasField("advance") else None
         requests = [await self._to_row_request(item) for item in request.batch.requests]
         return _to_response(
-            await self._on_device(self._engine.prefill, request.batch.id, requests, cached)
+            await self._on_device(self._engine.prefill, request.batch.id, requests, cached, advance)
         )
 
     async def CompileGrammar(
@@ -126,15 +132,23 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         return _to_row_request(message, grammar)
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
-        """Compute one token for each running request."""
-        grown = list(zip(request.grown_request_ids, request.grown_block_ids, strict=True))
+        """Advance the running requests."""
+        advance = _to_advance(request.advance)
         return _to_response(
-            await self._on_device(self._engine.decode, list(request.batch_ids), grown)
+            await self._on_device(self._engine.decode, list(request.batch_ids), advance)
         )
 
 
 def _given(request: pb.WarmupRequest, name: Any) -> int | None:
     return int(getattr(request, name)) if request.HasField(name) else None
+
+
+def _to_advance(message: pb.Advance) -> Advance:
+    return Advance(
+        grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
+        chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
+        speculate=message.speculate,
+    )
 
 
 def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
@@ -165,6 +179,8 @@ def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
         prefill_logprobs=message.prefill_logprobs,
         top_n_tokens=message.top_n_tokens,
         grammar=grammar,
+        chunk_len=message.chunk_len,
+        deterministic=message.deterministic,
     )
 
 
@@ -178,6 +194,7 @@ def _to_response(result: StepResult) -> pb.StepResponse:
             top_token_counts=result.top_token_counts,
             top_token_ids=result.top_token_ids,
             top_token_logprobs=result.top_token_logprobs,
+            token_counts=result.token_counts,
         ),
         prefill_logprobs=[
             pb.PrefillLogprobs(request_id=request_id, logprobs=values)

@@ -1,5 +1,6 @@
 """What goes into and comes out of the engine: values only."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -26,23 +27,40 @@ class WarmupLimits:
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """What the shard decided; see WarmupResponse."""
+    """What the shard decided and measured; see WarmupResponse."""
 
     num_blocks: int
     max_input_tokens: int
     max_total_tokens: int
     kv_cache_bytes: int
     weights_bytes: int
+    decode_step_ns: int
+    prefill_token_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """How the rows of a batch that is there go on in a step; see Advance in generate.proto."""
+
+    # (request id, new last block).
+    grown: Sequence[tuple[int, int]] = ()
+    # (request id, tokens of its input).
+    chunks: Sequence[tuple[int, int]] = ()
+    speculate: int = 0
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The tokens of one step, one entry a request; see Generations and StepResponse."""
+    """The tokens of one step; see Generations and StepResponse."""
 
+    # One entry a request that got tokens.
     request_ids: list[int]
+    finish_reasons: list[int]
+    # One entry a token.
     token_ids: list[int]
     logprobs: list[float]
-    finish_reasons: list[int]
+    # One entry a request; empty: one token each.
+    token_counts: list[int] = field(default_factory=list)
     top_token_counts: list[int] = field(default_factory=list)
     top_token_ids: list[int] = field(default_factory=list)
     top_token_logprobs: list[float] = field(default_factory=list)

@@ -3,7 +3,9 @@
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,19 +19,52 @@ logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What became of a matrix."""
+
+    # int4, int8 or the name of a dtype.
+    kind: str
+    nbytes: int
+    # Why it is not held as asked; empty: it is.
+    obstacle: str = ""
+
+
+@dataclass(slots=True)
+class _Stack:
+    """A matrix of several tensors of the checkpoint, while not all have been read."""
+
+    first_rows: Mapping[str, int]
+    shape: tuple[int, ...]
+    receive: Callable[[Tensor], Held]
+    num_missing: int
+    whole: Tensor | None = None
+
+
 class Parameters:
     """Owns, until loading is done, the tensors a model is made of, by checkpoint name.
 
-    Layers ask for tensors while they are built; stacked ones are views into one tensor, so loading
-    a part fills its rows of the whole and needs no code of its own.
+    Layers ask for tensors while they are built. Vectors lie where they will stay; a matrix is put
+    together when its first part is read, and is given to its layer with the last.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, quantize: str | None = None
+    ) -> None:
+        """`quantize` is int8 or int4: how layers are to hold their matrices; None: as `dtype`."""
+        if quantize is not None and device.type != "cpu":
+            raise ModelError(
+                f"--quantize {quantize} runs on the CPU only; leave it out, or use --device cpu"
+            )
         self.dtype = dtype
         self.device = device
+        self.quantize = quantize
         self.nbytes = 0
         self._slots: dict[str, Tensor] = {}
+        self._stacks: dict[str, _Stack] = {}
         self._ignored: set[str] = set()
+        self._kinds: Counter[str] = Counter()
+        self._obstacles: list[str] = []
         self._after_load: list[Callable[[], None]] = []
 
     def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -47,6 +82,24 @@ class Parameters:
             self._slots[name] = whole[start : start + shape[0]]
             start += shape[0]
         return whole
+
+    def add_matrix(
+        self, outputs: Mapping[str, int], in_features: int, receive: Callable[[Tensor], Held]
+    ) -> None:
+        """Have the named matrices, one below the other, given to `receive` once they are read.
+
+        The tensor has the checkpoint's own type, so that quantising rounds once, and nothing here
+        keeps it: what `receive` returns is what is left of it.
+        """
+        first_rows, rows = {}, 0
+        for name, count in outputs.items():
+            first_rows[name] = rows
+            rows += count
+        stack = _Stack(first_rows, (rows, in_features), receive, len(outputs))
+        self._stacks.update(dict.fromkeys(outputs, stack))
+        for name, count in outputs.items():
+            # Shape without memory: what `_fill` compares with.
+            self._slots[name] = torch.empty(count, in_features, device="meta")
 
     def ignore(self, name: str) -> None:
         """The checkpoint may hold `name`; it is not read."""
@@ -82,11 +135,13 @@ class Parameters:
         if missing or unexpected:
             raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
         logger.info("loading weights: %d of %d tensors", done, total)
-        # The slots are views of weights that packing is about to replace: let go of them.
         self._slots.clear()
+        self._stacks.clear()
         for action in self._after_load:
             action()
         self._after_load.clear()
+        if self.quantize is not None:
+            self._log_quantised()
 
     def _fill(self, name: str, tensor: Tensor, path: Path) -> None:
         slot = self._slots[name]
@@ -95,7 +150,33 @@ class Parameters:
                 f"{name} in {path.name} has the shape {list(tensor.shape)}, config.json asks for "
                 f"{list(slot.shape)}; config.json and weights are not of the same model"
             )
-        slot.copy_(tensor)
+        stack = self._stacks.get(name)
+        if stack is None:
+            slot.copy_(tensor)
+        else:
+            self._add_part(stack, name, tensor)
+
+    def _add_part(self, stack: _Stack, name: str, tensor: Tensor) -> None:
+        if stack.whole is None:
+            stack.whole = torch.empty(stack.shape, dtype=tensor.dtype, device=self.device)
+        start = stack.first_rows[name]
+        stack.whole[start : start + tensor.shape[0]] = tensor
+        stack.num_missing -= 1
+        if not stack.num_missing:
+            whole, stack.whole = stack.whole, None
+            held = stack.receive(whole)
+            self.nbytes += held.nbytes
+            self._kinds[held.kind] += 1
+            if held.obstacle:
+                self._obstacles.append(f"{name} is {held.kind} ({held.obstacle})")
+
+    def _log_quantised(self) -> None:
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
+        logger.info("quantized weights: %.1f MB, matrices: %s", self.nbytes / 1e6, counts)
+        if self._obstacles:
+            others = len(self._obstacles) - 1
+            more = f", and so are {others} more" if others else ""
+            logger.info("not %s: %s%s", self.quantize, self._obstacles[0], more)
 
     def _is_ignored(self, name: str) -> bool:
         # Old checkpoints carry the rope frequencies, which are computed here.

@@ -31,7 +31,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,9 @@ class InfoResponse(_message.Message):
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_AT_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCALED_AT_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -52,7 +55,10 @@ class InfoResponse(_message.Message):
     rank: int
     world_size: int
     recompute_at: int
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ...) -> None: ...
+    quantize: str
+    deterministic: bool
+    prompt_scaled_at: int
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -127,7 +133,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar")
+    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len", "deterministic")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +144,8 @@ class Request(_message.Message):
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
+    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -148,7 +156,9 @@ class Request(_message.Message):
     prefill_logprobs: bool
     top_n_tokens: int
     grammar: str
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
+    chunk_len: int
+    deterministic: bool
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ..., deterministic: bool = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests")
@@ -195,39 +205,57 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes")
+    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_input_tokens: int
     max_total_tokens: int
     kv_cache_bytes: int
     weights_bytes: int
-    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ...) -> None: ...
+    decode_step_ns: int
+    prefill_token_ns: int
+    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ...) -> None: ...
 
-class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch_id")
-    BATCH_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
-    batch: Batch
-    cached_batch_id: int
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ...) -> None: ...
-
-class DecodeRequest(_message.Message):
-    __slots__ = ("batch_ids", "grown_request_ids", "grown_block_ids")
-    BATCH_IDS_FIELD_NUMBER: _ClassVar[int]
+class Advance(_message.Message):
+    __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate")
     GROWN_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    batch_ids: _containers.RepeatedScalarFieldContainer[int]
+    CHUNK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATE_FIELD_NUMBER: _ClassVar[int]
     grown_request_ids: _containers.RepeatedScalarFieldContainer[int]
     grown_block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    chunk_request_ids: _containers.RepeatedScalarFieldContainer[int]
+    chunk_lens: _containers.RepeatedScalarFieldContainer[int]
+    speculate: int
+    def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("batch", "cached_batch_id", "advance")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    batch: Batch
+    cached_batch_id: int
+    advance: Advance
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("batch_ids", "advance")
+    BATCH_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    batch_ids: _containers.RepeatedScalarFieldContainer[int]
+    advance: Advance
+    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
 
 class Generations(_message.Message):
-    __slots__ = ("request_ids", "token_ids", "logprobs", "finish_reasons", "top_token_counts", "top_token_ids", "top_token_logprobs")
+    __slots__ = ("request_ids", "token_ids", "logprobs", "finish_reasons", "top_token_counts", "top_token_ids", "top_token_logprobs", "token_counts")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +263,7 @@ class Generations(_message.Message):
     TOP_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     request_ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
@@ -242,7 +271,8 @@ class Generations(_message.Message):
     top_token_counts: _containers.RepeatedScalarFieldContainer[int]
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_token_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., top_token_counts: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_token_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reasons: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., top_token_counts: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_token_logprobs: _Optional[_Iterable[float]] = ..., token_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillLogprobs(_message.Message):
     __slots__ = ("request_id", "logprobs")

@@ -122,14 +122,16 @@ class TextGenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Computes the prompts of new requests and their first tokens; can join them to a cached batch.
+        """Takes new requests in and computes their prompts, or the first part of them; can join them to a
+        cached batch, and advance that batch in the same pass.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Computes one token for every request of the given batches, which become one batch.
+        """Advances the given batches, which become one: a token or more for every request whose prompt is
+        computed, a part of the prompt for the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

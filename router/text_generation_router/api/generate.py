@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.numbers import float32
+from text_generation_router.api.numbers import float32, float32_json
 from text_generation_router.api.schemas import (
     CompatGenerateRequest,
     ErrorResponse,
@@ -17,11 +17,11 @@ from text_generation_router.api.schemas import (
     GenerateResponse,
     StreamResponse,
 )
-from text_generation_router.api.sse import EventStream, error_event, events
+from text_generation_router.api.sse import EventStream, disconnected, error_event, event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.errors import RouterError
-from text_generation_router.infer import GenerateResult, Generation
-from text_generation_router.request import Token, TokenOutput
+from text_generation_router.infer import GenerateResult
+from text_generation_router.request import Output, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -161,19 +161,13 @@ def _generate_stream(asked: GenerateParameters, services: Services) -> Response:
     )
 
 
-async def _stream(asked: GenerateParameters, services: Services) -> AsyncIterator[bytes]:
+async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
     """Events as they become ready, those ready together in one chunk."""
-    index = 0
     try:
         async with services.infer.start(asked, is_stream=True) as generation:
+            writer = TokenEvents(asked, generation.prompt_tokens)
             async for outputs in generation:
-                tokens = [output for output in outputs if isinstance(output, TokenOutput)]
-                payloads = [
-                    _stream_payload(place, output, generation, asked)
-                    for place, output in enumerate(tokens, start=index + 1)
-                ]
-                index += len(tokens)
-                yield events(payloads)
+                yield writer.chunk(outputs)
     except RouterError as error:
         yield error_event(error)
     except Exception:
@@ -181,23 +175,56 @@ async def _stream(asked: GenerateParameters, services: Services) -> AsyncIterato
         yield error_event(RouterError("The server failed on this request; its log says why"))
 
 
-def _stream_payload(
-    index: int, output: TokenOutput, generation: Generation, asked: GenerateParameters
-) -> Json:
-    payload: Json = {"index": index, "token": _token(output.token)}
-    if output.top_tokens:
-        payload["top_tokens"] = [_token(token) for token in output.top_tokens]
-    generated = output.generated
-    payload["generated_text"] = None if generated is None else _full_text(generated.text, asked)
-    payload["details"] = None
-    if generated is not None and asked.details:
-        payload["details"] = {
-            "finish_reason": generated.finish_reason.value,
-            "generated_tokens": generated.generated_tokens,
-            "seed": generated.seed,
-            "input_length": generation.prompt_tokens,
-        }
-    return payload
+# What nearly every event looks like; `json` of the payload would be the same bytes.
+_TOKEN_EVENT = (
+    'data: {"index":%d,"token":{"id":%d,"text":%s,"logprob":%s,"special":%s},'
+    '"generated_text":null,"details":null}\n\n'
+)
+
+
+class TokenEvents:
+    """Writes the events of one stream; owns their count."""
+
+    def __init__(self, asked: GenerateParameters, prompt_tokens: int) -> None:
+        self._asked = asked
+        self._prompt_tokens = prompt_tokens
+        self._index = 0
+
+    def chunk(self, outputs: Sequence[Output]) -> bytes:
+        """The events of tokens that are ready together. A prompt's log-probabilities have none."""
+        told = [self._event(output) for output in outputs if isinstance(output, TokenOutput)]
+        return "".join(told).encode()
+
+    def _event(self, output: TokenOutput) -> str:
+        self._index += 1
+        token, _, top_tokens, generated, _ = output
+        if top_tokens or generated is not None:
+            return event(self._payload(output)).decode()
+        return _TOKEN_EVENT % (
+            self._index,
+            token.id,
+            orjson.dumps(token.text).decode(),
+            float32_json(token.logprob),
+            "true" if token.special else "false",
+        )
+
+    def _payload(self, output: TokenOutput) -> Json:
+        payload: Json = {"index": self._index, "token": _token(output.token)}
+        if output.top_tokens:
+            payload["top_tokens"] = [_token(token) for token in output.top_tokens]
+        generated = output.generated
+        payload["generated_text"] = None
+        payload["details"] = None
+        if generated is not None:
+            payload["generated_text"] = _full_text(generated.text, self._asked)
+            if self._asked.details:
+                payload["details"] = {
+                    "finish_reason": generated.finish_reason.value,
+                    "generated_tokens": generated.generated_tokens,
+                    "seed": generated.seed,
+                    "input_length": self._prompt_tokens,
+                }
+        return payload
 
 
 def _details(best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters) -> Json:
@@ -248,7 +275,7 @@ def _full_text(text: str, asked: GenerateParameters) -> str:
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`, or None after cancelling it because the client left."""
     task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(request))
+    watcher = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -267,9 +294,3 @@ async def at_once(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _disconnect(request: Request) -> None:
-    """Returns when the client has gone. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        continue

@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Response
 
 from text_generation_router.api.body import JsonRoute, KeyRoute
+from text_generation_router.api.features import features
 from text_generation_router.api.generate import ERRORS, UNAUTHORIZED, ServicesDependency
 from text_generation_router.api.schemas import (
     ErrorResponse,
@@ -111,6 +112,7 @@ async def get_model_info(services: ServicesDependency) -> Response:
         block_size=scheduler.block_size,
         num_blocks=scheduler.num_blocks,
         attention_impl=shard.attention_impl,
+        features=features(services),
     )
     return Response(answer.model_dump_json(), media_type="application/json")
 

@@ -58,6 +58,7 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         grammar=grammar,
+        deterministic=bool(body.deterministic),
     )
 
 

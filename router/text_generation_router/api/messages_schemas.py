@@ -149,6 +149,9 @@ class MessagesRequest(CountTokensRequest):
     )
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    deterministic: bool | None = Field(
+        default=None, description="The same tokens in whatever company, bit for bit."
+    )
 
 
 class UsageBody(BaseModel):

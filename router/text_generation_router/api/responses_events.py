@@ -45,8 +45,9 @@ class ResponseRun:
         return self._told("failed", error=error)
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
-        for output in step.outputs:
-            self._trail.add(output.token, output.top_tokens)
+        if self._has_logprobs:
+            for output in step.outputs:
+                self._trail.add(output.token, output.top_tokens)
         told: list[Json] = []
         for event in step.events:
             told += writer.feed(event, self._logprobs(event))

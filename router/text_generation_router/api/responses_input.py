@@ -44,6 +44,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
             grammar=_grammar(body.text.format if body.text else None),
+            deterministic=bool(body.deterministic),
         ),
     )
 

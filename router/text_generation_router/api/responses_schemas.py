@@ -210,6 +210,9 @@ class ResponsesRequest(Body):
         default=None, description="0: always the likeliest token. Default: 1."
     )
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
+    deterministic: bool | None = Field(
+        default=None, description="The same tokens in whatever company, bit for bit."
+    )
     stream: bool | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None

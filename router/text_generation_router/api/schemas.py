@@ -185,6 +185,10 @@ class GenerateParametersBody(Body):
         default=False, description="Go on after an end-of-sequence token."
     )
     min_new_tokens: Uint32 | None = Field(default=None, description="No end before so many tokens.")
+    deterministic: bool = Field(
+        default=False,
+        description="The same tokens in whatever company, bit for bit; costs some speed.",
+    )
 
 
 class GenerateRequest(Body):
@@ -330,3 +334,7 @@ class InfoResponse(BaseModel):
     block_size: int
     num_blocks: int
     attention_impl: str
+    features: dict[str, str] = Field(
+        description="What is on and what is off, and why.",
+        examples=[{"prefix_caching": "on", "speculation": "off: start with --speculate N"}],
+    )

@@ -1,13 +1,13 @@
 """Server-sent events as TGI writes them: `data: {json}` and an empty line, encoded once."""
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import orjson
-from sse_starlette.event import ServerSentEvent
-from sse_starlette.sse import AppStatus, EventSourceResponse, SendTimeoutError
+from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from text_generation_router.errors import IncompleteGenerationError, RouterError
@@ -15,6 +15,9 @@ from text_generation_router.errors import IncompleteGenerationError, RouterError
 KEEP_ALIVE_S = 15
 # A client that takes nothing for so long is gone, whatever its socket says.
 SEND_TIMEOUT_S = 30
+# Where a scope keeps the server's own `send`. Middleware and routing wrap it in several calls, and
+# none of them does anything with the events of a stream that has begun.
+DIRECT_SEND = "text_generation_router.send"
 
 logger = logging.getLogger(__name__)
 
@@ -23,47 +26,101 @@ COMMENT = b":\n\n"
 """What keeps a quiet stream alive: clients skip it."""
 
 
-class _KeepAlive(ServerSentEvent):
-    """An event that is encoded already."""
-
-    def __init__(self, encoded: bytes) -> None:
-        super().__init__()
-        self._encoded = encoded
-
-    def encode(self) -> bytes:
-        return self._encoded
-
-
 class EventStream(EventSourceResponse):
     """Sends chunks of ready events; each chunk is one write.
 
     Closes `events` when the client leaves or stops reading. A running stream outlives SIGTERM.
+    Three tasks and a timer for each write are what sse-starlette's own way would cost; here a write
+    costs a clock reading and the call that does it.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncIterable[bytes],
+        events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
         keep_alive: bytes = COMMENT,
     ) -> None:
         # The type is given here, because starlette would add a charset, which TGI does not send.
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
-        super().__init__(
-            events,
-            headers={**fixed, **headers},
-            ping=KEEP_ALIVE_S,
-            ping_message_factory=lambda: _KeepAlive(keep_alive),
-            send_timeout=SEND_TIMEOUT_S,
-        )
+        super().__init__(events, headers={**fixed, **headers})
         del self.headers["connection"]
+        self._events = events
+        self._keep_alive = keep_alive
+        # Whether a write is under way, and when it or the last one began, in the loop's time.
+        self._is_writing = False
+        self._last_write = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs until the events are over or the client is."""
+        async with aclosing(self._events):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            await self._run(receive, scope.get(DIRECT_SEND, send))
+
+    async def _run(self, receive: Receive, send: Send) -> None:
+        self._last_write = asyncio.get_running_loop().time()
+        writing = asyncio.create_task(self._write_all(send))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            logger.warning("A client read nothing for %d s and was cut off", SEND_TIMEOUT_S)
+            while not await _any_done(writing, leaving, timeout_s=self._patience_s()):
+                if not await self._look_after(send):
+                    logger.warning("A client read nothing for %d s and was cut off", SEND_TIMEOUT_S)
+                    break
+        finally:
+            writing.cancel()
+            leaving.cancel()
+            await asyncio.wait((writing, leaving))
+        if not writing.cancelled():
+            writing.result()
+
+    async def _write_all(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        async for chunk in self._events:
+            self._last_write = clock()
+            self._is_writing = True
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._is_writing = False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _patience_s(self) -> float:
+        """How long a stream on which nothing happens needs no looking after."""
+        idle_s = asyncio.get_running_loop().time() - self._last_write
+        # A write that begins while the stream is quiet must be seen in time as well.
+        limit_s = SEND_TIMEOUT_S if self._is_writing else min(KEEP_ALIVE_S, SEND_TIMEOUT_S)
+        return max(0.0, limit_s - idle_s)
+
+    async def _look_after(self, send: Send) -> bool:
+        """Breaks the silence of a stream; False if its client does not read."""
+        if self._patience_s() > 0:
+            return True
+        if self._is_writing:
+            return False
+        self._last_write = asyncio.get_running_loop().time()
+        comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await send(comment)
+        except TimeoutError:
+            return False
+        return True
+
+
+async def _any_done(*tasks: asyncio.Task[None], timeout_s: float) -> bool:
+    done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 def let_streams_finish() -> None:
@@ -74,11 +131,6 @@ def let_streams_finish() -> None:
 def event(payload: Mapping[str, Any]) -> bytes:
     """One event; keys keep their order, NaN becomes null."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
-
-
-def events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events that are ready together, for one write."""
-    return b"".join(map(event, payloads))
 
 
 def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:

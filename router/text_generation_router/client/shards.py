@@ -11,7 +11,12 @@ from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import CachedBatch, StepResult
+from text_generation_router.scheduler.shards import (
+    Advance,
+    CachedBatch,
+    LostStepError,
+    StepResult,
+)
 
 __all__ = ["ShardInfo", "ShardedClient", "WarmupResult"]
 
@@ -92,19 +97,20 @@ class ShardedClient:
         await _all(stub.Health(request, timeout=_HEALTH_TIMEOUT_S) for stub in self._stubs)
 
     async def prefill(
-        self, batch_id: int, entries: Sequence[Entry], cached_batch_id: int | None
+        self,
+        batch_id: int,
+        entries: Sequence[Entry],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
     ) -> StepResult:
         """See `Shards.prefill`."""
-        batch = translate.to_batch(batch_id, entries)
-        request = pb.PrefillRequest(batch=batch, cached_batch_id=cached_batch_id)
+        request = translate.to_prefill(batch_id, entries, cached_batch_id, advance)
         [response, *_] = await _all(stub.Prefill(request) for stub in self._stubs)
         return translate.from_step(response)
 
-    async def decode(
-        self, batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
-    ) -> StepResult:
+    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
-        request = translate.to_decode(batch_ids, grown_blocks)
+        request = translate.to_decode(batch_ids, advance)
         [response, *_] = await _all(stub.Decode(request) for stub in self._stubs)
         return translate.from_step(response)
 
@@ -138,20 +144,22 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
     """The answers of all ranks in order, or the failure of the first that failed."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    responses = []
+    responses = [answer for answer in answers if not isinstance(answer, BaseException)]
     for answer in answers:
         if isinstance(answer, BaseException):
-            raise _generation_error(answer) from answer
-        responses.append(answer)
+            raise _generation_error(answer, is_lost=bool(responses)) from answer
     return responses
 
 
-def _generation_error(error: BaseException) -> BaseException:
-    """What a failed call means to a client; failures that are no RPC's stay as they are."""
+def _generation_error(error: BaseException, is_lost: bool) -> BaseException:
+    """What a failed call means to a client; failures that are no RPC's stay as they are.
+
+    `is_lost`: other ranks have done what this one has not.
+    """
     if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
-        return GenerationError("Could not connect to Text Generation server: channel closed")
+        return LostStepError("Could not connect to Text Generation server: channel closed")
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return GenerationError(f"Could not connect to Text Generation server: {error.details()}")
-    return GenerationError(f"Server error: {error.details()}")
+        return LostStepError(f"Could not connect to Text Generation server: {error.details()}")
+    return (LostStepError if is_lost else GenerationError)(f"Server error: {error.details()}")

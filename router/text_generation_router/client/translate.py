@@ -7,7 +7,7 @@ from text_generation_proto import pb
 
 from text_generation_router.request import FinishReason, SamplingParams, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import CachedBatch, StepResult
+from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_NONE: None,
@@ -31,6 +31,9 @@ class ShardInfo:
     rank: int
     world_size: int
     recompute_at: int | None = None
+    quantize: str = ""
+    deterministic: bool = False
+    prompt_scaled_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,9 @@ class WarmupResult:
     max_total_tokens: int
     kv_cache_bytes: int
     weights_bytes: int
+    # See WarmupResponse; 0: not measured.
+    decode_step_ns: int = 0
+    prefill_token_ns: int = 0
 
 
 def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
@@ -63,6 +69,8 @@ def _to_request(entry: Entry) -> pb.Request:
         prefill_logprobs=entry.wants_prefill_logprobs,
         top_n_tokens=request.top_n_tokens,
         grammar=request.grammar,
+        chunk_len=entry.chunk_len,
+        deterministic=request.deterministic,
     )
 
 
@@ -91,14 +99,29 @@ def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
     )
 
 
-def to_decode(
-    batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
-) -> pb.DecodeRequest:
-    """One step for the rows of the batches, with the blocks that were added to their tables."""
-    return pb.DecodeRequest(
-        batch_ids=batch_ids,
-        grown_request_ids=[request_id for request_id, _ in grown_blocks],
-        grown_block_ids=[block_id for _, block_id in grown_blocks],
+def to_prefill(
+    batch_id: int, entries: Iterable[Entry], cached_batch_id: int | None, advance: Advance | None
+) -> pb.PrefillRequest:
+    """New rows, and how those of the cached batch go on beside them."""
+    return pb.PrefillRequest(
+        batch=to_batch(batch_id, entries),
+        cached_batch_id=cached_batch_id,
+        advance=None if advance is None else _to_advance(advance),
+    )
+
+
+def to_decode(batch_ids: Sequence[int], advance: Advance) -> pb.DecodeRequest:
+    """One step for the rows of the batches."""
+    return pb.DecodeRequest(batch_ids=batch_ids, advance=_to_advance(advance))
+
+
+def _to_advance(advance: Advance) -> pb.Advance:
+    return pb.Advance(
+        grown_request_ids=[request_id for request_id, _ in advance.grown_blocks],
+        grown_block_ids=[block_id for _, block_id in advance.grown_blocks],
+        chunk_request_ids=[request_id for request_id, _ in advance.chunks],
+        chunk_lens=[num_tokens for _, num_tokens in advance.chunks],
+        speculate=advance.speculate,
     )
 
 
@@ -108,6 +131,7 @@ def from_step(response: pb.StepResponse) -> StepResult:
     return StepResult(
         request_ids=tuple(generations.request_ids),
         token_ids=tuple(generations.token_ids),
+        token_counts=tuple(generations.token_counts),
         logprobs=tuple(generations.logprobs),
         finish_reasons=tuple(_FINISH_REASONS[r] for r in generations.finish_reasons),
         batch=from_cached_batch(response.batch) if response.batch.request_ids else None,
@@ -140,15 +164,23 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
         rank=response.rank,
         world_size=response.world_size,
         recompute_at=response.recompute_at if response.HasField("recompute_at") else None,
+        quantize=response.quantize,
+        deterministic=response.deterministic,
+        prompt_scaled_at=(
+            response.prompt_scaled_at if response.HasField("prompt_scaled_at") else None
+        ),
     )
 
 
 def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
-    """What all ranks have room for: the least of each limit, the sum of the bytes."""
+    """What all ranks have room for: the least of each limit, the sum of the bytes, the times of
+    the slowest."""
     return WarmupResult(
         num_blocks=min(r.num_blocks for r in responses),
         max_input_tokens=min(r.max_input_tokens for r in responses),
         max_total_tokens=min(r.max_total_tokens for r in responses),
         kv_cache_bytes=sum(r.kv_cache_bytes for r in responses),
         weights_bytes=sum(r.weights_bytes for r in responses),
+        decode_step_ns=max(r.decode_step_ns for r in responses),
+        prefill_token_ns=max(r.prefill_token_ns for r in responses),
     )

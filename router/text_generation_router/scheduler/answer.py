@@ -30,6 +30,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream_decoder()
         self._stop_strings = StopStrings(request.stopping.stop_sequences)
+        self._is_plain = not request.stopping.stop_sequences
         self._deltas: list[str] = []
         # The end of the visible text, held back because it may become a stop string.
         self._held = ""
@@ -53,6 +54,12 @@ class Answer:
         in TGI; the text is cut all the same. `top_tokens`: ids and log-probabilities.
         """
         self._num_tokens += 1
+        if finish_reason is None and self._is_plain and not top_tokens[0]:
+            # Nearly every token: whole characters, and nothing to look for in them.
+            plain = self._tokenizer.plain_text(token_id)
+            if plain is not None and not self._decoder.is_inside_character:
+                self._deltas.append(plain)
+                return TokenOutput(Token(token_id, plain, _finite(logprob)), plain)
         is_end = finish_reason is FinishReason.EOS_TOKEN
         special = is_end or self._tokenizer.is_special(token_id)
         if special:

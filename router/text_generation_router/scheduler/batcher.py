@@ -8,11 +8,11 @@ token that was computed meanwhile is thrown away.
 
 import asyncio
 import logging
-import sys
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from text_generation_router.errors import (
@@ -22,50 +22,45 @@ from text_generation_router.errors import (
     ValidationError,
 )
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Output, Request, Timings
+from text_generation_router.request import FinishReason, Output, Request, Timings
 from text_generation_router.scheduler.answer import Answer
-from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
-from text_generation_router.scheduler.queue import Queue
-from text_generation_router.scheduler.shards import CachedBatch, Shards, StepResult
+from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
+from text_generation_router.scheduler.shards import (
+    CachedBatch,
+    LostStepError,
+    Shards,
+    StepResult,
+)
 from text_generation_router.tokenizer import Tokenizer
+
+__all__ = ["Batcher", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
 
 # How often the event loop must turn until gRPC has written a call to its socket (test_shards.py).
 TURNS_TO_SEND = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What the scheduler may fill. Counts are tokens unless they say otherwise."""
-
-    num_blocks: int
-    block_size: int
-    # Rows.
-    max_batch_size: int
-    # In one prefill; a longer prompt is computed alone.
-    max_batch_prefill_tokens: int
-    # Held in KV blocks at once; does nothing when the blocks hold less.
-    max_batch_total_tokens: int
-    # Others join a running batch when this many times its size are waiting …
-    waiting_served_ratio: float
-    # … or when so many steps have passed since others joined.
-    max_waiting_tokens: int
-    # A row that grows beyond so many tokens writes all its blocks anew; None: none ever does.
-    recompute_at: int | None = None
+# Clients that are given their tokens in one turn of the event loop. Then they write, some 2 ms for
+# all of them, and whoever waits for the loop (/health, newcomers) has a turn.
+DELIVERIES_PER_TURN = 64
+# For so long a step that succeeded proves that the shards take work.
+FRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A Prefill or Decode under way. Its entries are those it computes a token for."""
+    """A Prefill or Decode under way."""
 
-    method: Method
+    plan: Plan
     batch_id: int
-    entries: dict[int, Entry]
     call: asyncio.Task[StepResult]
     launched: float
+
+    @property
+    def method(self) -> Method:
+        """The call that was made."""
+        return "prefill" if self.plan.admitted else "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +72,7 @@ class _Reply:
 
 
 class Batcher:
-    """Owns queue, blocks and every Entry; the only object that changes them.
+    """Owns the Planner (queue and blocks) and every Entry; the only one that has them changed.
 
     `submit` and `cancel` may be called at any time from the event loop. Every submitted entry ends
     in exactly one of finished, failed, cancelled.
@@ -86,37 +81,25 @@ class Batcher:
     def __init__(
         self, shards: Shards, tokenizer: Tokenizer, metrics: Metrics, limits: SchedulerLimits
     ) -> None:
-        num_blocks = min(limits.num_blocks, limits.max_batch_total_tokens // limits.block_size)
-        if num_blocks < 1:
-            raise ValueError(
-                f"`--max-batch-total-tokens` must be >= {limits.block_size}, one KV block. "
-                f"Given: {limits.max_batch_total_tokens}"
-            )
         self._shards = shards
         self._tokenizer = tokenizer
-        self._limits = limits
         self._entry_ids = count()
         self._batch_ids = count()
-        self._allocator = BlockAllocator(num_blocks, limits.block_size)
-        self._queue = Queue()
-        # Entries that hold blocks, oldest first. Those that end here (not on the shards) stay until
-        # no step is under way.
-        self._running: dict[int, Entry] = {}
+        self._planner = Planner(limits)
         # The shards' receipt for the rows that exist; None when there are none.
         self._batch: CachedBatch | None = None
         self._reply: _Reply | None = None
         # Every entry that has not ended.
         self._live: dict[int, Entry] = {}
-        self._steps_since_join = 0
-        # A prefill that joined the batch is followed by a decode, so that nobody starves.
-        self._must_decode = False
         self._work = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
         self._call: asyncio.Task[StepResult] | None = None
         self._is_healthy = True
+        # When the last step came back.
+        self._last_success = -math.inf
         # Set when no more entries are taken, for ever.
         self._refusal: Callable[[], RouterError] | None = None
-        self._meter = Meter(metrics, self._allocator)
+        self._meter = Meter(metrics, self._planner, limits)
 
     # ---- Called by clients, between the steps of `run` ----
 
@@ -137,32 +120,26 @@ class Batcher:
             assert request.input_ids == requests[0].input_ids, "another prompt can share nothing"
             self._check_fits(request)
         assert not any(request.prefill_logprobs for request in requests[1:]), "only the first"
+        ids = [next(self._entry_ids) for _ in requests]
+        group = ids[0] if len(ids) > 1 else None
         entries = [
-            Entry(next(self._entry_ids), request, Answer(request, self._tokenizer))
-            for request in requests
+            Entry(entry_id, request, Answer(request, self._tokenizer), group)
+            for entry_id, request in zip(ids, requests, strict=True)
         ]
-        shares = len(entries) > 1 and not any(map(self._is_written_anew, requests))
         for entry in entries:
-            entry.siblings = entries if shares else ()
             self._live[entry.id] = entry
-            self._queue.append(entry)
-        self._meter.note_queue(len(self._queue))
+            self._planner.queue.append(entry)
+        self._meter.note_queue()
         self._work.set()
         return entries
 
-    def _is_written_anew(self, request: Request) -> bool:
-        """Whether the prompt's blocks are written again while it runs, and so can not be shared."""
-        limit, num_inputs = self._limits.recompute_at, len(request.input_ids)
-        return (
-            limit is not None and num_inputs <= limit < num_inputs + request.stopping.max_new_tokens
-        )
-
     def _check_fits(self, request: Request) -> None:
         num_tokens = len(request.input_ids) + request.stopping.max_new_tokens
-        if self._allocator.num_blocks_for(num_tokens) > self._allocator.num_blocks:
+        allocator = self._planner.allocator
+        if allocator.num_blocks_for(num_tokens) > allocator.num_blocks:
             raise ValidationError(
                 "`inputs` tokens + `max_new_tokens` must be <= "
-                f"{self._allocator.num_blocks * self._allocator.block_size}, the size of the KV "
+                f"{allocator.num_blocks * allocator.block_size}, the size of the KV "
                 f"cache. Given: {len(request.input_ids)} `inputs` tokens and "
                 f"{request.stopping.max_new_tokens} `max_new_tokens`"
             )
@@ -177,7 +154,13 @@ class Batcher:
         return self._is_healthy and self._refusal is None
 
     async def probe(self) -> bool:
-        """Asks the shards whether they take work; the answer becomes `is_healthy`."""
+        """Asks the shards whether they take work; the answer becomes `is_healthy`.
+
+        It does not ask while steps succeed: they say so themselves, and the answer would be late.
+        """
+        is_fresh = time.perf_counter() - self._last_success < FRESH_S
+        if self._is_healthy and is_fresh and self._planner.running:
+            return self.is_healthy
         try:
             await self._shards.health()
         except GenerationError as error:
@@ -196,20 +179,12 @@ class Batcher:
 
     def integrity(self) -> None:
         """Asserts, between any two steps, that no block and no entry is lost."""
-        self._queue.integrity()
-        tables = [entry.block_table for entry in self._running.values()]
-        self._allocator.integrity([table for table in tables if table is not None])
-        assert None not in tables and list(self._running) == sorted(self._running)
-        for entry in self._running.values():
-            num_shared = entry.num_shareable_blocks(self._allocator.block_size)
-            for sibling in entry.siblings:
-                if entry.block_table is not None and sibling.block_table is not None:
-                    ours, theirs = entry.block_table.block_ids, sibling.block_table.block_ids
-                    assert ours[:num_shared] == theirs[:num_shared], "a prompt is there twice"
-        undelivered = {} if self._reply is None else self._reply.step.entries
-        places = {entry.id for entry in self._queue} | set(self._running) | set(undelivered)
+        self._planner.integrity()
+        undelivered = {} if self._reply is None else self._reply.step.plan.entries
+        queue = self._planner.queue
+        places = {entry.id for entry in queue} | set(self._planner.running) | set(undelivered)
         assert set(self._live) <= places, "an entry is nowhere"
-        assert all(entry.id in self._live for entry in self._queue)
+        assert all(entry.id in self._live for entry in queue)
 
     # ---- The loop ----
 
@@ -219,10 +194,10 @@ class Batcher:
         try:
             while self._refusal is None:
                 step = await self._launch_next()
-                self._deliver_reply()
+                await self._deliver_reply()
                 if step is not None:
                     self._reply = await self._receive(step)
-                elif not self._queue:
+                elif not self._planner.queue:
                     self._work.clear()
                     await self._work.wait()
         except asyncio.CancelledError:
@@ -236,8 +211,8 @@ class Batcher:
             self._stop(IncompleteGenerationError)
             if self._call is not None:
                 self._call.cancel()
-            self._sweep()
-            self._meter.note_load(0)
+            self._planner.sweep()
+            self._meter.note_load()
             self._task = None
 
     async def _launch_next(self) -> _Step | None:
@@ -246,143 +221,97 @@ class Batcher:
         No step is under way here. That is why blocks can change hands: the rows that used them are
         dropped before anything is launched that could write to them.
         """
-        self._sweep()
+        planner = self._planner
+        planner.sweep()
+        advance = planner.advance()
         await self._drop_rows()
-        if admitted := self._admit():
-            cached_batch_id = None if self._batch is None else self._batch.id
-            batch_id = next(self._batch_ids)
-            call = self._shards.prefill(batch_id, admitted, cached_batch_id)
-            self._must_decode = cached_batch_id is not None
-            self._steps_since_join = 1
-            entries = {entry.id: entry for entry in admitted}
-            self._running |= entries
-            return await self._launch("prefill", batch_id, entries, call)
-        grown_blocks = self._grow()
-        await self._drop_rows()
-        if self._batch is None:
-            self._meter.note_load(0)
+        batch = self._batch
+        plan = planner.plan(None if batch is None else advance)
+        self._meter.note_load()
+        if plan is None:
             return None
-        call = self._shards.decode([self._batch.id], grown_blocks)
-        self._must_decode = False
-        self._steps_since_join += 1
-        return await self._launch("decode", self._batch.id, self._running.copy(), call)
-
-    async def _launch(
-        self,
-        method: Method,
-        batch_id: int,
-        entries: dict[int, Entry],
-        call: Coroutine[Any, Any, StepResult],
-    ) -> _Step:
-        """Sends a call to the shards and returns without its answer."""
-        self._meter.note_launch(method, len(self._running))
+        if plan.admitted:
+            self._note_admission(plan)
+            batch_id = next(self._batch_ids)
+            cached_id = None if batch is None else batch.id
+            call = self._shards.prefill(batch_id, plan.admitted, cached_id, plan.advance)
+        else:
+            assert batch is not None and plan.advance is not None
+            batch_id = batch.id
+            call = self._shards.decode([batch_id], plan.advance)
         self._call = asyncio.create_task(call)
-        step = _Step(method, batch_id, entries, self._call, time.perf_counter())
+        step = _Step(plan, batch_id, self._call, time.perf_counter())
+        self._meter.note_launch(step.method)
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
         return step
+
+    def _note_admission(self, plan: Plan) -> None:
+        now = time.perf_counter()
+        for entry in plan.admitted:
+            entry.timings = entry.timings or Timings(entry.queued, now)
+        self._meter.note_admission(plan)
 
     async def _receive(self, step: _Step) -> _Reply | None:
         """Waits for a step and takes account of it; None if it failed."""
         try:
             result = await step.call
-            if not result.is_answer_to(step.entries.keys(), self._running.keys()):
-                raise GenerationError("Server error: the shard answered for other requests")
+            if not result.is_answer_to(step.plan.asked, step.plan.entries.keys()):
+                raise LostStepError("Server error: the shard answered for other requests")
         except GenerationError as error:
             self._meter.note_failure(step.method)
-            await self._fail(step.batch_id, step.entries.values(), error)
+            await self._fail_step(step, error)
             return None
         self._is_healthy = True
+        self._last_success = time.perf_counter()
         self._batch = result.batch
-        for request_id, token_id, finish_reason in zip(
-            result.request_ids, result.token_ids, result.finish_reasons, strict=True
-        ):
-            entry = step.entries[request_id]
-            entry.token_ids.append(token_id)
-            if finish_reason is not None or request_id in result.errors:
-                self._release(entry)
+        self._planner.settle(step.plan, result)
         self._meter.note_step(step.method, time.perf_counter() - step.launched, result)
         return _Reply(step, result)
 
-    def _deliver_reply(self) -> None:
-        """Makes the text of the last reply and hands it to the clients."""
+    async def _deliver_reply(self) -> None:
+        """Makes the text of the last reply and hands it to the clients, some in each turn."""
         if self._reply is None:
             return
         now = time.perf_counter()
         step, result = self._reply.step, self._reply.result
-        for request_id, token_id, logprob, finish_reason, top_tokens in zip(
-            result.request_ids,
-            result.token_ids,
-            result.logprobs,
-            result.finish_reasons,
-            result.top_tokens(),
-            strict=True,
-        ):
-            entry = step.entries[request_id]
-            if entry.state is EntryState.ENDED:
-                continue
-            if (message := result.errors.get(request_id)) is not None:
-                self._end(entry, GenerationError(message))
-                continue
-            outputs: list[Output] = []
-            if (prefill_logprobs := result.prefill_logprobs.get(request_id)) is not None:
-                outputs.append(entry.answer.prefill(prefill_logprobs))
-            output = entry.answer.step(token_id, logprob, finish_reason, top_tokens, entry.timings)
-            if output.generated is not None:
-                self._end(entry)
-            entry.deliver(*outputs, output)
-            self._meter.note_token(entry, now)
+        columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
+        answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
+        for place, (request_id, num, finish_reason) in enumerate(answered, start=1):
+            entry, tokens = step.plan.entries[request_id], list(islice(columns, num))
+            if entry.state is not EntryState.ENDED:
+                if (message := result.errors.get(request_id)) is not None:
+                    self._end(entry, GenerationError(message))
+                else:
+                    self._deliver(entry, tokens, finish_reason, result, now)
+            if place % DELIVERIES_PER_TURN == 0:
+                await asyncio.sleep(0)
         self._meter.note_delivery(step.method, time.perf_counter() - now)
         self._reply = None
 
-    # ---- Policy: who gets in, who gets blocks ----
-
-    def _admit(self) -> list[Entry]:
-        """The entries that join now, with their first blocks."""
-        num_running = len(self._running)
-        if num_running and self._must_decode:
-            return []
-        is_patient = self._steps_since_join < self._limits.max_waiting_tokens
-        ratio = self._limits.waiting_served_ratio if num_running and is_patient else 0.0
-        admitted = self._queue.next_batch(
-            self._allocator,
-            min_size=int(min(num_running * ratio, sys.maxsize)),
-            max_size=self._limits.max_batch_size - num_running,
-            max_prefill_tokens=self._limits.max_batch_prefill_tokens,
-            num_running=num_running,
-        )
-        if admitted:
-            now = time.perf_counter()
-            for entry in admitted:
-                entry.timings = entry.timings or Timings(entry.queued, now)
-            self._meter.note_queue(len(self._queue))
-            self._meter.note_admission(len(admitted), num_running, is_patient)
-        return admitted
-
-    def _grow(self) -> list[tuple[int, int]]:
-        """Gives every running entry room for the token that the next decode writes.
-
-        When no block is left the newest entry is preempted, which may be the one that asks. The
-        oldest is never: alone, any entry fits (`submit`). Returns (request id, new block) pairs.
-        """
-        grown_blocks = []
-        for entry in list(self._running.values()):
-            while entry.block_table is not None and entry.block_table.num_slots < entry.num_tokens:
-                block_id = self._allocator.grow(entry.block_table)
-                if block_id is None:
-                    self._preempt_newest()
-                else:
-                    grown_blocks.append((entry.id, block_id))
-        return grown_blocks
-
-    def _preempt_newest(self) -> None:
-        """Takes the newest running entry's blocks; it will compute its tokens again."""
-        assert len(self._running) > 1, "a single entry must always fit"
-        newest = self._running[next(reversed(self._running))]
-        self._release(newest)
-        self._queue.put_back(newest)
-        self._meter.note_preemption()
-        self._meter.note_queue(len(self._queue))
+    def _deliver(
+        self,
+        entry: Entry,
+        tokens: Sequence[tuple[int, float, tuple[Sequence[int], Sequence[float]]]],
+        finish_reason: FinishReason | None,
+        result: StepResult,
+        now: float,
+    ) -> None:
+        """Hands one client the tokens of a step; those behind a stop string are thrown away."""
+        outputs: list[Output] = []
+        if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
+            outputs.append(entry.answer.prefill(prefill_logprobs))
+        num_tokens = 0
+        for token_id, logprob, top_tokens in tokens:
+            num_tokens += 1
+            reason = finish_reason if num_tokens == len(tokens) else None
+            output = entry.answer.step(token_id, logprob, reason, top_tokens, entry.timings)
+            outputs.append(output)
+            if output.generated is not None:
+                self._end(entry)
+                break
+        entry.deliver(*outputs)
+        self._meter.note_tokens(entry, num_tokens, now)
 
     # ---- Endings ----
 
@@ -391,50 +320,53 @@ class Batcher:
         if entry.state is EntryState.ENDED:
             return
         if entry.state is EntryState.QUEUED:
-            self._queue.remove(entry)
-            self._meter.note_queue(len(self._queue))
+            self._planner.queue.remove(entry)
+            self._meter.note_queue()
         entry.state = EntryState.ENDED
         del self._live[entry.id]
         if error is not None:
             entry.fail(error)
 
-    def _release(self, entry: Entry) -> None:
-        """Takes an entry's blocks back; no step that is under way may write to them."""
-        del self._running[entry.id]
-        assert entry.block_table is not None
-        self._allocator.release(entry.block_table)
-        entry.block_table = None
-
-    def _sweep(self) -> None:
-        """Releases the entries that ended here while a step was under way."""
-        for entry in [e for e in self._running.values() if e.state is EntryState.ENDED]:
-            self._release(entry)
-
     async def _drop_rows(self) -> None:
         """Has the shards forget the rows of entries that no longer run."""
-        batch = self._batch
-        if batch is None or len(batch.request_ids) == len(self._running):
+        batch, running = self._batch, self._planner.running
+        if batch is None or len(batch.request_ids) == len(running):
             return
         started = time.perf_counter()
         try:
-            if self._running:
-                self._batch = await self._shards.filter_batch(batch.id, list(self._running))
+            if running:
+                self._batch = await self._shards.filter_batch(batch.id, list(running))
             else:
                 self._batch = None
                 await self._shards.clear_cache(batch.id)
         except GenerationError as error:
-            await self._fail(batch.id, list(self._running.values()), error)
+            self._fail(batch.id, list(running.values()), error)
+            self._batch = None
+            await self._clear(batch.id)
         self._meter.note_drop(time.perf_counter() - started)
 
-    async def _fail(self, batch_id: int, entries: Iterable[Entry], error: GenerationError) -> None:
-        """Ends the entries of a failed call and has the shards forget its batch."""
+    async def _fail_step(self, step: _Step, error: GenerationError) -> None:
+        """Ends those a failed step was made for: the new ones of a Prefill, or else all.
+
+        The rows that were there before a Prefill are as they were, unless nobody can say so.
+        """
+        batch, entries = self._batch, step.plan.admitted
+        if not entries or isinstance(error, LostStepError):
+            self._batch, entries = None, list(step.plan.entries.values())
+        self._planner.is_closed = True
+        self._fail(step.batch_id, entries, error)
+        await self._clear(step.batch_id)
+        if self._batch is None and batch is not None and batch.id != step.batch_id:
+            await self._clear(batch.id)
+
+    def _fail(self, batch_id: int, entries: Iterable[Entry], error: GenerationError) -> None:
         logger.error("Batch %d failed: %s", batch_id, error)
         self._is_healthy = False
-        if self._batch is not None and self._batch.id == batch_id:
-            self._batch = None
         for entry in entries:
-            self._release(entry)
+            self._planner.release(entry)
             self._end(entry, GenerationError(*error.args))
+
+    async def _clear(self, batch_id: int) -> None:
         try:
             await self._shards.clear_cache(batch_id)
         except GenerationError as clear_error:

@@ -3,8 +3,8 @@
 The token at position p of a request is in slot p % block_size of `block_ids[p // block_size]`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,46 +25,62 @@ class BlockTable:
 
 
 class BlockAllocator:
-    """Owns the block numbers 0 … num_blocks - 1: each is free or in the tables that are counted."""
+    """Owns the block numbers 0 … num_blocks - 1: each is held by tables, idle or free.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    A block that was marked by `keep` is idle when no table holds it: its tokens can be of use
+    again until the block is given out anew. Those that have been idle for the longest go first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, retains: bool = True) -> None:
+        """Without `retains` no block is ever idle: what nobody holds is free."""
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.forget: Callable[[int], None] = lambda block_id: None
+        """Told of a kept block, held by nobody, whose tokens are lost now."""
+        self._retains = retains
         # A stack: what was used last is most likely still in the device's caches.
         self._free = list(reversed(range(num_blocks)))
+        # Longest idle first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._kept: set[int] = set()
         # In how many tables each block is.
         self._num_tables = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out."""
-        return len(self._free)
+        """Blocks that can be given out, idle ones included."""
+        return len(self._free) + len(self._idle)
 
     @property
     def num_used(self) -> int:
         """Blocks held by tables."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks so many tokens fill."""
         return -(-num_tokens // self.block_size)
 
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these are idle: taking them into a table leaves fewer to give out."""
+        return sum(block_id in self._idle for block_id in block_ids)
+
     def allocate(self, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
         """A table with room for `num_tokens`, which the caller has checked to be available.
 
-        It begins with the blocks `shared`, which are in another table and stay there.
+        It begins with the blocks `shared`, which are in other tables or idle.
         """
         num_blocks = self.num_blocks_for(num_tokens) - len(shared)
-        assert 0 < num_blocks <= self.num_free, "allocated without asking num_free first"
+        assert 0 < num_blocks <= self.num_free - self.num_idle(shared), "ask num_free first"
         for block_id in shared:
-            assert self._num_tables[block_id] > 0, "a free block cannot be shared"
+            assert self._num_tables[block_id] or block_id in self._idle, "a free block is no one's"
+            self._idle.pop(block_id, None)
             self._num_tables[block_id] += 1
         return BlockTable(self.block_size, [*shared, *(self._take() for _ in range(num_blocks))])
 
     def grow(self, table: BlockTable) -> int | None:
-        """Adds one block to a table and returns its number; None when no block is free."""
-        if not self._free:
+        """Adds one block to a table and returns its number; None when there is none."""
+        if not self.num_free:
             return None
         block_id = self._take()
         table.block_ids.append(block_id)
@@ -73,24 +89,57 @@ class BlockAllocator:
     def release(self, table: BlockTable) -> None:
         """Takes all blocks of a table back, once; the table is empty and of no more use.
 
-        A block is free when the last of its tables is released.
+        The last block is idle before the first, so that a text loses its end before its beginning.
         """
         assert table.block_ids, "released twice"
         for block_id in reversed(table.block_ids):
             self._num_tables[block_id] -= 1
-            if not self._num_tables[block_id]:
+            if self._num_tables[block_id]:
+                continue
+            if block_id not in self._kept:
                 self._free.append(block_id)
+            elif self._retains:
+                self._idle[block_id] = None
+            else:
+                self._kept.discard(block_id)
+                self._free.append(block_id)
+                self.forget(block_id)
         table.block_ids = []
 
+    def is_held(self, block_id: int) -> bool:
+        """Whether a table holds the block."""
+        return self._num_tables[block_id] > 0
+
+    def keep(self, block_id: int) -> None:
+        """From now on the tokens in this block, which a table holds, are worth keeping."""
+        assert self._num_tables[block_id] and block_id not in self._kept
+        self._kept.add(block_id)
+
+    def discard(self, block_id: int) -> None:
+        """The tokens in a kept block are worth nothing any more; `forget` is not called."""
+        self._kept.remove(block_id)
+        if block_id in self._idle:
+            del self._idle[block_id]
+            self._free.append(block_id)
+
     def integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Asserts that `tables` are all tables: each block is free or in as many as are counted."""
+        """Asserts that `tables` are all tables: each block is held as often as counted or nobody's.
+
+        Nobody's are free or, if kept, idle.
+        """
         held = Counter(block_id for table in tables for block_id in set(table.block_ids))
         counts = [held[block_id] for block_id in range(self.num_blocks)]
         assert counts == self._num_tables, "blocks lost or held twice"
-        free = [block_id for block_id, count in enumerate(counts) if not count]
-        assert sorted(self._free) == free, "blocks lost or held twice"
+        nobodys = [block_id for block_id, count in enumerate(counts) if not count]
+        assert sorted([*self._free, *self._idle]) == nobodys, "blocks lost or held twice"
+        assert self._idle.keys() <= self._kept and not self._kept.intersection(self._free)
 
     def _take(self) -> int:
-        block_id = self._free.pop()
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._idle.popitem(last=False)
+            self._kept.discard(block_id)
+            self.forget(block_id)
         self._num_tables[block_id] = 1
         return block_id

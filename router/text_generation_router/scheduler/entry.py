@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from enum import Enum
 
 from text_generation_router.errors import RouterError
 from text_generation_router.request import Output, Request, Timings
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
+from text_generation_router.scheduler.prefix_cache import Chain, Tokens
 
 
 class EntryState(Enum):
@@ -20,9 +21,15 @@ class EntryState(Enum):
 
 
 class Entry:
-    """One accepted request, changed by the Batcher alone; clients only await `next_outputs`."""
+    """One accepted request, changed by Batcher and Planner; clients only await `next_outputs`.
 
-    def __init__(self, entry_id: int, request: Request, answer: Answer) -> None:
+    While it runs, the KV of its first `num_computed` tokens is written. When its whole input is,
+    that is all its tokens but the last.
+    """
+
+    def __init__(
+        self, entry_id: int, request: Request, answer: Answer, group: int | None = None
+    ) -> None:
         self.id = entry_id
         self.request = request
         self.answer = answer
@@ -30,12 +37,19 @@ class Entry:
         self.token_ids: list[int] = []
         """What the shard has generated; one step ahead of `answer` while a reply is delivered."""
         self.state = EntryState.QUEUED
-        self.siblings: Sequence[Entry] = ()
-        """All sequences of the same prompt, itself among them; empty: there are no others."""
+        self.group = group
+        """The same for all sequences of one prompt; None where there is only one."""
         self.block_table: BlockTable | None = None
         """Held from admission until no step can write to it any more."""
+        self.chain: Chain | None = None
+        """How far its text is in the prefix cache; None while it shares with nobody."""
+        self.num_inputs = 0
+        """How many tokens it had when it was admitted; it decodes once all of them are computed."""
         self.num_cached_tokens = 0
-        """How many leading tokens are in blocks shared with a sibling, which computes them."""
+        """How many of those were in shared blocks, or are written there by its first step."""
+        self.chunk_len = 0
+        """How many tokens behind those its first step computes."""
+        self.num_computed = 0
         self.queued = time.perf_counter()
         self.timings: Timings | None = None
         """When it was queued and first admitted; a preemption does not change it."""
@@ -43,7 +57,8 @@ class Entry:
         """When the client was last given a token."""
         self._outputs: list[Output] = []
         self._error: RouterError | None = None
-        self._wake = asyncio.Event()
+        # What the client waits on while nothing is ready.
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -61,27 +76,30 @@ class Entry:
         return self.request.prefill_logprobs and not self.token_ids
 
     @property
-    def sharing_table(self) -> BlockTable | None:
-        """The table of a sibling that holds the prompt; None if this entry must compute it."""
-        tables = (sibling.block_table for sibling in self.siblings)
-        return next((table for table in tables if table is not None), None)
+    def max_context(self) -> int:
+        """The most tokens it can ever have."""
+        return len(self.request.input_ids) + self.request.stopping.max_new_tokens
 
-    def num_shareable_blocks(self, block_size: int) -> int:
-        """How many leading blocks siblings share: those that hold nothing but prompt.
-
-        The prompt's last token is never shared: its output is this entry's own first token.
-        """
-        return (len(self.request.input_ids) - 1) // block_size
+    def full_blocks(self, start: int, num_tokens: int, block_size: int) -> Iterator[Tokens]:
+        """The tokens of the blocks from block `start` on that its first `num_tokens` fill."""
+        prompt, num_prompt = self.request.input_ids, len(self.request.input_ids)
+        for first in range(start * block_size, num_tokens - block_size + 1, block_size):
+            end = first + block_size
+            if end <= num_prompt:
+                yield prompt[first:end]
+            else:
+                generated = self.token_ids[max(0, first - num_prompt) : end - num_prompt]
+                yield (*prompt[first:], *generated)
 
     def deliver(self, *outputs: Output) -> None:
         """Hands over the outputs of one step; the client wakes up once for all of them."""
         self._outputs.extend(outputs)
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: RouterError) -> None:
         """Ends the client's wait with an error, after the outputs that are still unread."""
         self._error = error
-        self._wake.set()
+        self._wake()
 
     async def next_outputs(self) -> list[Output]:
         """All outputs that are ready, at least one; raises the error the entry ended with.
@@ -92,7 +110,14 @@ class Entry:
         while not self._outputs:
             if self._error is not None:
                 raise self._error
-            await self._wake.wait()
-            self._wake.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

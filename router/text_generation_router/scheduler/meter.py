@@ -1,10 +1,11 @@
 """What the scheduler reports about itself."""
 
+from collections import Counter
 from typing import Literal
 
 from text_generation_router.metrics import Metrics
-from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
 from text_generation_router.scheduler.shards import StepResult
 
 Method = Literal["prefill", "decode"]
@@ -13,41 +14,52 @@ Method = Literal["prefill", "decode"]
 class Meter:
     """Turns what the Batcher does into metrics, so that the Batcher's own text stays short."""
 
-    def __init__(self, metrics: Metrics, allocator: BlockAllocator) -> None:
+    def __init__(self, metrics: Metrics, planner: Planner, limits: SchedulerLimits) -> None:
         self._metrics = metrics
-        self._allocator = allocator
+        self._planner = planner
+        self._chunks_prompts = limits.chunks_prompts
         # Time spent on dropping rows since the last delivery.
         self._drop_s = 0.0
+        # Of the delivery under way: times between tokens and tokens gained by speculation, with
+        # how many entries they are true of. Most entries of a step have waited equally long.
+        self._gaps: Counter[float] = Counter()
+        self._skipped: Counter[int] = Counter()
+        allocator = planner.allocator
         metrics.batch_max_total_tokens.set(allocator.num_blocks * allocator.block_size)
-        self.note_load(0)
+        self.note_load()
 
-    def note_queue(self, size: int) -> None:
-        """So many entries wait."""
-        self._metrics.queue_size.set(size)
+    def note_queue(self) -> None:
+        """Somebody came or left."""
+        self._metrics.queue_size.set(len(self._planner.queue))
 
-    def note_admission(self, size: int, num_running: int, was_patient: bool) -> None:
-        """`size` entries were let in beside `num_running`; patient: the waiting were many."""
-        self._metrics.batch_next_size.observe(size)
-        if num_running:
-            reason = "backpressure" if was_patient else "wait_exceeded"
-            self._metrics.batch_concat.inc(reason=reason)
+    def note_admission(self, plan: Plan) -> None:
+        """Entries were let in."""
+        metrics, planner = self._metrics, self._planner
+        metrics.batch_next_size.observe(len(plan.admitted))
+        for entry in plan.admitted:
+            metrics.prefix_cache_queried_tokens.inc(entry.num_inputs)
+            metrics.prefix_cache_hit_tokens.inc(entry.num_cached_tokens)
+        if plan.advance is not None:
+            patient = "backpressure" if planner.is_patient else "wait_exceeded"
+            metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else patient)
+        self.note_queue()
 
-    def note_preemption(self) -> None:
-        """An entry gave its blocks back."""
-        self._metrics.request_preempted.inc()
-
-    def note_load(self, num_running: int) -> None:
-        """What is held now."""
-        metrics, allocator = self._metrics, self._allocator
+    def note_load(self) -> None:
+        """What is held now, and who was preempted."""
+        metrics, planner = self._metrics, self._planner
+        allocator, num_running = planner.allocator, len(planner.running)
         metrics.batch_current_size.set(num_running)
         metrics.batch_current_max_tokens.set(allocator.num_used * allocator.block_size)
         metrics.kv_blocks_used.set(allocator.num_used)
         metrics.kv_blocks_free.set(allocator.num_free)
+        metrics.prefix_cache_blocks.set(len(planner.cache))
+        if num_new := planner.num_preempted - metrics.request_preempted.value():
+            metrics.request_preempted.inc(num_new)
+            self.note_queue()
 
-    def note_launch(self, method: Method, num_running: int) -> None:
+    def note_launch(self, method: Method) -> None:
         """A step is about to be sent."""
         self._metrics.batch_inference_count.inc(method=method)
-        self.note_load(num_running)
 
     def note_failure(self, method: Method) -> None:
         """A step failed."""
@@ -69,17 +81,24 @@ class Meter:
 
     def note_delivery(self, method: Method, duration_s: float) -> None:
         """The text of a step was made and handed over."""
+        metrics = self._metrics
+        for gap_s, times in self._gaps.items():
+            metrics.request_inter_token_latency_duration.observe(gap_s, times)
+        for num_skipped, times in self._skipped.items():
+            metrics.request_skipped_tokens.observe(num_skipped, times)
+        self._gaps.clear()
+        self._skipped.clear()
         duration_s += self._drop_s
         self._metrics.batch_filter_duration.observe(duration_s, method=method)
         self._drop_s = 0.0
 
-    def note_token(self, entry: Entry, now: float) -> None:
-        """An entry's client was given a token at `now`; how long it waited for it."""
+    def note_tokens(self, entry: Entry, num_tokens: int, now: float) -> None:
+        """An entry's client was given tokens at `now`; how long it waited for them."""
         if entry.last_delivered is None:
             self._metrics.request_time_to_first_token_duration.observe(now - entry.queued)
         else:
-            duration_s = now - entry.last_delivered
-            self._metrics.request_inter_token_latency_duration.observe(duration_s)
+            self._gaps[now - entry.last_delivered] += 1
+        if num_tokens > 1:
+            self._gaps[0.0] += num_tokens - 1
         entry.last_delivered = now
-        # Without speculation every step gives one token: none is ever skipped.
-        self._metrics.request_skipped_tokens.observe(0)
+        self._skipped[num_tokens - 1] += 1

@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
 
+from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
+
+
+class LostStepError(GenerationError):
+    """Nobody can say what the shards have computed: their answer is lost or makes no sense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +24,36 @@ class CachedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Advance:
+    """How the rows of a batch that is there go on in a step."""
+
+    # (request id, new last block of its table), applied before the step.
+    grown_blocks: Sequence[tuple[int, int]] = ()
+    # (request id, how many more tokens of its input are computed); others of that kind rest.
+    chunks: Sequence[tuple[int, int]] = ()
+    # Tokens guessed at most for every request that gets one; the tables have room for them.
+    speculate: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one Prefill or Decode: parallel columns, one entry a request."""
+    """The answer to one Prefill or Decode: parallel columns, one entry a request or a token.
+
+    Requests that rested, or whose input is not computed yet, do not occur.
+    """
 
     request_ids: Sequence[int]
+    # The tokens of one request follow one another.
     token_ids: Sequence[int]
-    # Not finite where a log-probability is not defined.
+    # By token; not finite where a log-probability is not defined.
     logprobs: Sequence[float]
-    # Not None: the request ended with this token and its row is already free.
+    # By request. Not None: it ended with its last token and its row is already free.
     finish_reasons: Sequence[FinishReason | None]
     # What runs on after this step; None when every request ended.
     batch: CachedBatch | None
-    # How many alternatives each request has in the two columns below; empty: none has any.
+    # By request, how many tokens are its own; empty: one each.
+    token_counts: Sequence[int] = ()
+    # By token, how many alternatives it has in the two columns below; empty: none has any.
     top_token_counts: Sequence[int] = ()
     top_token_ids: Sequence[int] = ()
     top_token_logprobs: Sequence[float] = ()
@@ -43,45 +67,60 @@ class StepResult:
     concat_ns: int | None = None
 
     def is_answer_to(self, asked: Set[int], running: Set[int]) -> bool:
-        """Whether exactly `asked` got a token and the rows left are `running` less the finished."""
+        """Whether exactly `asked` got tokens and the rows left are `running` less the finished."""
+        counts = self.counts
+        if not len(counts) == len(self.request_ids) == len(self.finish_reasons):
+            return False
+        if min(counts, default=1) < 1 or not sum(counts) == len(self.token_ids) == len(
+            self.logprobs
+        ):
+            return False
         columns = zip(self.request_ids, self.finish_reasons, strict=True)
         finished = {request_id for request_id, reason in columns if reason is not None}
         finished |= self.errors.keys()
         left = () if self.batch is None else self.batch.request_ids
         return asked == set(self.request_ids) and running - finished == set(left)
 
+    @property
+    def counts(self) -> Sequence[int]:
+        """How many tokens each request got."""
+        return self.token_counts or (1,) * len(self.request_ids)
+
     def top_tokens(self) -> Iterator[tuple[Sequence[int], Sequence[float]]]:
-        """The alternatives of each request in turn: ids and log-probabilities, best first."""
+        """The alternatives of each token in turn: ids and log-probabilities, best first."""
+        if not self.top_token_counts:
+            yield from repeat(((), ()), len(self.token_ids))
         start = 0
-        for num in self.top_token_counts or (0,) * len(self.request_ids):
+        for num in self.top_token_counts:
             end = start + num
             yield self.top_token_ids[start:end], self.top_token_logprobs[start:end]
             start = end
 
 
 class Shards(Protocol):
-    """All shards of the model as one. Every method raises GenerationError when a shard fails.
+    """All shards of the model as one. Every method raises GenerationError when a shard fails, and
+    LostStepError when it may have computed something all the same.
 
     One Prefill, Decode or FilterBatch is under way at a time.
     """
 
     async def prefill(
-        self, batch_id: int, entries: Sequence[Entry], cached_batch_id: int | None
+        self,
+        batch_id: int,
+        entries: Sequence[Entry],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
     ) -> StepResult:
-        """Computes the inputs of `entries` and their first tokens.
+        """Computes the first `chunk_len` uncached tokens of `entries`; those complete get a token.
 
-        With `cached_batch_id` the rows join that batch, which keeps its id; if this fails, the
-        cached batch is as it was and the new rows are free.
+        With `cached_batch_id` the rows join that batch, which keeps its id. With `advance` its rows
+        go on in the same pass, before the new ones: these can share what those write. If it fails,
+        the cached batch is as it was and the new rows are free.
         """
         ...
 
-    async def decode(
-        self, batch_ids: Sequence[int], grown_blocks: Sequence[tuple[int, int]]
-    ) -> StepResult:
-        """Computes one token for every row of the batches, which become one.
-
-        `grown_blocks`: (request id, new last block of its table), applied before the step.
-        """
+    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+        """Advances every row of the batches, which become one."""
         ...
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:

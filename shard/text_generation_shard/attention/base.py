@@ -6,14 +6,26 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.forward import ForwardBatch
-from text_generation_shard.kv_cache import CacheShape, KVCache
+from text_generation_shard.kv_cache import CacheShape
 
 # Cached tokens an implementation may copy at once, for keys and again for values.
 MAX_GATHER_TOKENS = 1 << 17
 
 
+class BlockMemory(Protocol):
+    """What `AttentionBackend.allocate` made."""
+
+    nbytes: int
+
+
 class AttentionPlan(Protocol):
     """What `AttentionBackend.plan` found out about one pass; opaque to everyone else."""
+
+
+class Cache(Protocol):
+    """Where keys and values are kept, in whatever order."""
+
+    nbytes: int
 
 
 class AttentionBackend(Protocol):
@@ -22,8 +34,10 @@ class AttentionBackend(Protocol):
     name: str
     # Tokens in a block; the router allocates in these units.
     block_size: int
+    # Whether cached keys and values are copied before they are multiplied.
+    gathers: bool
 
-    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> KVCache:
+    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> Cache:
         """Make the cache; called again, the former one is dropped first."""
 
     def plan(self, batch: ForwardBatch) -> AttentionPlan:

@@ -1,12 +1,26 @@
 """The one place that names attention implementations."""
 
+import torch
+
+from text_generation_shard import kernels
 from text_generation_shard.attention.base import AttentionBackend
+from text_generation_shard.models.config import ModelConfig
 
 
-def create_backend(name: str) -> AttentionBackend:
-    """`torch` is the reference, and runs on any device. ValueError for another name."""
+def create_backend(
+    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend:
+    """`torch` is the reference, and runs on any device; `packed` is the fast one on the processor;
+    `auto` is packed where it can be. ValueError for another name."""
+    if name == "auto":
+        fits = config.head_dim % 16 == 0 and config.head_dim <= kernels.MAX_HEAD_DIM
+        name = "packed" if fits and kernels.are_used(dtype, device) else "torch"
+    if name == "packed":
+        from text_generation_shard.attention.packed import PackedAttention
+
+        return PackedAttention(config.num_heads, config.num_kv_heads)
     if name == "torch":
         from text_generation_shard.attention.torch_sdpa import TorchAttention
 
         return TorchAttention()
-    raise ValueError(f"the attention implementation {name} does not exist; there is: torch")
+    raise ValueError(f"no attention implementation is named {name}; there are: torch, packed")

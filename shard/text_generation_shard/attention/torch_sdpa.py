@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -11,13 +12,21 @@ from text_generation_shard.attention.base import MAX_GATHER_TOKENS, AttentionPla
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape, KVCache
 
+# Rows with at most so many tokens in a pass are attended in groups, the others one by one.
+_MOST_GROUPED = 16
+# Rows of a group have at most as many tokens as one of these: fewer are padded.
+_GROUP_LENGTHS = (1, 2, 4, 8, _MOST_GROUPED)
+
 
 @dataclass(slots=True)
 class RowGroup:
-    """Decode rows of similar length. `rows` is None for all rows of the batch."""
+    """Rows of similar context with at most `length` tokens each, padded to that."""
 
-    rows: Tensor | None
-    context_lens: Tensor
+    # [rows * length] which tokens of the pass; None: all of them, in order.
+    tokens: Tensor | None
+    length: int
+    # [rows, length] how many tokens of its row each sees.
+    seen: Tensor
     block_index: Tensor
     # By window size; the same in all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
@@ -30,20 +39,23 @@ class TorchPlan:
     batch: ForwardBatch
     slot_index: Tensor
     groups: list[RowGroup]
+    # Rows that are attended one by one.
+    long_rows: list[int]
     # Masks of continued prompts by (row, window).
     prefill_masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
 class TorchAttention:
-    """Decode: two batched matrix products over (kv head × row). Prefill: one SDPA call a row.
+    """Few tokens: two batched matrix products over (kv head × row). Many: one SDPA call a row.
 
-    The batched products beat SDPA in decode because the query heads that share a KV head become
-    the rows of one matrix, so each block is read once for all of them (measured in
-    MEASUREMENTS: 0.20 against 0.35 ms a layer at 32 rows).
+    The batched products beat SDPA in decode because the query heads that share a KV head, and the
+    tokens of one row, become the rows of one matrix, so each block is read once for all of them
+    (measured in MEASUREMENTS: 0.20 against 0.35 ms a layer at 32 rows).
     """
 
     name = "torch"
     block_size = 16
+    gathers = True
 
     def __init__(self) -> None:
         self._cache: KVCache | None = None
@@ -57,22 +69,50 @@ class TorchAttention:
     def plan(self, batch: ForwardBatch) -> TorchPlan:
         """See AttentionBackend."""
         assert self._cache is not None, "allocate comes before plan"
-        groups = self._groups(self._cache, batch) if batch.is_decode else []
-        return TorchPlan(batch, self._cache.slot_index(batch.slots), groups)
+        slot_index = self._cache.slot_index(batch.slots)
+        by_length: dict[int, list[int]] = {}
+        long_rows: list[int] = []
+        if batch.is_decode:
+            by_length[1] = list(range(len(batch.host_context_lens)))
+        else:
+            for row, (start, end) in enumerate(pairwise(batch.cu_seqlens_q)):
+                if end - start > _MOST_GROUPED:
+                    long_rows.append(row)
+                else:
+                    length = next(item for item in _GROUP_LENGTHS if item >= end - start)
+                    by_length.setdefault(length, []).append(row)
+        groups = [
+            group
+            for length, rows in by_length.items()
+            for group in self._groups(self._cache, batch, rows, length)
+        ]
+        return TorchPlan(batch, slot_index, groups, long_rows)
 
-    def _groups(self, cache: KVCache, batch: ForwardBatch) -> list[RowGroup]:
+    def _groups(
+        self, cache: KVCache, batch: ForwardBatch, rows: list[int], length: int
+    ) -> list[RowGroup]:
         """Rows are padded to the longest of their group only: one long row beside 31 short ones
         cost 132 ms a layer in one group, and 1.7 ms in two."""
         groups = []
-        for rows in group_by_length(batch.host_context_lens):
-            index = None
-            tables, lens = batch.block_tables, batch.context_lens
-            if len(rows) < len(batch.host_context_lens):
-                index = torch.tensor(rows, device=tables.device)
-                tables, lens = tables[index], lens[index]
-            width = -(-max(batch.host_context_lens[row] for row in rows) // self.block_size)
+        contexts = [batch.host_context_lens[row] for row in rows]
+        steps = torch.arange(length)
+        for places in group_by_length(contexts, length):
+            members = [rows[place] for place in places]
+            width = -(-max(contexts[place] for place in places) // self.block_size)
+            if length == 1 and len(members) == len(batch.host_context_lens):
+                tables, tokens, seen = batch.block_tables, None, batch.context_lens[:, None]
+            else:
+                device = batch.block_tables.device
+                tables = batch.block_tables[torch.tensor(members, device=device)]
+                offsets = torch.tensor(batch.cu_seqlens_q)
+                starts, ends = offsets[members][:, None], offsets[1:][members][:, None]
+                # A row's last token fills it up.
+                index = torch.minimum(starts + steps, ends - 1)
+                context_lens = torch.tensor(batch.host_context_lens)[members][:, None]
+                seen = (context_lens - (ends - 1 - index)).to(device)
+                tokens = index.flatten().to(device)
             blocks = cache.block_index(tables[:, :width].flatten())
-            groups.append(RowGroup(index, lens, blocks))
+            groups.append(RowGroup(tokens, length, seen, blocks))
         return groups
 
     def forward(
@@ -86,41 +126,43 @@ class TorchAttention:
         """See AttentionBackend."""
         assert self._cache is not None and isinstance(plan, TorchPlan)
         self._cache.store(layer, plan.slot_index, key_value)
-        if plan.batch.is_decode:
-            return self._decode(self._cache, query, layer, window, plan)
-        return self._prefill(self._cache, query, key_value, layer, window, plan)
-
-    def _decode(
-        self, cache: KVCache, query: Tensor, layer: int, window: int | None, plan: TorchPlan
-    ) -> Tensor:
-        rows, heads, head_dim = query.shape
-        if len(plan.groups) == 1:
-            return self._decode_group(cache, query, layer, window, plan.groups[0])
-        out = torch.empty(rows, heads * head_dim, dtype=query.dtype, device=query.device)
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._grouped(self._cache, query, layer, window, plan.groups[0])
+        out = torch.empty_like(query).flatten(1)
         for group in plan.groups:
-            assert group.rows is not None, "only a single group holds all rows"
-            out[group.rows] = self._decode_group(cache, query[group.rows], layer, window, group)
+            assert group.tokens is not None, "only a single group holds all tokens in order"
+            # Padding writes once more what the token it repeats writes.
+            out[group.tokens] = self._grouped(
+                self._cache, query[group.tokens], layer, window, group
+            )
+        for row in plan.long_rows:
+            self._prefill_row(self._cache, query, key_value, layer, window, plan, row, out)
         return out
 
-    def _decode_group(
+    def _grouped(
         self, cache: KVCache, query: Tensor, layer: int, window: int | None, group: RowGroup
     ) -> Tensor:
-        rows, heads, head_dim = query.shape
-        kv_heads = cache.shape.num_kv_heads
+        """query [rows * length, heads, head_dim] → [rows * length, heads * head_dim]."""
+        tokens, heads, head_dim = query.shape
+        length, kv_heads = group.length, cache.shape.num_kv_heads
+        rows = tokens // length
         # keys, values: [kv_heads * rows, context, head_dim], context padded to the longest row.
         keys, values = cache.gather(layer, group.block_index, rows)
         if window not in group.masks:
-            mask = _decode_mask(group.context_lens, keys.shape[1], kv_heads, window)
-            group.masks[window] = mask
-        grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
-        grouped = grouped.reshape(kv_heads * rows, -1, head_dim)
+            group.masks[window] = _group_mask(group.seen, keys.shape[1], kv_heads, window)
+        # The tokens of a row, and the heads that share a KV head, are the rows of one matrix.
+        grouped = query.view(rows, length, kv_heads, -1, head_dim).permute(2, 0, 1, 3, 4)
+        products = torch.bmm(grouped.reshape(kv_heads * rows, -1, head_dim), keys.transpose(1, 2))
         # The softmax is in float32, whatever the cache holds.
-        scores = torch.add(group.masks[window], torch.bmm(grouped, keys.transpose(1, 2)))
+        scores = torch.add(
+            group.masks[window], products.view(kv_heads * rows, length, -1, keys.shape[1])
+        )
         weights = torch.softmax(scores, dim=-1).to(values.dtype)
-        out = torch.bmm(weights, values).view(kv_heads, rows, -1, head_dim)
-        return out.transpose(0, 1).reshape(rows, heads * head_dim)
+        out = torch.bmm(weights.view(kv_heads * rows, -1, keys.shape[1]), values)
+        out = out.view(kv_heads, rows, length, -1, head_dim).permute(1, 2, 0, 3, 4)
+        return out.reshape(tokens, heads * head_dim)
 
-    def _prefill(
+    def _prefill_row(
         self,
         cache: KVCache,
         query: Tensor,
@@ -128,74 +170,75 @@ class TorchAttention:
         layer: int,
         window: int | None,
         plan: TorchPlan,
-    ) -> Tensor:
+        row: int,
+        out: Tensor,
+    ) -> None:
+        """Attend with the tokens of one row; `out` is [T, heads * head_dim]."""
         batch = plan.batch
-        tokens, heads, head_dim = query.shape
-        # [2, kv_heads, T, head_dim]
-        passed = key_value.view(tokens, 2, -1, head_dim).permute(1, 2, 0, 3)
-        out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
-        for row, context in enumerate(batch.host_context_lens):
-            start, end = batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1]
-            length = end - start
-            if context == length:
-                # Nothing came before: what this pass computed is all there is to see.
-                keys, values = passed[:, :, start:end].unbind()
-            else:
-                width = -(-context // self.block_size)
-                index = cache.block_index(batch.block_tables[row, :width])
-                keys, values = (part[:, :context] for part in cache.gather(layer, index, 1))
-            causal = context == length and (window is None or context <= window)
-            mask = None
-            if not causal and (mask := plan.prefill_masks.get((row, window))) is None:
-                mask = _prefill_mask(length, context, window, query.device)
-                plan.prefill_masks[row, window] = mask
-            attended = F.scaled_dot_product_attention(
-                query[start:end].transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                attn_mask=mask,
-                is_causal=causal,
-                scale=1.0,
-                enable_gqa=True,
-            )
-            out[start:end] = attended[0].transpose(0, 1)
-        return out.view(tokens, heads * head_dim)
+        start, end = batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1]
+        context, length = batch.host_context_lens[row], end - start
+        if context == length:
+            # Nothing came before: what this pass computed is all there is to see.
+            passed = key_value[start:end].view(length, 2, -1, query.shape[2])
+            keys, values = passed.permute(1, 2, 0, 3).unbind()
+        else:
+            width = -(-context // self.block_size)
+            index = cache.block_index(batch.block_tables[row, :width])
+            keys, values = (part[:, :context] for part in cache.gather(layer, index, 1))
+        causal = context == length and (window is None or context <= window)
+        mask = None
+        if not causal and (mask := plan.prefill_masks.get((row, window))) is None:
+            mask = _prefill_mask(length, context, window, query)
+            plan.prefill_masks[row, window] = mask
+        attended = F.scaled_dot_product_attention(
+            query[start:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=causal,
+            scale=1.0,
+            enable_gqa=True,
+        )
+        out[start:end] = attended[0].transpose(0, 1).flatten(1)
 
 
-def group_by_length(context_lens: Sequence[int]) -> list[list[int]]:
+def group_by_length(context_lens: Sequence[int], length: int = 1) -> list[list[int]]:
     """Rows in groups whose longest is at most about twice the shortest, and whose padded blocks
-    stay within MAX_GATHER_TOKENS; rows that are alike stay together and keep their order."""
+    stay within MAX_GATHER_TOKENS, or fewer so that the scores of `length` tokens a row take no more
+    memory; rows that are alike stay together and keep their order."""
+    most = MAX_GATHER_TOKENS // length
     longest, shortest = max(context_lens), min(context_lens)
-    if longest <= 2 * shortest + 64 and len(context_lens) * longest <= MAX_GATHER_TOKENS:
+    if longest <= 2 * shortest + 64 and len(context_lens) * longest <= most:
         return [list(range(len(context_lens)))]
     groups: list[list[int]] = []
     for row in sorted(range(len(context_lens)), key=context_lens.__getitem__):
-        length = context_lens[row]
+        context = context_lens[row]
         if (
             not groups
-            or length > 2 * context_lens[groups[-1][0]] + 64
-            or (len(groups[-1]) + 1) * length > MAX_GATHER_TOKENS
+            or context > 2 * context_lens[groups[-1][0]] + 64
+            or (len(groups[-1]) + 1) * context > most
         ):
             groups.append([])
         groups[-1].append(row)
     return groups
 
 
-def _decode_mask(context_lens: Tensor, width: int, kv_heads: int, window: int | None) -> Tensor:
-    """0 where a row sees, -inf where it does not: [kv_heads * rows, 1, width] float32."""
-    positions = torch.arange(width, device=context_lens.device)
-    hidden = positions >= context_lens[:, None]
+def _group_mask(seen: Tensor, width: int, kv_heads: int, window: int | None) -> Tensor:
+    """0 where a token sees, -inf where it does not: [kv_heads * rows, length, 1, width] float32."""
+    positions = torch.arange(width, device=seen.device)
+    hidden = positions >= seen[..., None]
     if window is not None:
-        hidden |= positions < context_lens[:, None] - window
+        hidden |= positions < seen[..., None] - window
     mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
-    return mask.repeat(kv_heads, 1)[:, None]
+    return mask.repeat(kv_heads, 1, 1)[:, :, None]
 
 
-def _prefill_mask(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
-    """True where the last `length` of `context` tokens see: [length, context]."""
-    query = torch.arange(context - length, context, device=device)[:, None]
-    seen = torch.arange(context, device=device)[None]
-    mask = seen <= query
+def _prefill_mask(length: int, context: int, window: int | None, query: Tensor) -> Tensor:
+    """0 where the last `length` of `context` tokens see, -inf where not: [length, context], in the
+    query's type: SDPA would make that of a mask of bools in every layer anew."""
+    last = torch.arange(context - length, context, device=query.device)[:, None]
+    seen = torch.arange(context, device=query.device)[None]
+    hidden = seen > last
     if window is not None:
-        mask &= seen > query - window
-    return mask
+        hidden |= seen <= last - window
+    return query.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

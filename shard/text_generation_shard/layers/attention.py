@@ -5,7 +5,7 @@ from torch import Tensor
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
-from text_generation_shard.layers.rotary import rotate_
+from text_generation_shard.layers.rotary import Rotation
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -48,7 +48,7 @@ class Attention:
                 parameters, f"{prefix}.k_norm", config.head_dim, config.norm_eps
             )
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] → [T, hidden_size]."""
         heads = self._qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
         # All that follows happens in the projection's own output: queries, keys, values.
@@ -59,6 +59,9 @@ class Attention:
             key.copy_(self._key_norm(key))
         if self._uses_rope:
             # Queries and keys turn by the same angles: one call for both.
-            rotate_(heads[:, : self._num_heads + self._num_kv_heads], cos, sin)
-        query.mul_(self._scale)
+            rotation.turn_(
+                heads, self._num_heads + self._num_kv_heads, self._num_heads, self._scale
+            )
+        else:
+            query.mul_(self._scale)
         return self._out(self._backend.forward(query, key_value, self._layer, self._window, plan))

@@ -1,10 +1,17 @@
-"""Token ids to vectors and back."""
+"""Token ids to vectors and back.
+
+Quantised, both are int8 whether int8 or int4 was asked for: int4 is nine times as far off, and the
+error of the head goes straight into the scores. (llama.cpp does the same.) Tied, one matrix serves
+both, so that the vocabulary lies in memory once, a byte a number.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.layers.linear import linear_packed, pack
-from text_generation_shard.weights import Parameters
+from text_generation_shard.layers.matrix import Matrix, hold, int8_form
+from text_generation_shard.layers.quantized import Int8Matrix
+from text_generation_shard.layers.tiled import TiledInt8Matrix
+from text_generation_shard.weights import Held, Parameters
 
 
 class Embedding:
@@ -13,11 +20,32 @@ class Embedding:
     def __init__(
         self, parameters: Parameters, name: str, vocab_size: int, hidden_size: int
     ) -> None:
-        self.weight = parameters.add(f"{name}.weight", (vocab_size, hidden_size))
+        self.shape = (vocab_size, hidden_size)
+        self.dtype = parameters.dtype
+        self._is_quantised = parameters.quantize is not None
+        self._table: Tensor | Int8Matrix | TiledInt8Matrix
+        parameters.add_matrix({f"{name}.weight": vocab_size}, hidden_size, self._receive)
+
+    def _receive(self, weight: Tensor) -> Held:
+        obstacle = Int8Matrix.obstacle(weight) if self._is_quantised else ""
+        if self._is_quantised and not obstacle:
+            self._table = int8_form(self.dtype, weight.device)(weight, self.dtype)
+            return Held(self._table.kind, self._table.nbytes)
+        self._table = weight.to(self.dtype)
+        kind = str(self.dtype).removeprefix("torch.")
+        return Held(kind, self._table.nbytes, obstacle)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] → [T, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
+        if not isinstance(self._table, Tensor):
+            return self._table.lookup(input_ids)
+        return F.embedding(input_ids, self._table)
+
+    def as_matrix(self) -> Matrix:
+        """The same weight for multiplying; once it is loaded."""
+        if not isinstance(self._table, Tensor):
+            return self._table
+        return hold(self._table, self.dtype, None)[0]
 
 
 class LMHead:
@@ -30,21 +58,24 @@ class LMHead:
         embedding: Embedding,
         tie_word_embeddings: bool,
     ) -> None:
+        self._embedding = embedding
+        self._quantize = "int8" if parameters.quantize is not None else None
+        self._matrix: Matrix
         if tie_word_embeddings:
-            self._weight = embedding.weight
             # Some checkpoints store the tied head once more; it is the same matrix.
             parameters.ignore(f"{name}.weight")
+            parameters.after_load(self._tie)
         else:
-            shape = (embedding.weight.shape[0], embedding.weight.shape[1])
-            self._weight = parameters.add(f"{name}.weight", shape)
-        self._is_packed = False
-        parameters.after_load(self._pack)
+            vocab_size, hidden_size = embedding.shape
+            parameters.add_matrix({f"{name}.weight": vocab_size}, hidden_size, self._receive)
 
-    def _pack(self) -> None:
-        self._weight, self._is_packed = pack(self._weight)
+    def _tie(self) -> None:
+        self._matrix = self._embedding.as_matrix()
+
+    def _receive(self, weight: Tensor) -> Held:
+        self._matrix, held = hold(weight, self._embedding.dtype, self._quantize)
+        return held
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden_size] → logits [S, vocab_size] in float32."""
-        if self._is_packed:
-            return linear_packed(hidden, self._weight, None).float()
-        return F.linear(hidden, self._weight).float()
+        return self._matrix(hidden).float()

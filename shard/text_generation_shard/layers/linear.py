@@ -1,10 +1,11 @@
-"""Matrix products, the only place that knows how weights lie in memory."""
+"""Projections of hidden states."""
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Callable
+
 from torch import Tensor
 
-from text_generation_shard.weights import Parameters
+from text_generation_shard.layers.matrix import Matrix, hold, hold_gated
+from text_generation_shard.weights import Held, Parameters
 
 
 class Linear:
@@ -20,43 +21,29 @@ class Linear:
         outputs: dict[str, int],
         in_features: int,
         bias: bool = False,
+        gate: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._weight = parameters.add_stacked(
-            {f"{name}.weight": (rows, in_features) for name, rows in outputs.items()}
-        )
+        """With a `gate` the first half of the outputs goes through it and is multiplied with the
+        second."""
+        self._matrix: Matrix
+        self._form = parameters.dtype, parameters.quantize
+        self._gate = gate
         self._bias: Tensor | None = None
         if bias:
             self._bias = parameters.add_stacked(
                 {f"{name}.bias": (rows,) for name, rows in outputs.items()}
             )
-        self._is_packed = False
-        parameters.after_load(self._pack)
+        weights = {f"{name}.weight": rows for name, rows in outputs.items()}
+        parameters.add_matrix(weights, in_features, self._receive)
 
-    def _pack(self) -> None:
-        """Bring the weight into oneDNN's own layout, once, where that is faster.
-
-        F.linear reorders a bfloat16 weight on every call; prepacked, the linears of a decode step
-        of the 125 M checkpoint take 8.9 instead of 13.8 ms (MEASUREMENTS).
-        """
-        self._weight, self._is_packed = pack(self._weight)
+    def _receive(self, weight: Tensor) -> Held:
+        if self._gate is None:
+            self._matrix, held = hold(weight, *self._form)
+        else:
+            has_bias = self._bias is not None
+            self._matrix, held = hold_gated(weight, *self._form, self._gate, has_bias)
+        return held
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, in_features] → [T, sum of outputs]."""
-        if self._is_packed:
-            return linear_packed(hidden, self._weight, self._bias)
-        return F.linear(hidden, self._weight, self._bias)
-
-
-def pack(weight: Tensor) -> tuple[Tensor, bool]:
-    """The weight in oneDNN's layout and True, or as it is and False where that would not pay."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        return weight, False
-    if not torch._C._has_mkldnn or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight, False
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None), True
-
-
-def linear_packed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden [T, in] times a weight from `pack`."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, bias, "none", [], "")
-    return out
+        """hidden [T, in_features] → [T, sum of outputs], or half of them behind a gate."""
+        return self._matrix(hidden, self._bias)

@@ -29,7 +29,6 @@ class GatedMLP:
                 f"the activation {config.hidden_act} is not supported; supported are "
                 f"{', '.join(_ACTIVATIONS)}"
             )
-        self._activation = _ACTIVATIONS[config.hidden_act]
         names = (
             {"gate_up_proj": 2 * size}
             if config.fused_projections
@@ -39,11 +38,11 @@ class GatedMLP:
             }
         )
         outputs = {f"{prefix}.{name}": rows for name, rows in names.items()}
-        self._gate_up = Linear(parameters, outputs, config.hidden_size, config.mlp_bias)
+        gate = _ACTIVATIONS[config.hidden_act]
+        self._gate_up = Linear(parameters, outputs, config.hidden_size, config.mlp_bias, gate)
         down = {f"{prefix}.down_proj": config.hidden_size}
         self._down = Linear(parameters, down, size, config.mlp_bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""
-        gate, up = self._gate_up(hidden).chunk(2, dim=-1)
-        return self._down(self._activation(gate).mul_(up))
+        return self._down(self._gate_up(hidden))

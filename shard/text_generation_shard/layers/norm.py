@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from text_generation_shard import kernels
 from text_generation_shard.weights import Parameters
 
 
@@ -13,6 +14,8 @@ class RMSNorm:
         self._weight = parameters.add(f"{name}.weight", (size,))
         self._eps = torch.tensor(eps, device=parameters.device)
         self._share = 1.0 / size
+        self._epsilon = eps
+        self._uses_kernels = kernels.are_used(parameters.dtype, parameters.device)
         parameters.after_load(self._widen)
 
     def _widen(self) -> None:
@@ -28,3 +31,13 @@ class RMSNorm:
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = torch.addcmul(self._eps, norm, norm, value=self._share).rsqrt_()
         return wide.mul_(inverse).mul_(self._weight).to(hidden.dtype)
+
+    def add(self, hidden: Tensor, delta: Tensor | None, multiplier: float = 1.0) -> Tensor:
+        """hidden [T, size] += delta * multiplier, in place; returns the norm of that."""
+        if self._uses_kernels:
+            from text_generation_shard.kernels.pointwise import add_norm
+
+            return add_norm(hidden, delta, multiplier, self._weight, self._epsilon)
+        if delta is not None:
+            hidden.add_(delta, alpha=multiplier)
+        return self(hidden)

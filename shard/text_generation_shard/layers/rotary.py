@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from text_generation_shard import kernels
 from text_generation_shard.models.config import RopeConfig
 
 
@@ -38,10 +39,15 @@ class RotaryEmbedding:
         """A row that grows beyond so many tokens must be computed anew; None: never."""
         return self._config.original_max_position if self._config.kind == "longrope" else None
 
+    @property
+    def prompt_scaled_at(self) -> int | None:
+        """A prompt of more tokens is rotated by how many it has; None: none ever is."""
+        return self._config.max_position if self.length_rule == "prompt" else None
+
     def __call__(
         self, positions: Tensor, rope_lens: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """positions [T] → cos and sin for `rotate_`, each [T, 1, rotary_dim]."""
+    ) -> "Rotation":
+        """What turns heads at positions [T]."""
         frequencies = self._frequencies
         if self._long_frequencies is not None and rope_lens is not None:
             is_long = rope_lens > self._config.original_max_position
@@ -50,7 +56,9 @@ class RotaryEmbedding:
             frequencies = self._dynamic(rope_lens)
         angles = positions.float()[:, None] * frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return (
+        if kernels.are_used(dtype, positions.device):
+            return KernelRotation(torch.stack((cos, sin), dim=1))
+        return TorchRotation(
             torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
             torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
         )
@@ -64,16 +72,41 @@ class RotaryEmbedding:
         return 1.0 / theta[:, None] ** self._exponents
 
 
-def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate, in place, the leading features of heads [T, n, head_dim].
+class Rotation(Protocol):
+    """Turns the heads of T tokens by the angles of their positions."""
 
-    A pair is (feature i, feature i + half); cos and sin [T, 1, rotary_dim] hold each angle twice,
-    the first half of sin negated, so that three operators do it.
-    """
-    rotary_dim = cos.shape[-1]
-    turning = heads[..., :rotary_dim]
-    swapped = turning.roll(rotary_dim // 2, dims=-1)
-    torch.addcmul(turning * cos, swapped, sin, out=turning)
+    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
+        """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
+        `num_queries` of them are multiplied by `scale`."""
+
+
+class TorchRotation:
+    """cos and sin [T, 1, rotary_dim] hold each angle twice, the first half of sin negated, so that
+    three operators do it. A pair is (feature i, feature i + half)."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._cos, self._sin = cos, sin
+
+    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
+        """See Rotation."""
+        rotary_dim = self._cos.shape[-1]
+        turning = heads[:, :num_turning, :rotary_dim]
+        swapped = turning.roll(rotary_dim // 2, dims=-1)
+        torch.addcmul(turning * self._cos, swapped, self._sin, out=turning)
+        heads[:, :num_queries].mul_(scale)
+
+
+class KernelRotation:
+    """The same by one kernel; angles [T, 2, rotary_dim / 2] in float32."""
+
+    def __init__(self, angles: Tensor) -> None:
+        self._angles = angles
+
+    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
+        """See Rotation."""
+        from text_generation_shard.kernels.pointwise import rotate_
+
+        rotate_(heads, num_turning, num_queries, scale, self._angles)
 
 
 def _plain(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:

@@ -1,15 +1,18 @@
 """Llama and everything of its shape; what differs comes from `ModelConfig`."""
 
-import torch
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 from torch import Tensor
 
+from text_generation_shard import kernels
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.layers.attention import Attention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
-from text_generation_shard.layers.rotary import RotaryEmbedding
+from text_generation_shard.layers.rotary import RotaryEmbedding, Rotation
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -28,11 +31,19 @@ class Block:
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, hidden_size] → [T, hidden_size]."""
-        attended = self._attention(self._attention_norm(hidden), cos, sin, plan)
-        hidden = torch.add(hidden, attended, alpha=self._multiplier)
-        return torch.add(hidden, self._mlp(self._mlp_norm(hidden)), alpha=self._multiplier)
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, plan: AttentionPlan
+    ) -> Tensor:
+        """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
+        place; returns what its feed-forward adds, for the next block to take in."""
+        normed = self._attention_norm.add(hidden, delta, self._multiplier)
+        attended = self._attention(normed, rotation, plan)
+        normed = self._mlp_norm.add(hidden, attended, self._multiplier)
+        return self._mlp(normed)
+
+
+def _unmeasured(tokens: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class LlamaModel:
@@ -53,21 +64,33 @@ class LlamaModel:
         self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
         self._head = LMHead(parameters, "lm_head", self._embedding, config.tie_word_embeddings)
         self.rotary = RotaryEmbedding(config.rope, parameters.device)
+        self._measured: Callable[[int], AbstractContextManager[None]] = _unmeasured
+        if kernels.are_used(parameters.dtype, parameters.device):
+            from text_generation_shard.kernels.threads import Threads
+
+            self._measured = Threads().measured
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
+        with self._measured(len(batch.input_ids)):
+            return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
         plan = self._backend.plan(batch)
-        cos, sin = self.rotary(batch.positions, batch.rope_lens, self._dtype)
+        rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype)
         hidden = self._embedding(batch.input_ids)
         if self.config.embedding_multiplier != 1.0:
             hidden = hidden * self.config.embedding_multiplier
+        delta: Tensor | None = None
         for block in self._blocks:
-            hidden = block(hidden, cos, sin, plan)
+            delta = block(hidden, delta, rotation, plan)
+        if delta is not None:
+            hidden.add_(delta, alpha=self.config.residual_multiplier)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
-        logits = self._head(self._norm(hidden))
+        logits = self._head(self._norm.add(hidden, None))
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         return logits

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import orjson
@@ -15,7 +15,7 @@ from text_generation_router.api.openai.errors import ERRORS, RequestError
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.stream import (
     DONE,
-    Json,
+    ChunkWriter,
     check_num_sequences,
     envelope,
     generated_tokens,
@@ -23,7 +23,7 @@ from text_generation_router.api.openai.stream import (
     open_stream,
     usage,
 )
-from text_generation_router.api.sse import event, events
+from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatStep
@@ -93,6 +93,7 @@ async def _stream(
     head = envelope("chatcmpl", "chat.completion.chunk", services)
     if body.includes_usage:
         head["usage"] = None
+    chunk_writer = ChunkWriter(head)
     async with services.chat.start(conversation) as generations:
         writers = [
             ChoiceStream(index, body, generation, services.tokenizer)
@@ -100,16 +101,12 @@ async def _stream(
         ]
         async with aclosing(merged(generations)) as parts:
             async for index, steps in parts:
-                yield events(_chunks(head, writers[index].choices(steps)))
+                yield chunk_writer.chunks(writers[index].choices(steps))
         last = b""
         if body.includes_usage:
             totals = usage(generations[0].prompt_tokens, generated_tokens(generations))
             last = event(head | {"choices": [], "usage": totals})
     yield last + DONE
-
-
-def _chunks(head: Json, choices: Sequence[Json]) -> Iterator[Json]:
-    return (head | {"choices": [one]} for one in choices)
 
 
 def _characters(conversation: Conversation) -> int:

@@ -81,8 +81,11 @@ class ChoiceStream:
             content = None if self._body.tools else ""
             choices.append(self._choice({"role": "assistant", "content": content}))
         for step in steps:
-            for event, scored in _scored(step, self._trail):
-                choices.append(self._choice(_delta(event), scored))
+            if self._body.logprobs:
+                for event, scored in _scored(step, self._trail):
+                    choices.append(self._choice(_delta(event), scored))
+            else:
+                choices += [self._choice(_delta(event)) for event in step.events]
         if (ending := self._generation.ending) is not None:
             reason = _finish_reason(ending, self._generation.has_tool_calls)
             choices.append(self._choice({}, finish_reason=reason))

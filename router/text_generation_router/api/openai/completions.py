@@ -26,6 +26,7 @@ from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import CompletionRequest
 from text_generation_router.api.openai.stream import (
     DONE,
+    ChunkWriter,
     Json,
     check_num_sequences,
     envelope,
@@ -34,7 +35,7 @@ from text_generation_router.api.openai.stream import (
     open_stream,
     usage,
 )
-from text_generation_router.api.sse import event, events
+from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.infer import GenerateResult, Generation
 from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
@@ -219,7 +220,8 @@ class _ChoiceStream:
         choices: list[Json] = []
         for output in outputs:
             assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
-            self._trail.add(output.token, output.top_tokens)
+            if self._body.logprobs is not None:
+                self._trail.add(output.token, output.top_tokens)
             text = "" if self._body.max_tokens == 0 else output.delta
             if self._echoed or text:
                 choices.append(self._choice(text, None))
@@ -251,6 +253,7 @@ async def _stream(
     head = envelope("cmpl", "text_completion", services)
     if body.includes_usage:
         head["usage"] = None
+    chunk_writer = ChunkWriter(head)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         writers: list[_ChoiceStream] = []
@@ -266,7 +269,7 @@ async def _stream(
         async with aclosing(merged(generations)) as parts:
             async for index, outputs in parts:
                 if choices := writers[index].choices(outputs):
-                    yield events(head | {"choices": [choice]} for choice in choices)
+                    yield chunk_writer.chunks(choices)
         last = b""
         if body.includes_usage:
             completion_tokens = 0 if body.max_tokens == 0 else generated_tokens(generations)

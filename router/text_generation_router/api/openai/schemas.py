@@ -81,6 +81,9 @@ class SamplingBody(Body):
         default=None, description="0 or -1: all tokens."
     )
     typical_p: Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)] | None = None
+    deterministic: bool | None = Field(
+        default=None, description="The same tokens in whatever company, bit for bit."
+    )
 
     @property
     def num_sequences(self) -> int:
@@ -119,6 +122,7 @@ class SamplingBody(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=None if self.seed is None else self.seed % 2**64,
             keeps_stop_sequence=False,
+            deterministic=bool(self.deterministic),
             **drawing,
         )
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import orjson
 from fastapi import Request, Response
 
 from text_generation_router.api.generate import unless_disconnected
@@ -36,6 +37,17 @@ def envelope(prefix: str, kind: str, services: Services) -> Json:
         "model": services.config.served_model_id,
         "system_fingerprint": f"{VERSION}-native",
     }
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream, of which all but the choice is written once and for all."""
+
+    def __init__(self, head: Json) -> None:
+        self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+
+    def chunks(self, choices: Iterable[Json]) -> bytes:
+        """One chunk for each choice, for one write."""
+        return b"".join([b"%b%b]}\n\n" % (self._before, orjson.dumps(one)) for one in choices])
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> Json:

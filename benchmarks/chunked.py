@@ -1,0 +1,156 @@
+"""What a long prompt does to those who are being answered: 8 clients, and 6,000 tokens arrive.
+
+Prints the time from one token to the next of the 8 clients, before the prompt came and while it was
+computed, as the launcher starts and with --disable-prefill-chunking. The clients run in this
+process; a client's token arrives when its bytes do.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from load import APIS, Load, events, prompts, quantile
+from machine import machine
+from make_checkpoint import write_checkpoint
+from servers import FOLDER, WORK, ours, running
+
+CLIENTS = 8
+CLIENT_TOKENS = 64
+STEADY_S = 5.0
+KINDS: dict[str, tuple[str, ...]] = {"chunked": (), "whole": ("--disable-prefill-chunking",)}
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt-tokens", type=int, default=6000)
+    parser.add_argument("--rounds", type=int, default=3, help="prompts that arrive, one by one")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    name = f"chunked-{datetime.now(UTC):%Y-%m-%d}.json"
+    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    options = parser.parse_args()
+    checkpoint = WORK / "llama-125m"
+    if not (checkpoint / "config.json").exists():
+        write_checkpoint(checkpoint)
+    report: dict[str, Any] = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", "benchmarks/chunked.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "load": f"{CLIENTS} clients decode, a prompt of {options.prompt_tokens} tokens arrives",
+        "kinds": {},
+    }
+    for kind in options.kinds:
+        server = ours(checkpoint, "--dtype", options.dtype, *KINDS[kind], name=f"pytgi {kind}")
+        with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+            found = asyncio.run(measure(handle.url, options.prompt_tokens, options.rounds))
+        report["kinds"][kind] = found
+    print(table(report["kinds"]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written to {options.output}", file=sys.stderr)
+
+
+async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:
+    """Gaps of the clients' tokens before and during the prompts, and how long those took."""
+    arrivals: list[list[float]] = [[] for _ in range(CLIENTS)]
+    # Long enough for all of it; whoever is still answered at the end is left alone.
+    length = 8192 - CLIENT_TOKENS - 1
+    waiting = prompts(CLIENTS, CLIENT_TOKENS, seed=0)
+    clients = [
+        asyncio.create_task(_answer(_load(url, CLIENT_TOKENS, length), prompt, times))
+        for prompt, times in zip(waiting, arrivals, strict=True)
+    ]
+    try:
+        while not all(arrivals):
+            await asyncio.sleep(0.05)
+            _raise_failures(clients)
+        windows = []
+        for prompt in prompts(rounds, prompt_tokens, seed=1):
+            steady = time.perf_counter()
+            await asyncio.sleep(STEADY_S)
+            started = time.perf_counter()
+            await _answer(_load(url, prompt_tokens, 1), prompt, [])
+            windows.append((steady, started, time.perf_counter()))
+            _raise_failures(clients)
+    finally:
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+    before = _gaps(arrivals, [(steady, started) for steady, started, _ in windows])
+    during = _gaps(arrivals, [(started, ended) for _, started, ended in windows])
+    return {
+        "before": {"p50_s": quantile(before, 0.5), "p99_s": quantile(before, 0.99)},
+        "during": {"p50_s": quantile(during, 0.5), "p99_s": quantile(during, 0.99)},
+        "all": {
+            "p50_s": quantile(before + during, 0.5),
+            "p99_s": quantile(before + during, 0.99),
+            "max_s": max(before + during),
+        },
+        "gaps": len(before) + len(during),
+        "prompt_ttft_s": [ended - started for _, started, ended in windows],
+    }
+
+
+def _load(url: str, prompt_tokens: int, new_tokens: int) -> Load:
+    return Load(url, APIS["tgi"], "", CLIENTS, CLIENTS, prompt_tokens, new_tokens, 0)
+
+
+async def _answer(load: Load, prompt: str, times: list[float]) -> None:
+    """Notes when each token arrives."""
+    body = load.api.body(prompt, load.new_tokens, load.model)
+    async for arrived, event in events(load, body):
+        if "error" in event:
+            raise RuntimeError(f"the server answered {event}")
+        if load.api.has_text(event):
+            times.append(arrived)
+
+
+def _raise_failures(clients: list[asyncio.Task[None]]) -> None:
+    for client in clients:
+        if client.done():
+            client.result()
+            raise RuntimeError(
+                "a client's answer ended before the prompts had come: fewer --rounds"
+            )
+
+
+def _gaps(arrivals: list[list[float]], windows: list[tuple[float, float]]) -> list[float]:
+    """The times between tokens that touch one of the windows."""
+    return [
+        later - sooner
+        for times in arrivals
+        for sooner, later in pairwise(times)
+        if any(sooner < end and later > start for start, end in windows)
+    ]
+
+
+def table(kinds: dict[str, Any]) -> str:
+    """One line a kind; milliseconds."""
+    lines = [
+        "                 before        while it comes   both                          its first",
+        "                 p50    p99    p50    p99       p50    p99    max  p99/p50    token",
+    ]
+    for kind, found in kinds.items():
+        before, during, both = (found[part] for part in ("before", "during", "all"))
+        figures = [before["p50_s"], before["p99_s"], during["p50_s"], during["p99_s"]]
+        figures += [both["p50_s"], both["p99_s"], both["max_s"]]
+        first, second, third, fourth, fifth, sixth, last = (f"{1e3 * one:6.1f}" for one in figures)
+        ratio = both["p99_s"] / both["p50_s"]
+        slowest = max(found["prompt_ttft_s"])
+        lines.append(
+            f"{kind:14}{first} {second} {third} {fourth}    {fifth} {sixth} {last} {ratio:7.2f}x"
+            f"   {slowest:8.2f} s"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What guessing tokens is worth: one client, a text that repeats itself and one that does not.
+
+The text that repeats comes from a checkpoint of the same shape whose every answer is one phrase
+over and over; the other is that of serve.py, whose random weights hardly ever say anything twice.
+Servers with and without --speculate take turns; what is printed is the ratio of their medians.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loads import Shape
+from machine import machine
+from make_checkpoint import PHRASE_TOKENS, write_checkpoint
+from serve import run_load
+from servers import FOLDER, WORK, ours, running
+
+CHECKPOINTS = {"repeating": WORK / "llama-125m-repeating", "not repeating": WORK / "llama-125m"}
+SHAPE = Shape(1, 4, 128, 8 * PHRASE_TOKENS)
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--speculate", type=int, default=4, help="tokens guessed at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    name = f"speculate-{datetime.now(UTC):%Y-%m-%d}.json"
+    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    options = parser.parse_args()
+    for text, checkpoint in CHECKPOINTS.items():
+        if not (checkpoint / "config.json").exists():
+            write_checkpoint(checkpoint, is_repeating=text == "repeating")
+    rounds = [measure(options.speculate, number) for number in range(options.rounds)]
+    report: dict[str, Any] = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", "benchmarks/speculate.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "load": str(SHAPE),
+        "texts": summarise(rounds),
+        "rounds": rounds,
+    }
+    print(table(report["texts"]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written to {options.output}", file=sys.stderr)
+
+
+def measure(num_guesses: int, seed: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by text, then by "plain" and "guessing"; who is first changes every round."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for text, checkpoint in CHECKPOINTS.items():
+        flags: dict[str, tuple[str, ...]] = {
+            "plain": (),
+            "guessing": ("--speculate", str(num_guesses)),
+        }
+        found[text] = {}
+        for kind in sorted(flags, reverse=seed % 2 == 0):
+            print(f"round {seed + 1}: {text} text, {kind}", file=sys.stderr)
+            server = ours(checkpoint, "--dtype", "bfloat16", *flags[kind], name=f"pytgi {kind}")
+            with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+                run_load(handle, Shape(1, 1, 128, 32), 1000)
+                found[text][kind] = run_load(handle, SHAPE, seed)
+    return found
+
+
+def summarise(rounds: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str, Any]:
+    """Medians of tokens per second and their ratio, by text."""
+    texts: dict[str, Any] = {}
+    for text in CHECKPOINTS:
+        speed = {
+            kind: statistics.median(one[text][kind]["tokens_per_s"] for one in rounds)
+            for kind in ("plain", "guessing")
+        }
+        texts[text] = {**speed, "ratio": speed["guessing"] / speed["plain"]}
+    return texts
+
+
+def table(texts: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = ["| text | tokens/s | with --speculate | ratio |", "|---|---|---|---|"]
+    for text, one in texts.items():
+        lines.append(
+            f"| {text} | {one['plain']:.1f} | {one['guessing']:.1f} | {one['ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The embedded model with weights in 8 and 4 bits, as somebody starts it."""
+
+import pytest
+
+from integration_tests.conftest import Launch
+
+PROMPT = "<|im_start|>user\nWhat does textwrap.dedent do?<|im_end|>\n<|im_start|>assistant\n"
+# All else that a shard holds is the same.
+WEIGHTS_MB = {"int8": 5.4, "int4": 4.2}
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantised_weights_answer_and_are_told(launch: Launch, quantize: str) -> None:
+    handle = launch(None, "--quantize", quantize)
+    handle.wait_until_ready()
+    answer = handle.generate(PROMPT, max_new_tokens=40)
+    assert answer["generated_text"].startswith("`dedent(text)`: Remove any common leading")
+    info = handle.client.get("/info").json()
+    assert info["features"]["quantization"] == f"on: {quantize}"
+    assert info["model_dtype"] == "bfloat16"
+    log = handle.stop()
+    assert f"quantized weights: {WEIGHTS_MB[quantize]} MB" in log
+    # Nothing of 688 inputs fits groups of 32.
+    assert ("is int8 (688 inputs are no multiple of 32), and so are 5 more" in log) == (
+        quantize == "int4"
+    )

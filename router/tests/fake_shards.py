@@ -1,0 +1,338 @@
+"""Shards that are played: tokens by script, memory that notices every wrong write and read."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from text_generation_router.request import FinishReason, Request
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from tokenizers import pre_tokenizers
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTE_IDS = {
+    byte: ALPHABET.index(pre_tokenizers.ByteLevel(False).pre_tokenize_str(chr(byte))[0][0])
+    for byte in range(128)
+}
+EOS_ID, PAD_ID = 256, 257
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    """The ids of an ASCII text."""
+    return tuple(BYTE_IDS[byte] for byte in text.encode("ascii"))
+
+
+def letters(prompt: Sequence[int], place: int) -> int:
+    """The default script: a letter that depends on prompt and place alone."""
+    return BYTE_IDS[ord("a") + (sum(prompt) + 7 * place + place * place) % 26]
+
+
+def expected_ids(prompt: Sequence[int], num: int) -> list[int]:
+    """What a request writes under the default script, whoever else runs."""
+    return [letters(prompt, place) for place in range(num)]
+
+
+def writes(text: str, then: int = EOS_ID) -> Callable[[Sequence[int], int], int]:
+    """A script that writes `text`, then `then`."""
+    ids = ids_of(text)
+    return lambda prompt, place: ids[place] if place < len(ids) else then
+
+
+@dataclass(slots=True)
+class Row:
+    """What a shard knows of a request."""
+
+    request: Request
+    ids: list[int]
+    table: list[int]
+    # Leading tokens whose KV is there, and how many of them others had written.
+    num_computed: int
+    num_cached: int
+    # It gets no token before so many of its tokens are computed.
+    num_inputs: int
+    # One for every token, see `FakeShards.memory`.
+    path: list[int]
+    owes_logprobs: bool
+    is_long: bool
+
+    @property
+    def left(self) -> int:
+        """Tokens that are to be computed before it gets another."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether its prompt is not computed yet."""
+        return self.num_computed < self.num_inputs
+
+    @property
+    def place(self) -> int:
+        """How many tokens it has written."""
+        return len(self.ids) - len(self.request.input_ids)
+
+
+@dataclass
+class FakeShards:
+    """Keeps the contract of `Shards` and asserts that the router keeps its part.
+
+    `memory` maps each slot to a number that stands for one text up to one token: a row that finds
+    another number than that of its own text in a slot it reads has caught the router giving it a
+    block with something else in it. Nobody writes to a block that another row reads, but where that
+    is let in with the very step that writes what it shares. Rows compute one after the other.
+    `guess` makes the guessed tokens: most are right, and those that are wrong are written too.
+    `hook` runs before each call and may wait or raise; `calls` lists what was asked, in order, and
+    `passes` what each step computed by request; `num_computed` counts the tokens of all prompts.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 4
+    max_rows: int = 1000
+    script: Callable[[Sequence[int], int], int] = letters
+    hook: Callable[[str], Awaitable[None]] | None = None
+    recompute_at: int | None = None
+    step_ns: int = 1000
+    token_ns: int = 0
+    batches: dict[int, dict[int, Row]] = field(default_factory=dict)
+    memory: dict[int, int] = field(default_factory=dict)
+    calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    passes: list[dict[int, int]] = field(default_factory=list)
+    advances: list[Advance | None] = field(default_factory=list)
+    is_busy: bool = False
+    num_computed: int = 0
+    # A request id and the place of the token it fails at, alone.
+    failing: tuple[int, int] | None = None
+    texts: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def _call(self, method: str, ids: Sequence[int]) -> AsyncIterator[None]:
+        assert not self.is_busy, f"{method} while another call is under way"
+        self.calls.append((method, tuple(ids)))
+        self.is_busy = True
+        try:
+            await asyncio.sleep(0)
+            if self.hook is not None:
+                await self.hook(method)
+            yield
+        finally:
+            self.is_busy = False
+
+    async def prefill(
+        self,
+        batch_id: int,
+        entries: Sequence[Entry],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
+    ) -> StepResult:
+        # Read at once, as gRPC does: what the router changes later must not matter.
+        new = {entry.id: self._row(entry) for entry in entries}
+        parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in entries}
+        if advance is not None:
+            self._grow(advance, self.batches[cached_batch_id])
+        async with self._call("prefill", list(new)):
+            assert new and (cached_batch_id is None) == (not self.batches), "rows left out"
+            assert advance is None or cached_batch_id is not None
+            self.advances.append(advance)
+            batch_id = batch_id if cached_batch_id is None else cached_batch_id
+            rows = self.batches.setdefault(batch_id, {})
+            # Those that were there come first: they may write what the new ones share.
+            old = {} if advance is None else self._apply(advance, rows)
+            rows |= new
+            return self._step(batch_id, old | parts, 0 if advance is None else advance.speculate)
+
+    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+        [batch_id] = batch_ids
+        self._grow(advance, self.batches[batch_id])
+        async with self._call("decode", list(batch_ids)):
+            self.advances.append(advance)
+            parts = self._apply(advance, self.batches[batch_id])
+            return self._step(batch_id, parts, advance.speculate)
+
+    async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        async with self._call("filter", request_ids):
+            rows = self.batches[batch_id]
+            assert 0 < len(request_ids) < len(rows), "nothing to filter"
+            self.batches[batch_id] = {request_id: rows[request_id] for request_id in request_ids}
+            return CachedBatch(batch_id, tuple(request_ids))
+
+    async def clear_cache(self, batch_id: int | None) -> None:
+        async with self._call("clear", [] if batch_id is None else [batch_id]):
+            self.batches.pop(batch_id, None)
+
+    async def health(self) -> None:
+        if self.hook is not None:
+            await self.hook("health")
+
+    def _row(self, entry: Entry) -> Row:
+        ids, prompt = list(entry.input_ids), entry.request.input_ids
+        again = [self.script(prompt, place) for place in range(len(ids) - len(prompt))]
+        assert ids == [*prompt, *again], "a preempted request came back with other ids"
+        num_cached = entry.num_cached_tokens
+        assert num_cached % self.block_size == 0 and 0 <= num_cached < len(ids)
+        assert not (num_cached and entry.wants_prefill_logprobs)
+        assert 0 <= entry.chunk_len <= len(ids) - num_cached
+        table = list(entry.block_table.block_ids)
+        assert len(set(table)) == len(table) and set(table) <= set(range(self.num_blocks))
+        assert len(ids) < len(table) * self.block_size, "no room for the next token"
+        wants = entry.wants_prefill_logprobs
+        is_long = self.recompute_at is not None and len(ids) > self.recompute_at
+        row = Row(entry.request, ids, table, num_cached, num_cached, len(ids), [], wants, is_long)
+        self._extend_path(row)
+        return row
+
+    def _extend_path(self, row: Row) -> None:
+        """Numbers for all its tokens: equal numbers are equal texts of the same kind."""
+        for token_id in row.ids[len(row.path) :]:
+            before = row.path[-1] if row.path else -1 - row.is_long
+            row.path.append(self._text(before, token_id))
+
+    def _text(self, before: int, token_id: int) -> int:
+        return self.texts.setdefault((before, token_id), len(self.texts))
+
+    def _grow(self, advance: Advance, rows: dict[int, Row]) -> None:
+        """What is grown stays so, even if the step fails."""
+        for request_id, block_id in advance.grown_blocks:
+            assert block_id not in rows[request_id].table
+            rows[request_id].table.append(block_id)
+
+    def _apply(self, advance: Advance, rows: dict[int, Row]) -> dict[int, int]:
+        """How many tokens each row computes. Nobody is named that is not there."""
+        chunks = dict(advance.chunks)
+        assert len(chunks) == len(advance.chunks) and all(chunks.values())
+        unfinished = {request_id for request_id, row in rows.items() if row.is_unfinished}
+        assert chunks.keys() <= unfinished
+        assert all(num <= rows[request_id].left for request_id, num in chunks.items())
+        return {i: chunks.get(i, 1) for i in rows if i in chunks or i not in unfinished}
+
+    def _step(self, batch_id: int, parts: dict[int, int], speculate: int) -> StepResult:
+        """One pass: `parts` are the tokens computed by row, in the order they are computed in."""
+        rows = self.batches[batch_id]
+        assert len(rows) <= self.max_rows and parts
+        self.passes.append(parts)
+        new = [i for i in parts if rows[i].num_computed == rows[i].num_cached]
+        readers: dict[int, list[int]] = {}
+        for request_id, row in rows.items():
+            for block_id in row.table:
+                readers.setdefault(block_id, []).append(request_id)
+        columns, answers = [], {}
+        num_prompt_tokens = 0
+        for request_id, part in parts.items():
+            row = rows[request_id]
+            if row.is_unfinished:
+                self.num_computed += part
+                num_prompt_tokens += part
+            ends = part == row.left
+            guesses = self._guess(row, speculate) if ends and request_id not in new else []
+            is_anew = not row.is_unfinished and not row.is_long
+            if is_anew and row.num_computed == self.recompute_at:
+                row.is_long, row.path, row.num_computed = True, [], 0
+                self._extend_path(row)
+            end = len(row.ids) if ends else row.num_computed + part
+            self._write(request_id, row, row.num_computed, end, guesses, rows, readers, new)
+            row.num_computed = end
+            self._check_memory(row)
+            if ends:
+                columns.append((request_id, self._choose(row, guesses)))
+                if row.owes_logprobs:
+                    answers[request_id] = [float("nan")] + [-0.5] * (len(row.request.input_ids) - 1)
+                    row.owes_logprobs = False
+        result = self._answer(batch_id, rows, columns)
+        forward_ns = self.step_ns + self.token_ns * num_prompt_tokens
+        return replace(result, prefill_logprobs=answers, forward_ns=forward_ns)
+
+    def _guess(self, row: Row, speculate: int) -> list[int]:
+        """What it takes for the tokens behind the next ones; wrong where the place says so."""
+        longest = len(row.request.input_ids) + row.request.stopping.max_new_tokens
+        needed = min(len(row.ids) + speculate, longest)
+        assert needed <= len(row.table) * self.block_size, "no room for a token"
+        most = -(-longest // self.block_size)
+        assert len(row.table) <= most, "more blocks than it can ever need"
+        num = min(speculate, longest - len(row.ids) - 1)
+        places = range(row.place, row.place + num)
+        prompt = row.request.input_ids
+        return [self.script(prompt, p) if (p + sum(prompt)) % 4 else PAD_ID for p in places]
+
+    def _write(
+        self,
+        request_id: int,
+        row: Row,
+        start: int,
+        end: int,
+        guesses: list[int],
+        rows: dict[int, Row],
+        readers: dict[int, list[int]],
+        new: list[int],
+    ) -> None:
+        texts = row.path[start:end]
+        for guess in guesses:
+            texts.append(self._text(texts[-1], guess))
+        for position, text in enumerate(texts, start):
+            place, offset = divmod(position, self.block_size)
+            block_id = row.table[place]
+            for other_id in readers[block_id]:
+                other = rows[other_id]
+                shares = other_id in new and position < other.num_cached
+                is_same = shares and other.path[position] == text
+                assert other_id == request_id or is_same, "a block is not its"
+            self.memory[block_id * self.block_size + offset] = text
+
+    def _check_memory(self, row: Row) -> None:
+        for position in range(row.num_computed):
+            place, offset = divmod(position, self.block_size)
+            held = self.memory[row.table[place] * self.block_size + offset]
+            assert held == row.path[position], "something else is written here"
+
+    def _choose(self, row: Row, guesses: list[int]) -> list[int]:
+        """The tokens of the script, one more than guesses are right, up to the end of the text."""
+        chosen: list[int] = []
+        for guess in [*guesses, None]:
+            chosen.append(self.script(row.request.input_ids, row.place))
+            row.ids.append(chosen[-1])
+            if self._reason(row) is not None or guess != chosen[-1]:
+                break
+        row.num_computed = len(row.ids) - 1
+        self._extend_path(row)
+        return chosen
+
+    def _reason(self, row: Row) -> FinishReason | None:
+        if row.place >= row.request.stopping.max_new_tokens:
+            return FinishReason.LENGTH
+        if row.ids[-1] == EOS_ID and not row.request.stopping.ignore_eos_token:
+            return FinishReason.EOS_TOKEN
+        return None
+
+    def _answer(
+        self, batch_id: int, rows: dict[int, Row], columns: list[tuple[int, list[int]]]
+    ) -> StepResult:
+        """Rows that end are gone."""
+        reasons, logprobs, top_counts = [], [], []
+        errors: dict[int, str] = {}
+        for request_id, chosen in columns:
+            row = rows[request_id]
+            first = row.place - len(chosen)
+            reasons.append(self._reason(row))
+            logprobs += [-0.25 * (first + n + 1) for n in range(len(chosen))]
+            top_counts += [row.request.top_n_tokens] * len(chosen)
+            if self.failing is not None and self.failing[0] == request_id:
+                place = self.failing[1]
+                if first <= place < row.place:
+                    errors[request_id] = f"Server error: token {place}"
+            if reasons[-1] is not None or request_id in errors:
+                del rows[request_id]
+        counts = [len(chosen) for _, chosen in columns]
+        top_ids = [n for count in top_counts for n in range(count)]
+        if not rows:
+            del self.batches[batch_id]
+        return StepResult(
+            [request_id for request_id, _ in columns],
+            [token_id for _, chosen in columns for token_id in chosen],
+            logprobs,
+            reasons,
+            CachedBatch(batch_id, tuple(rows)) if rows else None,
+            counts if any(count > 1 for count in counts) else (),
+            top_counts if any(top_counts) else (),
+            top_ids,
+            [-1.0] * len(top_ids),
+            errors=errors,
+            decode_ns=100,
+        )

@@ -1,0 +1,71 @@
+"""The event loop is given back: many clients are served in turns, and probes wait for no step."""
+
+import asyncio
+
+import pytest
+from text_generation_router.scheduler import batcher
+from text_generation_router.scheduler.batcher import DELIVERIES_PER_TURN
+
+from router.tests.fake_shards import FakeShards, expected_ids
+from router.tests.scheduling import Failing, collect, make_request, running
+
+
+async def test_one_turn_delivers_to_so_many_at_most() -> None:
+    num = 3 * DELIVERIES_PER_TURN + 5
+    async with running(FakeShards(num_blocks=2000), max_batch_size=num) as rig:
+        entries = [rig.batcher.submit(make_request((1, 2), 9)) for _ in range(num)]
+        turn = 0
+        woken: list[int] = []
+
+        async def count_turns() -> None:
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        async def read(number: int) -> list[int]:
+            ids: list[int] = []
+            while len(ids) < 9:
+                outputs = await entries[number].next_outputs()
+                woken.append(turn)
+                ids += [output.token.id for output in outputs]
+            return ids
+
+        counting = asyncio.create_task(count_turns())
+        texts = await asyncio.gather(*(read(number) for number in range(num)))
+        counting.cancel()
+        assert texts == [expected_ids((1, 2), 9)] * num
+        # The last of one step and the first of the next can meet in a turn.
+        assert max(woken.count(turn) for turn in set(woken)) < 2 * DELIVERIES_PER_TURN
+
+
+async def test_clients_leave_and_come_between_two_turns_of_a_delivery() -> None:
+    num = 2 * DELIVERIES_PER_TURN + 5
+    async with running(FakeShards(num_blocks=2000), max_batch_size=num + 1) as rig:
+        entries = [rig.batcher.submit(make_request((1, 2), 9)) for _ in range(num)]
+        await entries[0].next_outputs()
+        # The last ones have not been given this step's tokens yet.
+        rig.batcher.cancel(entries[-1])
+        rig.batcher.cancel(entries[0])
+        newcomer = rig.batcher.submit(make_request((3,), 4))
+        rig.batcher.integrity()
+        outcomes = await asyncio.gather(*(collect(entry) for entry in entries[1:-1]))
+        assert {tuple(outcome.ids) for outcome in outcomes} == {tuple(expected_ids((1, 2), 9))}
+        assert (await collect(newcomer)).ids == expected_ids((3,), 4)
+        assert (await collect(entries[-1])).tokens == []
+
+
+async def test_steps_that_succeed_answer_for_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = FakeShards(num_blocks=2000, hook=Failing(health=[1, 2, 3]))
+    async with running(shards) as rig:
+        assert not await rig.batcher.probe(), "nothing has succeeded yet"
+        entry = rig.batcher.submit(make_request((1, 2), 2000))
+        await entry.next_outputs()
+        assert await rig.batcher.probe(), "the shards were asked, though they had just answered"
+        monkeypatch.setattr(batcher, "FRESH_S", 0.0)
+        assert not await rig.batcher.probe(), "an answer of long ago"
+        monkeypatch.undo()
+        rig.batcher.cancel(entry)
+        await rig.settle()
+        assert not await rig.batcher.probe(), "nothing runs that could tell"
+        assert await rig.batcher.probe()

@@ -1,0 +1,102 @@
+"""What is on, what is off and why; and what is said of settings that do nothing."""
+
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.api.features import features
+from text_generation_router.client.translate import WarmupResult
+from text_generation_router.services import assemble
+
+from router.tests.serving import assemble_scripted, serve
+
+
+def features_of(directory: Path, info: dict[str, Any], **options: Any) -> dict[str, str]:
+    """Of a router with these flags on a shard with these properties."""
+    services = assemble_scripted(directory, **options)
+    return features(replace(services, info=replace(services.info, **info)))
+
+
+def test_as_it_starts(tmp_path: Path) -> None:
+    assert features_of(tmp_path, {}) == {
+        "prefix_caching": "on",
+        "prefill_chunking": "on",
+        "speculation": "off: start with --speculate N",
+        "quantization": "off: start with --quantize",
+        "deterministic": (
+            'off: start with --deterministic or send "deterministic": true with a request'
+        ),
+        "grammars": "on",
+        "cuda_graphs": "off: the model runs on a CPU",
+        "lora_adapters": "off: not supported yet",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "info", "options", "said"),
+    [
+        ("prefix_caching", {}, {"disable_prefix_caching": True}, "off: --disable-prefix-caching "),
+        ("prefix_caching", {"recompute_at": 4096}, {}, "on: but not for .* at most 4096 tokens"),
+        ("prefix_caching", {"prompt_scaled_at": 512}, {}, "on: but prompts of more than 512 tok"),
+        ("prefill_chunking", {}, {"disable_prefill_chunking": True}, "off: --disable-prefill-ch"),
+        ("speculation", {}, {"speculate": 3}, "on: up to 3 guessed tokens"),
+        ("quantization", {"quantize": "int8"}, {}, "on: int8"),
+        ("deterministic", {"deterministic": True}, {}, "on$"),
+        ("grammars", {}, {"disable_grammar_support": True}, "off: --disable-grammar-support "),
+        ("cuda_graphs", {"device_type": "cuda"}, {}, "off: not supported yet"),
+    ],
+)
+def test_what_is_said(
+    tmp_path: Path, name: str, info: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    assert re.match(said, features_of(tmp_path, info, **options)[name])
+
+
+async def test_info_shows_them(tmp_path: Path) -> None:
+    async with serve(tmp_path, speculate=2) as server:
+        shown = (await server.client.get("/info")).json()["features"]
+    assert shown == features(server.services)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({}, False),
+        # What the launcher passes on when nobody has chosen.
+        ({"waiting_served_ratio": 0.3}, False),
+        ({"waiting_served_ratio": 2.0}, True),
+        ({"max_waiting_tokens": 3}, True),
+        ({"max_waiting_tokens": 3, "disable_prefill_chunking": True}, False),
+    ],
+)
+def test_settings_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
+) -> None:
+    assemble_scripted(tmp_path, **options)
+    assert ("have no effect: prefill chunking is on" in caplog.text) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "a step take about 30 ms"),
+        ({"inter_token_latency_target_ms": 50}, "a step take about 50 ms"),
+        ({"disable_prefill_chunking": True}, None),
+    ],
+)
+def test_how_prompts_are_cut_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str | None
+) -> None:
+    services = assemble_scripted(tmp_path, **options)
+    measured = WarmupResult(1024, 100, 200, 0, 0, 10_000_000, 100_000)
+    with caplog.at_level(logging.INFO):
+        again = assemble(
+            services.config, services.shards, services.tokenizer, services.info, measured
+        )
+    assert (said is None) == ("a prompt token" not in caplog.text)
+    assert said is None or said in caplog.text
+    costs = again.scheduler_limits.costs
+    assert (costs.decode_step_ns, costs.num_rows, costs.prefill_token_ns) == (10**7, 32, 10**5)

@@ -1,0 +1,155 @@
+"""Many prompts at once, on shards that write a script."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.errors import GenerationError, TemplateError, ValidationError
+from text_generation_router.offline import SamplingParams
+from text_generation_router.offline.bulk import Bulk, Job
+from text_generation_router.offline.progress import Tally
+
+from router.tests.serving import EOS_ID, assemble_scripted, script_of
+
+
+@asynccontextmanager
+async def bulk(tmp_path, text="hello ", **options):
+    """A Bulk on a running batcher; at the end nothing may be left."""
+    services = assemble_scripted(tmp_path, text, **options)
+    task = asyncio.create_task(services.batcher.run())
+    try:
+        yield Bulk(services), services
+        for _ in range(200):
+            if not services.shards.rows:
+                break
+            await asyncio.sleep(0.01)
+        assert not services.shards.rows
+        services.batcher.integrity()
+        assert services.infer.free_permits == services.config.max_concurrent_requests
+    finally:
+        await services.batcher.close()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def jobs(*prompts, **given):
+    """A job for each prompt, text or ids."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 6} | given)
+    asked = params.to_parameters()
+    return [
+        Job(
+            prompt,
+            replace(asked, inputs=prompt)
+            if isinstance(prompt, str)
+            else replace(asked, input_ids=tuple(prompt)),
+            params.n,
+        )
+        for prompt in prompts
+    ]
+
+
+async def test_results_are_in_order_and_whole(tmp_path):
+    async with bulk(tmp_path) as (runner, _):
+        tally = Tally(3)
+        results = await runner.run(jobs("a", "bcd", [1, 2]), tally)
+    assert [result.prompt for result in results] == ["a", "bcd", [1, 2]]
+    assert [result.num_prompt_tokens for result in results] == [2, 4, 2]
+    for result in results:
+        (output,) = result.outputs
+        assert output.text == "hello "
+        assert output.token_ids == tuple(script_of("hello "))
+        assert (output.finish_reason, output.stop_reason) == ("length", None)
+        assert output.cumulative_logprob == pytest.approx(-2.1)
+        assert output.top_tokens == () and result.prompt_tokens == ()
+    assert (tally.done, tally.failed, tally.tokens) == (3, 0, 18)
+
+
+async def test_many_more_prompts_than_rows(tmp_path):
+    async with bulk(tmp_path, max_batch_size=2) as (runner, _):
+        results = await runner.run(jobs(*("x" * n for n in range(1, 40))), Tally(39))
+    assert [result.num_prompt_tokens for result in results] == list(range(2, 41))
+
+
+async def test_no_prompts(tmp_path):
+    async with bulk(tmp_path) as (runner, _):
+        assert await runner.run([], Tally(0)) == []
+
+
+async def test_n_answers_logprobs_and_stop_strings(tmp_path):
+    async with bulk(tmp_path) as (runner, _):
+        [result] = await runner.run(
+            jobs("a", n=3, logprobs=2, stop="lo", max_tokens=20, prompt_logprobs=True), Tally(1)
+        )
+    assert [output.index for output in result.outputs] == [0, 1, 2]
+    assert len(result.prompt_tokens) == 2
+    for output in result.outputs:
+        assert output.text == "hel"
+        assert (output.finish_reason, output.stop_reason) == ("stop", "lo")
+        assert [len(tops) for tops in output.top_tokens] == [2] * 5
+
+
+async def test_an_end_token(tmp_path):
+    async with bulk(tmp_path) as (runner, services):
+        services.shards.script = [*script_of("so"), EOS_ID]
+        [result] = await runner.run(jobs("a", max_tokens=20), Tally(1))
+    assert result.outputs[0].text == "so"
+    assert result.outputs[0].finish_reason == "stop"
+
+
+async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
+    async with bulk(tmp_path) as (runner, _):
+        tally = Tally(5)
+        results = await runner.run(jobs("a", "", [10**6], "\ud800", "b"), tally)
+    assert [result.error is None for result in results] == [True, False, False, False, True]
+    assert all(isinstance(result.error, ValidationError) for result in results[1:4])
+    with pytest.raises(ValidationError, match="must be token ids"):
+        results[2].outputs  # noqa: B018
+    assert (tally.done, tally.failed) == (5, 3)
+
+
+async def test_shards_that_fail_fail_every_prompt_and_nobody_waits(tmp_path):
+    async with bulk(tmp_path) as (runner, services):
+        services.shards.failure = GenerationError("Server error: gone")
+        results = await runner.run(jobs(*"abc"), Tally(3))
+    assert all(isinstance(result.error, GenerationError) for result in results)
+
+
+async def test_cancelling_ends_all(tmp_path):
+    async with bulk(tmp_path) as (runner, _):
+        tally = Tally(2)
+        task = asyncio.create_task(runner.run(jobs("a", "b", max_tokens=3000), tally))
+        while tally.tokens < 10:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_chat(tmp_path):
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    path = tmp_path / "chat.jinja"
+    path.write_text(template)
+    params = SamplingParams(max_tokens=6, n=2)
+    conversation = Conversation(
+        messages=({"role": "user", "content": "hi"},),
+        parameters=params.to_parameters(),
+        num_sequences=2,
+    )
+    async with bulk(tmp_path, tokenizer_config_path=str(path)) as (runner, _):
+        tally = Tally(1)
+        [result] = await runner.run([Job("given", conversation)], tally)
+    assert result.prompt == "given"
+    assert result.num_prompt_tokens == 2
+    assert [output.text for output in result.outputs] == ["hello ", "hello "]
+    assert result.outputs[0].token_ids == tuple(script_of("hello "))
+    assert tally.tokens == 12
+
+
+async def test_a_chat_without_a_template(tmp_path):
+    conversation = Conversation(
+        messages=({"role": "user", "content": "hi"},), parameters=SamplingParams().to_parameters()
+    )
+    async with bulk(tmp_path) as (runner, _):
+        [result] = await runner.run([Job("given", conversation)], Tally(1))
+    assert isinstance(result.error, TemplateError)

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+from text_generation_router.offline.options import sort_options
+from text_generation_router.offline.shards_process import ShardsAddress
+
+ADDRESS = ShardsAddress("a/b", "/models/b", "/tmp/s-0")
+
+
+def test_each_option_goes_to_whom_it_belongs():
+    options = sort_options(
+        "a/b", {"dtype": "bfloat16", "max_batch_size": 3, "revision": "v1", "device": None}
+    )
+    assert set(options.shard_flags) == {"--model-id=a/b", "--dtype=bfloat16", "--revision=v1"}
+    config = options.router_config(ADDRESS)
+    assert config.max_batch_size == config.batch_rows == 3
+    assert config.revision == "v1"
+    assert config.tokenizer_name == "/models/b"
+    assert config.served_model_id == "a/b"
+    assert config.master_shard_uds_path == "/tmp/s-0"
+
+
+def test_without_a_model_the_launcher_decides():
+    assert sort_options(None, {}).shard_flags == ()
+
+
+def test_nobody_is_sent_away_but_the_batch_has_its_usual_size():
+    config = sort_options(None, {}).router_config(ADDRESS)
+    assert config.batch_rows == 128
+    assert config.max_concurrent_requests > 10**9
+
+
+def test_switches_and_paths():
+    options = sort_options(
+        Path("/models/x"),
+        {"some_switch": True, "other_switch": False, "tokenizer_config_path": Path("/t.json")},
+    )
+    assert options.shard_flags == ("--model-id=/models/x", "--some-switch")
+    assert options.router_config(ADDRESS).tokenizer_config_path == "/t.json"
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"port": 80}, "`port` is an option of the server"),
+        ({"api_key": "k"}, "`api_key` is an option of the server"),
+        ({"max_batch_size": 0}, "`--max-batch-size` must be >= 1"),
+        ({"max_input_tokens": 5, "max_total_tokens": 5}, "`max_input_tokens` must be <"),
+    ],
+)
+def test_what_can_not_be_is_said_before_anything_starts(given, expected):
+    with pytest.raises(ValueError, match=expected):
+        sort_options(None, given)

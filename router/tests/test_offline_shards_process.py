@@ -1,0 +1,123 @@
+"""A launcher of one's own, played by small scripts."""
+
+import logging
+import sys
+import time
+
+import pytest
+from text_generation_router.offline import shards_process
+from text_generation_router.offline.shards_process import (
+    ShardsAddress,
+    ShardsProcess,
+    ShardsProcessError,
+)
+
+PRELUDE = """
+import json, signal, sys, time
+def log(level, message):
+    print(json.dumps(dict(timestamp="T", level=level, target="child", message=message)), flush=True)
+def ready():
+    uds = next(a for a in sys.argv if a.startswith("--shard-uds-path=")).partition("=")[2]
+    answer = dict(model_id="a/b", model_path="/m", master_shard_uds_path=uds + "-0")
+    print(json.dumps(answer), flush=True)
+def wait():
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    started = []
+
+    def start(script, *flags):
+        command = (sys.executable, "-c", PRELUDE + script)
+        monkeypatch.setattr(shards_process, "_launcher", lambda: command)
+        started.append(ShardsProcess(flags))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+def wait_until_ended(process):
+    """Fails if it does not end by itself."""
+    deadline = time.monotonic() + 10
+    while process.is_alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ready_and_closed(start):
+    process = start("assert sys.argv[1] == 'shards'; ready(); wait()", "--dtype=float32")
+    address = process.wait_until_ready()
+    assert (address.model_id, address.model_path) == ("a/b", "/m")
+    assert len(address.master_shard_uds_path) < 60
+    assert process.is_alive
+    process.close()
+    assert not process.is_alive
+    process.close()
+
+
+def test_flags_are_passed_on(start):
+    process = start("log('ERROR', ' '.join(sys.argv[1:])); sys.exit(1)", "--dtype=float32")
+    with pytest.raises(ShardsProcessError) as caught:
+        process.wait_until_ready()
+    mode, *own, _, given = str(caught.value).split()
+    assert (mode, own) == ("shards", ["--end-with-stdin", "--json-output"])
+    assert given == "--dtype=float32"
+
+
+@pytest.mark.parametrize(
+    "script, expected",
+    [
+        ("log('INFO', 'x'); log('ERROR', 'no such model'); sys.exit(1)", "^no such model$"),
+        ("sys.stderr.write('launcher: error: unknown flag\\n'); sys.exit(2)", "unknown flag"),
+        ("sys.exit(0)", "printed nothing"),
+    ],
+)
+def test_why_it_did_not_start(start, script, expected):
+    with pytest.raises(ShardsProcessError, match=expected):
+        start(script).wait_until_ready()
+
+
+def test_the_log_goes_to_logging(start, caplog):
+    caplog.set_level(logging.DEBUG)
+    process = start(
+        "log('INFO', 'loading'); log('WARN', 'slow'); ready(); "
+        "log('ERROR', 'a step failed'); sys.exit(1)"
+    )
+    process.wait_until_ready()
+    wait_until_ended(process)
+    process.close()
+    said = [(r.name, r.levelname, r.getMessage()) for r in caplog.records if r.name == "child"]
+    assert said == [
+        ("child", "INFO", "loading"),
+        ("child", "WARNING", "slow"),
+        ("child", "ERROR", "a step failed"),
+    ]
+    assert process.last_words() == "a step failed"
+
+
+def test_an_end_while_it_is_used(start):
+    process = start("ready(); log('ERROR', 'shard 0 was killed'); sys.exit(1)")
+    process.wait_until_ready()
+    wait_until_ended(process)
+    process.close()
+    assert process.last_words() == "shard 0 was killed"
+
+
+def test_one_that_does_not_end_is_killed(start, monkeypatch):
+    monkeypatch.setattr(shards_process, "END_TIMEOUT_S", 0.1)
+    process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)")
+    process.wait_until_ready()
+    process.close()
+    assert not process.is_alive
+
+
+def test_address_names_are_those_of_the_launcher():
+    assert list(ShardsAddress.__dataclass_fields__) == [
+        "model_id",
+        "model_path",
+        "master_shard_uds_path",
+    ]

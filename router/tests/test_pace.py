@@ -1,0 +1,88 @@
+"""How much of the prompts goes beside those who decode."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_generation_router.scheduler.pace import Pace, StepCosts
+
+# A step of 8 rows takes 10 ms, a prompt token 0.1 ms.
+COSTS = StepCosts(decode_step_ns=10_000_000, num_rows=8, prefill_token_ns=100_000)
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "costs", "target_ns", "budget"),
+    [
+        # Nobody waits.
+        (0, COSTS, None, 1000),
+        # Three times 10 ms: 20 ms for prompts, 200 tokens, 12 blocks of 16.
+        (8, COSTS, None, 192),
+        (5, COSTS, None, 192),
+        (1, COSTS, None, 192),
+        (100, COSTS, None, 192),
+        # A target of one's own; at least a block, at most what fits.
+        (8, COSTS, 15e6, 48),
+        (8, COSTS, 11e6, 16),
+        (8, COSTS, 1e6, 16),
+        (8, COSTS, 1e12, 1000),
+        # Nothing was measured.
+        (8, StepCosts(), None, 1000),
+        (8, StepCosts(10, 8, 0), None, 1000),
+        (8, StepCosts(0, 8, 10), None, 1000),
+    ],
+)
+def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, budget: int) -> None:
+    assert Pace(1000, 16, costs, target_ns).budget(num_decoding) == budget
+
+
+def test_it_learns_what_a_step_takes_by_the_number_of_rows() -> None:
+    pace = Pace(1000, 16, COSTS)
+    for _ in range(20):
+        pace.note(2_000_000, 1, 0)
+    # Alone 2 ms, so 4 ms are left: 40 tokens.
+    assert pace.budget(1) == 32
+    # Of two to eight there is nothing new.
+    assert pace.budget(8) == pace.budget(4) == pace.budget(2) == 192
+
+
+def test_it_allows_for_what_steps_take_beyond_their_tokens() -> None:
+    """5 ms of the 20 are gone with every step that carries a prompt, however short."""
+    pace = Pace(1000, 16, COSTS)
+    for num_prompt_tokens in [192, 150, 16, 64] * 10:
+        pace.note(15_000_000 + num_prompt_tokens * 100_000, 8, num_prompt_tokens)
+    assert pace.budget(8) == 144
+
+
+def test_it_does_more_if_there_is_time() -> None:
+    pace = Pace(1000, 16, COSTS)
+    for _ in range(40):
+        pace.note(10_000_000 + 192 * 50_000, 8, 192)
+    assert pace.budget(8) == 288
+
+
+def test_steps_that_are_late_anyway_carry_half_of_what_they_should() -> None:
+    """Otherwise a prompt would take for ever, and nobody would get a token sooner."""
+    pace = Pace(1000, 16, COSTS)
+    for _ in range(1000):
+        pace.note(10_000_000_000, 8, 16)
+    assert pace.budget(8) == 96
+
+
+def test_one_slow_step_changes_little() -> None:
+    pace = Pace(1000, 16, COSTS)
+    pace.note(10_000_000_000, 8, 0)
+    assert pace.budget(8) == 240
+    pace = Pace(1000, 16, COSTS)
+    pace.note(10_000_000_000, 8, 192)
+    assert pace.budget(8) == 144
+    pace.note(10_000_000 + 144 * 100_000, 8, 144)
+    assert pace.budget(8) == 160
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 300), st.integers(0, 5000))))
+def test_there_is_always_a_block_and_never_too_much(steps: list[tuple[int, int, int]]) -> None:
+    pace = Pace(500, 16, COSTS)
+    for step in steps:
+        pace.note(*step)
+        for num_decoding in (0, 1, 7, 300):
+            budget = pace.budget(num_decoding)
+            assert 16 <= budget <= 500 and (budget % 16 == 0 or budget == 500)

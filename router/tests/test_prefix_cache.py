@@ -1,0 +1,287 @@
+"""What is shared is what was written, for just these tokens; what was used last stays longest."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
+from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache, Promises
+
+BLOCK_SIZE = 2
+
+
+def blocks_of(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens of its full blocks."""
+    num = len(tokens) // BLOCK_SIZE
+    return [tuple(tokens[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE]) for n in range(num)]
+
+
+class Shelf:
+    """An allocator with its cache, and texts that come and go as the Planner has them do."""
+
+    def __init__(self, num_blocks: int, retains: bool = True) -> None:
+        self.allocator = BlockAllocator(num_blocks, BLOCK_SIZE, retains)
+        self.cache = PrefixCache(self.allocator)
+        self.tables: list[BlockTable] = []
+
+    def match(self, tokens: Sequence[int], realm: str = "") -> list[int]:
+        """The blocks that hold its beginning."""
+        return self.cache.match(realm, blocks_of(tokens), Promises())[0]
+
+    def fits(self, tokens: Sequence[int], realm: str = "") -> bool:
+        """Whether there is room for a text and one token."""
+        shared = self.match(tokens, realm)
+        num_new = self.allocator.num_blocks_for(len(tokens) + 1) - len(shared)
+        return num_new <= self.allocator.num_free - self.allocator.num_idle(shared)
+
+    def write(self, tokens: Sequence[int], realm: str = "") -> BlockTable:
+        """A table with the text, all of it published."""
+        shared, chain = self.cache.match(realm, blocks_of(tokens), Promises())
+        table = self.allocator.allocate(len(tokens) + 1, shared)
+        self.tables.append(table)
+        unknown = blocks_of(tokens)[chain.num_blocks :]
+        self.cache.publish(chain, unknown, table.block_ids[chain.num_blocks :])
+        return table
+
+    def release(self, table: BlockTable) -> None:
+        """The text is not in use any more."""
+        self.tables.remove(table)
+        self.allocator.release(table)
+
+    def integrity(self) -> None:
+        self.cache.integrity()
+        self.allocator.integrity(self.tables)
+
+
+def test_a_text_finds_what_is_written_of_it() -> None:
+    shelf = Shelf(10)
+    table = shelf.write([1, 2, 3, 4, 5])
+    first, second = table.block_ids[:2]
+    for tokens, found in [
+        ([1, 2, 3, 4, 5], [first, second]),
+        ([1, 2, 3, 4, 9, 9], [first, second]),
+        ([1, 2, 3], [first]),
+        ([1, 2, 9, 4], [first]),
+        ([1], []),
+        ([3, 4], []),
+        ([9, 9, 3, 4], []),
+    ]:
+        assert shelf.match(tokens) == found
+    assert len(shelf.cache) == 2, "the block that is not full is not known"
+    shelf.release(table)
+    assert shelf.match([1, 2, 3, 4]) == [first, second] and shelf.allocator.num_used == 0
+
+
+def test_realms_share_nothing() -> None:
+    shelf = Shelf(10)
+    shelf.write([1, 2, 3, 4], "an adapter")
+    assert shelf.match([1, 2, 3, 4]) == [] and len(shelf.match([1, 2, 3, 4], "an adapter")) == 2
+    shelf.write([1, 2, 3, 4], "")
+    assert shelf.match([1, 2]) != shelf.match([1, 2], "an adapter")
+    shelf.integrity()
+
+
+def test_tokens_are_compared_and_not_only_hashed() -> None:
+    class Collides(int):
+        def __hash__(self) -> int:
+            return 1
+
+    shelf = Shelf(10)
+    shelf.write([Collides(1), Collides(2), Collides(3), Collides(4)])
+    assert shelf.match([Collides(1), Collides(3)]) == []
+    assert len(shelf.match([Collides(1), Collides(2), Collides(4), Collides(3)])) == 1
+
+
+def test_the_end_of_a_text_goes_before_its_beginning_and_the_oldest_text_first() -> None:
+    shelf = Shelf(6)
+    old, new = shelf.write([1, 2, 3, 4, 5]), shelf.write([6, 7, 8, 9, 10])
+    shelf.release(old)
+    shelf.release(new)
+    taken = shelf.write([11, 12, 13])  # two were free: the blocks that were not full
+    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (2, 2)
+    shelf.write([14])
+    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 2)
+    shelf.release(shelf.write([1, 2, 3]))  # takes the end of the other; now this one was used last
+    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 1)
+    shelf.release(taken)
+    shelf.write([15, 16, 17, 18, 19])
+    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 0)
+    shelf.integrity()
+
+
+def test_what_is_in_use_is_never_given_away() -> None:
+    shelf = Shelf(4)
+    first = shelf.write([1, 2, 3])
+    shelf.write([1, 2, 4])
+    shelf.release(first)
+    table = shelf.write([5])
+    assert shelf.allocator.num_free == 1 and shelf.match([1, 2]) and not shelf.match([5, 6])
+    shelf.allocator.grow(table)
+    assert shelf.allocator.grow(table) is None
+    assert shelf.match([1, 2])
+    shelf.integrity()
+
+
+def test_two_who_write_the_same_at_once() -> None:
+    """The second goes on behind the first's blocks; its own are free with it."""
+    shelf = Shelf(10)
+    tables = [shelf.allocator.allocate(7) for _ in range(2)]
+    shelf.tables += tables
+    for table in tables:
+        shelf.cache.publish(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids)
+    assert shelf.match([1, 2, 3, 4]) == tables[0].block_ids[:2]
+    shelf.release(tables[1])
+    assert len(shelf.cache) == 2 and shelf.allocator.num_used == 4
+    shelf.integrity()
+
+
+def test_a_block_in_use_takes_the_place_of_an_idle_one() -> None:
+    shelf = Shelf(10)
+    old = shelf.write([1, 2])
+    shelf.release(old)
+    table = shelf.allocator.allocate(3)
+    shelf.tables.append(table)
+    num_free = shelf.allocator.num_free
+    shelf.cache.publish(Chain(""), blocks_of([1, 2]), table.block_ids)
+    assert shelf.match([1, 2]) == table.block_ids[:1]
+    assert shelf.allocator.num_free == num_free and shelf.allocator.num_idle(range(10)) == 0
+    shelf.integrity()
+
+
+def test_what_was_behind_a_block_goes_with_it() -> None:
+    """The second text is behind a block of the first's, which is given away: it goes on alone."""
+    shelf = Shelf(5)
+    first = shelf.write([1, 2])
+    chain = Chain("")
+    second = shelf.allocator.allocate(5)
+    shelf.tables.append(second)
+    shelf.cache.publish(chain, blocks_of([1, 2, 3, 4]), second.block_ids)
+    assert shelf.match([1, 2, 3, 4]) == [first.block_ids[0], second.block_ids[1]]
+    shelf.release(first)
+    third = shelf.allocator.allocate(4)
+    shelf.tables.append(third)
+    assert shelf.match([1, 2]) == [] and len(shelf.cache) == 0
+    shelf.cache.publish(chain, [(5, 6)], [second.block_ids[2]])
+    assert len(shelf.cache) == 0, "nobody could find it"
+    shelf.integrity()
+
+
+def test_without_retention_only_what_is_in_use_is_known() -> None:
+    shelf = Shelf(10, retains=False)
+    first, second = shelf.write([1, 2, 3, 4]), shelf.write([1, 2, 5, 6])
+    assert second.block_ids[0] == first.block_ids[0]
+    shelf.release(first)
+    assert len(shelf.match([1, 2, 3, 4])) == 1 and len(shelf.match([1, 2, 5, 6])) == 2
+    shelf.release(second)
+    assert len(shelf.cache) == 0 and shelf.match([1, 2]) == []
+    shelf.integrity()
+
+
+def test_promised_blocks_are_shared_behind_those_that_are_known() -> None:
+    shelf, promises = Shelf(10), Promises()
+    shelf.write([1, 2])
+    shared, chain = shelf.cache.match("", blocks_of([1, 2, 3, 4, 5, 6]), promises)
+    table = shelf.allocator.allocate(7, shared)
+    shelf.tables.append(table)
+    shelf.cache.promise(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:], promises)
+    found, second = shelf.cache.match("", blocks_of([1, 2, 3, 4, 7, 8]), promises)
+    assert found == table.block_ids[:2] and second.num_blocks == 1
+    assert shelf.match([1, 2, 3, 4]) == found[:1], "nothing is written yet"
+    # Both are known once their step is done.
+    shelf.cache.publish(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:])
+    shelf.cache.publish(second, blocks_of([3, 4]), found[1:])
+    assert shelf.match([1, 2, 3, 4, 5, 6]) == table.block_ids[:3]
+    assert second.tail == shelf.cache.match("", blocks_of([1, 2, 3, 4]), Promises())[1].tail
+
+
+def test_a_promise_goes_on_behind_what_is_known_already() -> None:
+    """Who computes a prompt again, for its log-probabilities, promises its own end all the same."""
+    shelf, promises = Shelf(10), Promises()
+    known = shelf.write([1, 2])
+    table = shelf.allocator.allocate(5)
+    shelf.tables.append(table)
+    shelf.cache.promise(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids, promises)
+    found, _ = shelf.cache.match("", blocks_of([1, 2, 3, 4]), promises)
+    assert found == [known.block_ids[0], table.block_ids[1]]
+
+
+class Model:
+    """The same, kept plainly: a text known up to a block is a key, its value when it was last in
+    use; nothing is shared but by these keys."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.clock = 0
+        self.known: dict[tuple[int, ...], int] = {}
+        self.texts: list[list[int]] = []
+
+    def num_in_use(self) -> int:
+        shared = {tuple(text[:end]) for text in self.texts for end in _ends(text)}
+        return len(shared) + len(self.texts)
+
+    def match(self, tokens: list[int]) -> int:
+        ends = [end for end in _ends(tokens) if tuple(tokens[:end]) in self.known]
+        return len(ends)
+
+    def write(self, tokens: list[int]) -> None:
+        self.texts.append(tokens)
+        for end in _ends(tokens):
+            self.known[tuple(tokens[:end])] = self.clock
+        while self.num_in_use() + self.num_idle() > self.num_blocks:
+            idle = [text for text in self.known if not self.is_in_use(text)]
+            # Least recently used first, and of those that were in use together the longest.
+            del self.known[min(idle, key=lambda text: (self.known[text], -len(text)))]
+
+    def release(self, tokens: list[int]) -> None:
+        self.texts.remove(tokens)
+        self.clock += 1
+        for end in _ends(tokens):
+            if not self.is_in_use(tuple(tokens[:end])):
+                self.known[tuple(tokens[:end])] = self.clock
+
+    def is_in_use(self, text: tuple[int, ...]) -> bool:
+        return any(tuple(held[: len(text)]) == text for held in self.texts)
+
+    def num_idle(self) -> int:
+        return sum(not self.is_in_use(text) for text in self.known)
+
+
+def _ends(tokens: Sequence[int]) -> list[int]:
+    return list(range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE))
+
+
+_TEXT = st.lists(st.integers(1, 2), min_size=1, max_size=9)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.integers(2, 14),
+    st.lists(st.one_of(_TEXT, st.integers(0, 9)), min_size=5, max_size=50),
+)
+def test_it_does_what_the_plain_model_does(num_blocks: int, events: list) -> None:
+    """A list is a text that comes, a number one that goes."""
+    shelf, model = Shelf(num_blocks), Model(num_blocks)
+    running: list[tuple[list[int], BlockTable]] = []
+    for event in events:
+        if isinstance(event, list):
+            if not shelf.fits(event):
+                continue
+            assert len(shelf.match(event)) == model.match(event)
+            running.append((event, shelf.write(event)))
+            model.write(event)
+        elif running:
+            tokens, table = running.pop(event % len(running))
+            shelf.release(table)
+            model.release(tokens)
+        shelf.integrity()
+        assert len(shelf.cache) == len(model.known)
+        assert shelf.allocator.num_used == model.num_in_use()
+        for text in model.known:
+            assert len(shelf.match(text)) == len(text) // BLOCK_SIZE
+
+
+def test_a_free_block_is_no_ones() -> None:
+    shelf = Shelf(3)
+    with pytest.raises(AssertionError, match="no one's"):
+        shelf.allocator.allocate(5, [2])

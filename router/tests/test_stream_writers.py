@@ -1,0 +1,130 @@
+"""What is written from templates is what JSON would be."""
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from text_generation_router.api.generate import TokenEvents
+from text_generation_router.api.numbers import float32
+from text_generation_router.api.openai.stream import ChunkWriter
+from text_generation_router.api.sse import event
+from text_generation_router.errors import GenerationError
+from text_generation_router.request import (
+    FinishReason,
+    GeneratedText,
+    PrefillOutput,
+    Token,
+    TokenOutput,
+)
+from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.validation import GenerateParameters
+
+from router.tests.scheduling import make_request, make_tokenizer
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=9) | st.sampled_from(
+    ['"', "\\", "\n\u2028", "%s", "€"]
+)
+TOKENS = st.builds(
+    Token,
+    st.integers(0, 2**31),
+    TEXTS,
+    st.none() | st.floats(-90, 0, width=32),
+    st.booleans(),
+)
+
+
+def token_json(token: Token) -> dict[str, Any]:
+    return {
+        "id": token.id,
+        "text": token.text,
+        "logprob": float32(token.logprob),
+        "special": token.special,
+    }
+
+
+@given(st.lists(st.tuples(TOKENS, st.lists(TOKENS, max_size=2)), min_size=1, max_size=5))
+def test_token_events(steps: list[tuple[Token, list[Token]]]) -> None:
+    writer = TokenEvents(GenerateParameters(inputs="x"), 1)
+    expected = []
+    for place, (token, top_tokens) in enumerate(steps, start=1):
+        payload: dict[str, Any] = {"index": place, "token": token_json(token)}
+        if top_tokens:
+            payload["top_tokens"] = [token_json(top) for top in top_tokens]
+        expected.append(event(payload | {"generated_text": None, "details": None}))
+    outputs = [TokenOutput(token, "", tuple(top_tokens)) for token, top_tokens in steps]
+    middle = len(outputs) // 2
+    chunks = writer.chunk([PrefillOutput(()), *outputs[:middle]]), writer.chunk(outputs[middle:])
+    assert b"".join(chunks) == b"".join(expected)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("details", [False, True])
+def test_last_token_event(full: bool, details: bool) -> None:
+    asked = GenerateParameters(inputs="x ", return_full_text=full, details=details)
+    ending = GeneratedText("y", 1, FinishReason.LENGTH, 7)
+    token = Token(5, "y", -0.5)
+    told = {
+        "index": 1,
+        "token": token_json(token),
+        "generated_text": "x y" if full else "y",
+        "details": None,
+    }
+    if details:
+        told["details"] = {
+            "finish_reason": "length",
+            "generated_tokens": 1,
+            "seed": 7,
+            "input_length": 3,
+        }
+    assert TokenEvents(asked, 3).chunk([TokenOutput(token, "y", (), ending)]) == event(told)
+
+
+@given(
+    st.dictionaries(TEXTS, TEXTS | st.none() | st.integers(0, 9), min_size=1),
+    st.lists(st.dictionaries(TEXTS, TEXTS | st.none()), max_size=3),
+)
+def test_chunks(head: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+    head.pop("choices", None)
+    head["id"] = "%b"
+    expected = [
+        b"data: " + orjson.dumps(head | {"choices": [choice]}) + b"\n\n" for choice in choices
+    ]
+    assert ChunkWriter(head).chunks(choices) == b"".join(expected)
+
+
+async def test_a_stream_wakes_up_once_for_all_that_is_ready() -> None:
+    request = make_request((0,), 9)
+    entry = Entry(0, request, Answer(request, make_tokenizer()))
+    wakes: list[int] = []
+
+    async def read() -> None:
+        while True:
+            wakes.append(len(await entry.next_outputs()))
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    output = TokenOutput(Token(1, "a", -0.5))
+    entry.deliver(output, output)
+    entry.deliver(output)
+    await asyncio.sleep(0.01)
+    entry.deliver(output)
+    entry.fail(GenerationError("oh"))
+    with pytest.raises(GenerationError):
+        await reading
+    assert wakes == [3, 1]
+
+
+async def test_what_is_delivered_while_a_reader_is_ended_is_kept() -> None:
+    request = make_request((0,), 9)
+    entry = Entry(0, request, Answer(request, make_tokenizer()))
+    reading = asyncio.create_task(entry.next_outputs())
+    await asyncio.sleep(0)
+    reading.cancel()
+    output = TokenOutput(Token(1, "a", -0.5))
+    entry.deliver(output)
+    await asyncio.wait({reading})
+    assert await entry.next_outputs() == [output]

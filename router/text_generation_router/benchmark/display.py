@@ -1,0 +1,87 @@
+"""What is shown while it measures: a table that fills up, or a line for each batch."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from text_generation_router.benchmark.report import Figures, Spread
+
+_COLUMNS = (
+    "batch size",
+    "sequence length",
+    "prefill ms",
+    "prompt tokens/s",
+    "decode ms/step",
+    "tokens/s",
+    "runs",
+)
+
+
+class Display(Protocol):
+    """Shows figures as they come."""
+
+    def show(self, figures: Figures, runs_done: int, is_last: bool) -> None:
+        """`figures` have one run more (or, in a warm-up, have not); the last of its batch?"""
+        ...
+
+
+class _Table:
+    """A table of all batches and a progress bar, drawn anew after each run."""
+
+    def __init__(self, live: Live, all_figures: Sequence[Figures], num_runs: int) -> None:
+        self._live = live
+        self._all_figures = all_figures
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("runs", total=num_runs)
+
+    def show(self, figures: Figures | None, runs_done: int, is_last: bool) -> None:
+        self._progress.update(self._task, completed=runs_done)
+        table = Table(*_COLUMNS)
+        for one in self._all_figures:
+            style = "bold" if one is figures else ""
+            table.add_row(*_cells(one), style=style)
+        self._live.update(Group(table, self._progress))
+
+
+class _Lines:
+    """A line for each batch, when all its runs are done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, figures: Figures, runs_done: int, is_last: bool) -> None:
+        if is_last:
+            parts = zip(_COLUMNS, _cells(figures), strict=True)
+            self._console.print(", ".join(f"{name} {cell}" for name, cell in parts), soft_wrap=True)
+
+
+@contextmanager
+def display(console: Console, all_figures: Sequence[Figures], num_runs: int) -> Iterator[Display]:
+    """A live table where the console is a terminal, else lines."""
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    # What is left on the screen is the last state; the report follows.
+    with Live(console=console, transient=True, refresh_per_second=8) as live:
+        table = _Table(live, all_figures, num_runs)
+        table.show(None, 0, False)
+        yield table
+
+
+def _cells(figures: Figures) -> list[str]:
+    """The columns of one batch; medians, and nothing where nothing was measured yet."""
+    cells = [str(figures.shape.batch_size), str(figures.shape.sequence_length)]
+    for step in ("prefill", "decode_token"):
+        for values in (figures.latencies_ms(step), figures.tokens_per_s(step)):
+            cells.append(f"{Spread.of(values).p50:,.1f}" if values else "")
+    return [*cells, str(len(figures.runs))]

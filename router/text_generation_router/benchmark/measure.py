@@ -1,0 +1,145 @@
+"""Prefill and decode of one batch, straight against the shards, timed."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.client.translate import ShardInfo
+from text_generation_router.request import Request, SamplingParams, StoppingCriteria
+from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.blocks import BlockAllocator
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import Advance, Shards
+from text_generation_router.tokenizer import Tokenizer
+
+
+class BenchmarkError(Exception):
+    """What was asked can not be measured; one sentence says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A batch: so many rows, each with so many prompt tokens and so many to generate."""
+
+    batch_size: int
+    sequence_length: int
+    decode_length: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the whole batch."""
+        return self.batch_size * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How long one batch took, in seconds."""
+
+    prefill_s: float
+    decode_s: tuple[float, ...]
+    """Of each step behind the prefill, which gives the first tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How tokens are chosen."""
+
+    sampling: SamplingParams
+    top_n_tokens: int = 0
+
+
+class Bench:
+    """Owns the block numbers of shards that nobody else asks, and runs batches on them.
+
+    Prompts are random tokens of the model, other ones in every run.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        tokenizer: Tokenizer,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        choice: Choice,
+    ) -> None:
+        """The shards are warm."""
+        self._shards = shards
+        self._tokenizer = tokenizer
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._choice = choice
+        ids = range(min(vocab_size, tokenizer.vocab_size))
+        self._ids = [token_id for token_id in ids if not tokenizer.is_special(token_id)]
+        self._random = random.Random(0)
+        self._next_id = 0
+
+    def check(self, shape: Shape) -> None:
+        """Raises BenchmarkError for a batch that the KV cache can not hold."""
+        length = shape.sequence_length + shape.decode_length
+        num_blocks = shape.batch_size * -(-length // self._block_size)
+        if num_blocks > self._num_blocks:
+            raise BenchmarkError(
+                f"a batch of {shape.batch_size} rows of {length} tokens needs {num_blocks} KV "
+                f"blocks of {self._block_size} tokens, and there are {self._num_blocks}: choose "
+                "less of --batch-size, --sequence-length or --decode-length"
+            )
+
+    async def run(self, shape: Shape) -> Run:
+        """Runs one batch to its end. Raises GenerationError; the shards are empty afterwards."""
+        self.check(shape)
+        # All blocks at once: growing tables is the scheduler's work, which is not measured here.
+        allocator = BlockAllocator(self._num_blocks, self._block_size)
+        entries = [self._entry(shape, allocator) for _ in range(shape.batch_size)]
+        try:
+            started = time.perf_counter()
+            result = await self._shards.prefill(entries[0].id, entries, None)
+            prefill_s = time.perf_counter() - started
+            steps: list[float] = []
+            while result.batch is not None:
+                started = time.perf_counter()
+                result = await self._shards.decode([result.batch.id], Advance())
+                steps.append(time.perf_counter() - started)
+        finally:
+            await self._shards.clear_cache(None)
+        if result.errors:
+            raise BenchmarkError(f"a row failed: {next(iter(result.errors.values()))}")
+        return Run(prefill_s, tuple(steps))
+
+    def _entry(self, shape: Shape, allocator: BlockAllocator) -> Entry:
+        request = Request(
+            input_ids=tuple(self._random.choices(self._ids, k=shape.sequence_length)),
+            sampling=self._choice.sampling,
+            stopping=StoppingCriteria(shape.decode_length, ignore_eos_token=True),
+            top_n_tokens=self._choice.top_n_tokens,
+        )
+        entry = Entry(self._next_id, request, Answer(request, self._tokenizer))
+        entry.block_table = allocator.allocate(shape.sequence_length + shape.decode_length)
+        self._next_id += 1
+        return entry
+
+
+async def warm_up(
+    shards: ShardedClient, tokenizer: Tokenizer, shapes: Sequence[Shape], choice: Choice
+) -> tuple[Bench, ShardInfo]:
+    """Gives the shards a cache that holds the largest batch. Raises GenerationError and
+    BenchmarkError."""
+    await shards.clear_cache(None)
+    info = await shards.info()
+    longest = max(shape.sequence_length + shape.decode_length for shape in shapes)
+    if longest > info.max_model_len:
+        raise BenchmarkError(
+            f"--sequence-length and --decode-length make {longest} tokens, and the model takes "
+            f"{info.max_model_len}: choose less"
+        )
+    warmup = await shards.warmup(
+        max_prefill_tokens=max(shape.num_prompt_tokens for shape in shapes),
+        max_batch_size=max(shape.batch_size for shape in shapes),
+        max_total_tokens=longest,
+    )
+    bench = Bench(shards, tokenizer, warmup.num_blocks, info.block_size, info.vocab_size, choice)
+    for shape in shapes:
+        bench.check(shape)
+    return bench, info

@@ -1,0 +1,65 @@
+"""What stands between uvicorn and the application."""
+
+import asyncio
+from collections import deque
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from text_generation_router.api.sse import DIRECT_SEND
+
+# The way from a socket to the queue takes about 0.5 ms of a request, all in one go: hundreds that
+# come together would stop every stream, and /health, until the last of them is read.
+STARTS_PER_TURN = 4
+
+
+class Front:
+    """Lets requests in a few at a time, in the order they came, and tells streams the server's own
+    `send`.
+
+    At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone
+    does not wait. Owns the line of those that do.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._line: deque[asyncio.Future[None]] = deque()
+        self._num_started = 0
+        # Whether the next turn of the event loop has been asked for.
+        self._is_turning = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        await self._enter()
+        scope[DIRECT_SEND] = send
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            # The server's `send` holds the scope: together they would be garbage in a circle.
+            del scope[DIRECT_SEND]
+
+    async def _enter(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._is_turning:
+            self._is_turning = True
+            loop.call_soon(self._turn, loop)
+        if self._num_started < STARTS_PER_TURN and not self._line:
+            self._num_started += 1
+            return
+        place = loop.create_future()
+        self._line.append(place)
+        await place
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets the next few in; again and again until a turn comes in which nobody is let in."""
+        self._num_started = 0
+        while self._line and self._num_started < STARTS_PER_TURN:
+            place = self._line.popleft()
+            # Cancelled places are those of a server that is being ended.
+            if not place.done():
+                place.set_result(None)
+                self._num_started += 1
+        self._is_turning = self._num_started > 0
+        if self._is_turning:
+            loop.call_soon(self._turn, loop)

@@ -1,0 +1,10 @@
+"""Generation without HTTP: `LLM` in Python, and files of requests.
+
+The model runs in the same shards, behind the same scheduler, as in a server.
+"""
+
+from text_generation_router.offline.llm import LLM, LLMError
+from text_generation_router.offline.results import CompletionOutput, RequestOutput
+from text_generation_router.offline.sampling import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "LLMError", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,233 @@
+"""`LLM`: a model in Python, with a server's scheduler and shards and without its HTTP."""
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from text_generation_router.api.openai.messages import MessageBody, ToolBody, to_messages
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.config import RouterConfig
+from text_generation_router.offline.bulk import Bulk, Job
+from text_generation_router.offline.options import OptionValue, sort_options
+from text_generation_router.offline.progress import Tally, bar
+from text_generation_router.offline.results import RequestOutput
+from text_generation_router.offline.sampling import SamplingParams, complaint
+from text_generation_router.offline.session import Session
+from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
+from text_generation_router.services import StartError
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation in OpenAI's form: `[{"role": "user", "content": "…"}]`."""
+
+_DRAW_EVERY_S = 0.1
+_CLOSED_MEANWHILE = "the LLM was closed while it was generating"
+_MESSAGES = TypeAdapter(list[MessageBody])
+_TOOLS = TypeAdapter(list[ToolBody])
+
+
+class LLMError(Exception):
+    """The model could not be started, or has ended; the sentence says why."""
+
+
+class LLM:
+    """A model in shards of its own, from here until `close` or the end of this process.
+
+        with LLM("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16") as llm:
+            for result in llm.generate(["One", "Two"], SamplingParams(max_tokens=32)):
+                print(result.outputs[0].text)
+
+    Without a model it is the embedded one, or what MODEL_ID names: as everywhere, the launcher
+    reads its environment variables. The options are the launcher's and the router's, with
+    underscores: `dtype`, `device`, `revision`, `max_batch_size`, `max_total_tokens`, …; those of
+    the HTTP side do not exist here. May be used from any thread, whether or not it has a running
+    event loop, and there can be several in one process.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: OptionValue) -> None:
+        """Returns when the model can generate. Raises ValueError for options that can not be, and
+        LLMError when the model can not be started."""
+        sorted_options = sort_options(model, options)
+        self._process = process = ShardsProcess(sorted_options.shard_flags)
+        try:
+            address = process.wait_until_ready()
+            self._session = session = Session(sorted_options.router_config(address))
+        except (ShardsProcessError, StartError) as error:
+            process.close()
+            raise LLMError(str(error)) from error
+        except BaseException:
+            process.close()
+            raise
+        self.model_id = address.model_id
+        self._end = weakref.finalize(self, _close, session, process, os.getpid())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """One result for each prompt, in order; `params` are for all prompts or one for each.
+
+        A prompt that fails does not stop the others: its result has the error. Raises ValueError
+        for arguments that do not fit together, and LLMError when the model has ended.
+        """
+        given = _prompt_list(prompts)
+        jobs = []
+        for prompt, one in zip(given, _params_list(params, len(given)), strict=True):
+            asked = one.to_parameters()
+            if isinstance(prompt, str):
+                asked = replace(asked, inputs=prompt)
+            else:
+                asked = replace(asked, input_ids=tuple(prompt))
+            jobs.append(Job(prompt, asked, one.n))
+        return self._run(jobs, progress)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The next message of a conversation, or of each of several; see `generate`."""
+        conversations: Sequence[Any] = messages
+        if not conversations or isinstance(conversations[0], Mapping):
+            conversations = [messages]
+        specs = tuple(tool.to_spec() for tool in _checked(_TOOLS, [*tools], "tools"))
+        jobs = []
+        listed = _params_list(params, len(conversations))
+        for one, chosen in zip(conversations, listed, strict=True):
+            if chosen.prompt_logprobs:
+                raise ValueError(
+                    "`prompt_logprobs` is for `generate`: a chat's prompt is made here"
+                )
+            bodies = _checked(_MESSAGES, [dict(message) for message in one], "messages")
+            if not bodies:
+                raise ValueError("`messages` must not be empty")
+            conversation = Conversation(
+                messages=to_messages(bodies),
+                parameters=chosen.to_parameters(),
+                tools=specs,
+                tool_choice=tool_choice,
+                template_kwargs=chat_template_kwargs or {},
+                num_sequences=chosen.n,
+            )
+            jobs.append(Job(one, conversation))
+        return self._run(jobs, progress)
+
+    @property
+    def config(self) -> RouterConfig:
+        """What the router's part was told."""
+        return self._session.services.config
+
+    def metrics(self) -> str:
+        """What a server's /metrics would say, in Prometheus' text format."""
+        return self._session.services.metrics.render().decode()
+
+    def close(self) -> None:
+        """Ends the model and gives its memory back; what is being generated ends with LLMError.
+
+        May be repeated.
+        """
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, jobs: Sequence[Job], progress: bool) -> list[RequestOutput]:
+        if not self._end.alive:
+            raise LLMError("this LLM is closed: make another")
+        if not self._process.is_alive:
+            raise LLMError(f"the model has ended: {self._process.last_words()}")
+        tally = Tally(len(jobs))
+        running = self._session.submit(Bulk(self._session.services).run(jobs, tally))
+        try:
+            with bar(tally, sys.stderr) if progress else nullcontext() as drawn:
+                results = _wait(running, partial(drawn.show, tally) if drawn else None)
+        except CancelledError as error:
+            raise LLMError(_CLOSED_MEANWHILE) from error
+        except BaseException:  # Ctrl-C, most likely: the scheduler must not go on without us
+            running.cancel()
+            raise
+        if not self._end.alive:
+            raise LLMError(_CLOSED_MEANWHILE)
+        return results
+
+
+def _wait(
+    running: "Future[list[RequestOutput]]", draw: Callable[[], None] | None
+) -> list[RequestOutput]:
+    while draw is not None:
+        draw()
+        try:
+            return running.result(_DRAW_EVERY_S)
+        except TimeoutError:
+            if running.done():  # it was the work that raised it
+                raise
+    return running.result()
+
+
+def _close(session: Session, process: ShardsProcess, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the process that has the model: it goes on there
+    session.close()
+    process.close()
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts; one alone becomes a list of one. Raises ValueError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and isinstance(listed[0], int):
+        listed = [listed]
+    for prompt in listed:
+        if not isinstance(prompt, str) and not (_is_sequence(prompt) and all(map(_is_id, prompt))):
+            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r:.60}")
+    return listed
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, bytes)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, num: int
+) -> Iterable[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num
+    if len(params) != num:
+        raise ValueError(
+            f"{num} prompts need as many SamplingParams, or one for all: {len(params)}"
+        )
+    return params
+
+
+def _checked(adapter: TypeAdapter[list[Any]], given: list[Any], name: str) -> list[Any]:
+    """The given list as what the adapter reads. Raises ValueError."""
+    try:
+        return adapter.validate_python(given)
+    except ValidationError as error:
+        raise ValueError(complaint(error, name)) from None

@@ -1,0 +1,68 @@
+"""The options of `LLM`: those of the launcher, with underscores; who gets which."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from text_generation_router.config import RouterConfig, flag
+from text_generation_router.offline.shards_process import ShardsAddress
+
+OptionValue = str | int | float | bool | Path | None
+
+# Of the router's options those that are about HTTP, or filled in here.
+_NOT_OFFLINE = frozenset(
+    {
+        *("tokenizer_name", "model_id", "master_shard_uds_path"),
+        *("hostname", "port", "prometheus_port", "payload_limit", "api_key", "cors_allow_origin"),
+        *("aip_predict_route", "aip_health_route", "graceful_termination_timeout"),
+        *("max_concurrent_requests", "max_client_batch_size", "max_best_of"),
+        *("json_output", "logger_level"),
+    }
+)
+# Who runs the model here decides how much is asked of it.
+_NO_LIMIT = 2**31 - 1
+_OFFLINE_LIMITS = {"max_stop_sequences": _NO_LIMIT, "max_top_n_tokens": 100}
+_ROUTER_FIELDS = frozenset(field.name for field in fields(RouterConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one `LLM`, sorted."""
+
+    shard_flags: tuple[str, ...]
+    """For `text-generation-launcher shards`, which says what is wrong with them."""
+    router: Mapping[str, OptionValue]
+    """Fields of RouterConfig."""
+
+    def router_config(self, address: ShardsAddress) -> RouterConfig:
+        """For the router's part of this process. Raises ValueError."""
+        given = {**_OFFLINE_LIMITS, **self.router}
+        given.setdefault("max_batch_size", RouterConfig(tokenizer_name="").batch_rows)
+        return RouterConfig(
+            tokenizer_name=address.model_path,
+            model_id=address.model_id,
+            master_shard_uds_path=address.master_shard_uds_path,
+            max_concurrent_requests=_NO_LIMIT,
+            **given,  # type: ignore[arg-type]  # its own checks say what is wrong
+        )
+
+
+def sort_options(model: str | Path | None, given: Mapping[str, OptionValue]) -> Options:
+    """Raises ValueError for an option that means nothing without HTTP. None is "not given"."""
+    shard_flags: list[str] = []
+    router: dict[str, OptionValue] = {}
+    for name, value in {"model_id": model, **given}.items():
+        if value is None:
+            continue
+        if name in _NOT_OFFLINE and name != "model_id":
+            raise ValueError(f"`{name}` is an option of the server, and does nothing here")
+        if name in _ROUTER_FIELDS and name != "model_id":
+            router[name] = str(value) if isinstance(value, Path) else value
+        if name not in _ROUTER_FIELDS or name in ("model_id", "revision"):
+            if value is True:
+                shard_flags.append(flag(name))
+            elif value is not False:
+                shard_flags.append(f"{flag(name)}={value}")
+    options = Options(tuple(shard_flags), router)
+    options.router_config(ShardsAddress("", "", ""))  # before minutes are spent on a model
+    return options

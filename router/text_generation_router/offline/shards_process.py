@@ -1,0 +1,137 @@
+"""Shards of one's own: `text-generation-launcher shards` as a child of this process."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# A launcher that was told to end and has not is killed after so long.
+END_TIMEOUT_S = 30.0
+_RECENT_LINES = 20
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}
+
+
+class ShardsProcessError(Exception):
+    """The shards did not start, or have ended; the sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsAddress:
+    """What a launcher says once its shards take calls."""
+
+    model_id: str
+    model_path: str
+    master_shard_uds_path: str
+
+
+class ShardsProcess:
+    """Owns a launcher that runs shards and nothing else; model, download, types and threads are
+    its business. It ends with this process, however this one ends: it holds the other end of its
+    standard input. Its log goes to Python's `logging`.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Starts it with flags of `text-generation-launcher shards`, and does not wait."""
+        # Short, because the path of a socket is: not below a long TMPDIR if that can be helped.
+        self._folder = tempfile.TemporaryDirectory(prefix="pytgi-", ignore_cleanup_errors=True)
+        self._ready: Future[ShardsAddress] = Future()
+        self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
+        self._error = ""
+        self._popen = subprocess.Popen(
+            [
+                *_launcher(),
+                "shards",
+                "--end-with-stdin",
+                "--json-output",
+                f"--shard-uds-path={self._folder.name}/shard",
+                *flags,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C ends what the user waits for, not the model.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="shards-log", daemon=True)
+        self._reader.start()
+
+    def wait_until_ready(self) -> ShardsAddress:
+        """Where the shards are. Raises ShardsProcessError if they did not start."""
+        return self._ready.result()
+
+    @property
+    def is_alive(self) -> bool:
+        """False once it has ended."""
+        return self._popen.poll() is None
+
+    def last_words(self) -> str:
+        """Why it ended, once it has: its last error, or else its last lines."""
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout=1)  # what it said last may not be read yet
+        return self._error or "\n".join(self._recent) or "it printed nothing"
+
+    def close(self) -> None:
+        """Ends it; returns when nothing of it is left. May be repeated."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGTERM)
+        try:
+            self._popen.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()  # the kernel kills its children with it
+            self._popen.wait()
+        self._reader.join()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._folder.cleanup()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            self._take(line.decode(errors="replace").rstrip())
+        self._popen.wait()
+        if not self._ready.done():
+            self._ready.set_exception(ShardsProcessError(self.last_words()))
+
+    def _take(self, line: str) -> None:
+        record = _parse(line)
+        if "model_path" in record:
+            names = ShardsAddress.__dataclass_fields__
+            self._ready.set_result(ShardsAddress(**{name: str(record[name]) for name in names}))
+            return
+        message = str(record.get("message", line))
+        self._recent.append(message)
+        level = record.get("level", "INFO")
+        if level == "ERROR":
+            self._error = message
+            if not self._ready.done():
+                return  # it is why the start fails, and said by the exception
+        target = str(record.get("target", logger.name))
+        logging.getLogger(target).log(_LEVELS.get(str(level), logging.ERROR), "%s", message)
+
+
+def _launcher() -> tuple[str, ...]:
+    """The launcher of this installation, whether or not PATH knows it."""
+    script = Path(sys.executable).with_name("text-generation-launcher")
+    if script.is_file():
+        return (sys.executable, str(script))
+    return (sys.executable, "-m", "text_generation_launcher.cli")
+
+
+def _parse(line: str) -> Mapping[str, object]:
+    """The JSON object in a line; empty for any other."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,238 @@
+"""Prompts in parts, beside rows that decode and guess: the same tokens as one request alone."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_shard.batch import RowRequest
+from text_generation_shard.engine import Engine
+from text_generation_shard.errors import BatchError
+from text_generation_shard.step import Advance
+
+from shard.tests.driver import Driver, load_engine
+
+DRAWN = {"do_sample": True, "temperature": 1.4, "top_p": 0.95}
+PENALISED = {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"sampling": DRAWN},
+    {"sampling": PENALISED},
+    {"top_n_tokens": 3, "min_new_tokens": 6},
+    {"prefill_logprobs": True, "ignore_eos_token": True},
+    # Nearly nothing else, so that guesses are right.
+    {"sampling": {"logit_bias": ((7, 30.0), (8, 30.0))}, "ignore_eos_token": True},
+    {"sampling": {"watermark": True, "typical_p": 0.9}, "ignore_eos_token": True},
+]
+
+
+@dataclass
+class Wanted:
+    """What a request gives alone."""
+
+    ids: list[int]
+    options: dict[str, Any]
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    prefill_logprobs: Sequence[float] = ()
+    reason: int = 0
+
+
+def make_wanted(driver: Driver, draw: random.Random, count: int) -> list[Wanted]:
+    """Requests of all kinds, and what each gives alone, in one piece and without guesses."""
+    requests = []
+    for number in range(count):
+        # Half of the prompts repeat themselves.
+        ids = [draw.randrange(3, 300) for _ in range(draw.randrange(1, 70))]
+        ids = ids if draw.random() < 0.5 else (ids[:9] * 9)[: len(ids) + 1]
+        options = {**KINDS[number % len(KINDS)], "max_new_tokens": draw.randrange(1, 30)}
+        options["sampling"] = {**options.get("sampling", {}), "seed": number}
+        wanted = Wanted(ids, options)
+        driver.add([driver.request(number, ids, **options)])
+        driver.run()
+        wanted.tokens, wanted.logprobs = driver.tokens[number], driver.logprobs[number]
+        wanted.prefill_logprobs = driver.prefill_logprobs.get(number, [])
+        wanted.reason = driver.reasons[number]
+        requests.append(wanted)
+    return requests
+
+
+def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> None:
+    """Let the requests arrive at any time, in parts of any size, some rest, some come back."""
+    waiting = [
+        driver.request(number, wanted.ids, **wanted.options)
+        for number, wanted in enumerate(requests)
+    ]
+    while waiting or driver.running:
+        speculate = draw.choice([0, 0, 1, 3, 6])
+        unfinished = {item: left for item in driver.running if (left := driver.left[item])}
+        chunks = {
+            item: draw.randint(1, left) for item, left in unfinished.items() if draw.random() < 0.7
+        }
+        arriving = [waiting.pop() for _ in range(min(len(waiting), draw.choice([0, 0, 1, 3])))]
+        arriving = [in_parts(request, draw) for request in arriving]
+        if arriving and (not driver.running or draw.random() < 0.2):
+            driver.add(arriving)
+        elif arriving:
+            driver.add(arriving, driver.advance(chunks, speculate))
+        elif chunks or len(unfinished) < len(driver.running):
+            driver.step(chunks, speculate)
+        if driver.running and draw.random() < 0.1:
+            back = draw.choice(driver.running)
+            known = driver.drop(back)
+            wanted = requests[back]
+            waiting.append(
+                driver.request(back, known, num_prompt_tokens=len(wanted.ids), **wanted.options)
+            )
+
+
+def in_parts(request: RowRequest, draw: random.Random) -> RowRequest:
+    length = len(request.input_ids)
+    return replace(request, chunk_len=draw.choice([0, draw.randint(1, length)]))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    engine.clear(None)
+    return Driver(engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "max_prefill_tokens"),
+    [("llama3", 4096), ("llama3", 23), ("mistral", 4096), ("llama-dynamic", 64), ("phi3", 4096)],
+)
+def test_the_same_tokens_whatever_a_step_mixes(
+    family: str, max_prefill_tokens: int, checkpoint: Callable[[str], Path]
+) -> None:
+    engine = load_engine(checkpoint(family), max_prefill_tokens)
+    draw = random.Random(f"{family} {max_prefill_tokens}")
+    requests = make_wanted(Driver(engine), draw, 14)
+    driver = Driver(engine)
+    run_mixed(driver, requests, draw)
+    for number, wanted in enumerate(requests):
+        assert driver.tokens[number] == wanted.tokens
+        assert driver.reasons[number] == wanted.reason
+        # A token at the edge of top_p may be in or out, as rounding has it.
+        assert driver.logprobs[number] == pytest.approx(wanted.logprobs, abs=1e-2)
+        if wanted.prefill_logprobs:
+            served = driver.prefill_logprobs[number]
+            assert served[1 : len(wanted.ids)] == pytest.approx(
+                wanted.prefill_logprobs[1:], abs=2e-4
+            )
+    assert engine.num_rows_taken == 0
+    assert sorted(driver.free) == list(range(len(driver.free)))
+    assert not engine._table.prompt_logprobs
+
+
+def test_longrope_in_parts_and_with_guesses(checkpoint: Callable[[str], Path]) -> None:
+    """Inputs and outputs on both sides of the 64 tokens at which a row is computed anew."""
+    engine = load_engine(checkpoint("phi3-longrope"))
+    for seed in range(2):
+        draw = random.Random(seed)
+        requests = make_wanted(Driver(engine), draw, 14)
+        driver = Driver(engine)
+        run_mixed(driver, requests, draw)
+        assert [driver.tokens[number] for number in range(14)] == [r.tokens for r in requests]
+
+
+def test_who_is_not_named_rests_and_who_is_gets_no_token_before_the_end(driver: Driver) -> None:
+    ids = list(range(3, 53))
+    driver.add([driver.request(0, ids, max_new_tokens=9)])
+    driver.run()
+    driver.add([driver.request(1, [4, 5], max_new_tokens=9, ignore_eos_token=True)])
+    first = driver.add([replace(driver.request(2, ids, max_new_tokens=9), chunk_len=20)])
+    assert first.request_ids == [] and first.running_ids == [1, 2]
+    assert driver.step().request_ids == [1]
+    assert driver.step({2: 29}).request_ids == [1]
+    assert driver.step({2: 1}).request_ids == [1, 2]
+    driver.run()
+    assert driver.tokens[2] == driver.tokens[0]
+
+
+def test_rows_in_parts_are_filtered_and_cleared_like_others(driver: Driver) -> None:
+    engine, ids = driver.engine, list(range(3, 53))
+    parts = [replace(driver.request(n, ids), chunk_len=7) for n in range(3)]
+    driver.add(parts)
+    driver.drop(1)
+    assert engine.num_rows_taken == 2
+    driver.step({0: 43})
+    assert driver.batch_id is not None
+    engine.clear(driver.batch_id)
+    assert engine.num_rows_taken == 0
+
+
+def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
+    ids = list(range(3, 53))
+    request = driver.request(0, ids)
+    with pytest.raises(BatchError, match="a part of 51 tokens behind 0"):
+        driver.add([replace(request, chunk_len=51)])
+    with pytest.raises(BatchError, match="no cached batch"):
+        driver.add([request], Advance())
+    driver.add([replace(request, chunk_len=20)])
+    assert driver.batch_id is not None
+    for chunks, sentence in [
+        ([(0, 31)], "31 more tokens can not be computed of an input of 50 tokens, 20 of"),
+        ([(0, 0)], "0 more tokens"),
+        ([(0, 3), (0, 3)], "3 more tokens"),
+        ([(9, 3)], "request 9 is not in batch"),
+        ([], "rests"),
+    ]:
+        with pytest.raises(BatchError, match=sentence):
+            driver.engine.decode([driver.batch_id], Advance(chunks=chunks))
+    driver.step({0: 30})
+    driver.run()
+
+
+def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = list(range(3, 53))
+    driver.add([driver.request(0, ids, max_new_tokens=30, ignore_eos_token=True)])
+    driver.run()
+    options = {"max_new_tokens": 30, "ignore_eos_token": True, "prefill_logprobs": True}
+    driver.add([driver.request(1, ids, **options)])
+    driver.add([replace(driver.request(2, ids, **options), chunk_len=11)])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device says no")
+
+    for place in ("choosing.sample", "runner.choices_of"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"text_generation_shard.{place}", fail)
+            with pytest.raises(RuntimeError, match="says no"):
+                driver.add([driver.request(3, [5] * 40)], driver.advance({2: 39}, 4))
+    assert driver.engine.num_rows_taken == 2
+    driver.step({2: 39})
+    driver.run()
+    assert driver.tokens[1] == driver.tokens[2] == driver.tokens[0]
+    assert driver.prefill_logprobs[1] == pytest.approx(driver.prefill_logprobs[2], nan_ok=True)
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [4096, 16])
+def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
+    max_prefill_tokens: int, tiny_model_path: Path
+) -> None:
+    """Both in parts: the first computes its second block in the pass in which the other, which has
+    the first two in its table, begins behind them."""
+    driver = Driver(load_engine(tiny_model_path, max_prefill_tokens))
+    ids = list(range(3, 60))
+    driver.add([driver.request(0, ids, max_new_tokens=9, ignore_eos_token=True)])
+    driver.run()
+    driver.add([driver.request(9, [5, 6], max_new_tokens=9, ignore_eos_token=True)])
+    leader = driver.request(1, ids, max_new_tokens=9, ignore_eos_token=True)
+    other = driver.request(2, ids, max_new_tokens=9, ignore_eos_token=True)
+    table = [*leader.block_table[:2], *other.block_table[2:]]
+    driver.add([replace(leader, chunk_len=16)], driver.advance({}))
+    other = replace(other, block_table=table, num_cached_tokens=32, chunk_len=10)
+    # Rows of the batch come first in the pass, so what they write is there for the new ones.
+    driver.add([other], driver.advance({1: 20}))
+    driver.step({1: 21, 2: 15})
+    driver.run()
+    assert driver.tokens[1] == driver.tokens[2] == driver.tokens[0]

@@ -1,0 +1,260 @@
+"""Guesses change when tokens come, never which: found, trusted, limited, cut, and verified."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.batch import RowRequest
+from text_generation_shard.columns import SamplingParams
+from text_generation_shard.engine import Engine
+from text_generation_shard.grammar import GrammarCompiler
+from text_generation_shard.rows import RowTable
+from text_generation_shard.speculation import Guesser
+from text_generation_shard.step import Advance, FinishReason
+from tokenizers import Tokenizer
+
+from integration_tests.schemas import SCHEMAS, check
+from shard.tests.driver import Driver, load_engine
+from shard.tests.test_grammar import schema_text
+
+# The end token and two others, equally likely: what a row writes repeats, and is guessed often.
+FEW = {"do_sample": True, "logit_bias": ((5, 60.0), (6, 60.0), (7, 60.0)), "temperature": 4.0}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    engine.clear(None)
+    return Driver(engine)
+
+
+def table_of(*rows: list[int]) -> RowTable:
+    """Rows that know these tokens, the last of which is not computed yet."""
+    table = RowTable(len(rows), 200, 16, torch.device("cpu"))
+    for number, ids in enumerate(rows):
+        sampling = SamplingParams()
+        row = table.take(RowRequest(number, ids, len(ids), 0, range(12), sampling, 50))
+        table.lens[row] = len(ids) - 1
+    return table
+
+
+def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[list[int]]:
+    guesser, rows = Guesser(len(limits)), torch.arange(len(limits))
+    # Trusted fully, so that only the limits count.
+    for _ in range(30):
+        guesser.learn(rows, torch.ones(len(rows)), torch.ones(len(rows)))
+    counts = guesser.guess(table, rows, lambda asked: torch.tensor(limits)[asked], price)
+    if counts is None:
+        return [[] for _ in limits]
+    known = (table.lens + 1).tolist()
+    return [
+        table.token_ids[row, known[row] : known[row] + count].tolist()
+        for row, count in enumerate(counts.tolist())
+    ]
+
+
+def guess_of(guesser: Guesser, table: RowTable, limit: int, price: float) -> int:
+    """How many tokens are guessed of the only row."""
+    rows = torch.tensor([0])
+    counts = guesser.guess(table, rows, lambda asked: torch.full_like(asked, limit), price)
+    return 0 if counts is None else int(counts[0])
+
+
+def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
+    table, guesser, asked = table_of(list(range(3, 100))), Guesser(1), 0
+
+    def limits_of(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal asked
+        asked += 1
+        return torch.full_like(rows, 4)
+
+    for _ in range(100):
+        assert guesser.guess(table, torch.tensor([0]), limits_of, 0.01) is None
+    assert 20 <= asked <= 24
+
+
+@pytest.mark.parametrize(
+    ("ids", "wanted"),
+    [
+        # Nothing occurred before, or only the last token did.
+        ([3, 4, 5, 6], []),
+        ([3, 4, 5, 3], []),
+        ([3], []),
+        # What followed two tokens, and not more than followed.
+        ([3, 4, 5, 6, 7, 3, 4], [5, 6, 7, 3]),
+        # The longest match wins over the latest …
+        ([1, 2, 3, 4, 9, 8, 3, 4, 5, 6, 1, 2, 3, 4], [9, 8, 3, 4]),
+        # … and the latest among equals.
+        ([3, 4, 5, 0, 3, 4, 6, 0, 9, 3, 4], [6, 0, 9, 3]),
+        # A repetition goes on in itself.
+        ([9, 3, 4, 3, 4, 3, 4], [3, 4, 3, 4]),
+        ([9, 5, 5, 5], [5, 5, 5, 5]),
+    ],
+)
+def test_the_guess_is_what_followed_before(ids: list[int], wanted: list[int]) -> None:
+    assert guesses_of(table_of(ids), [4]) == [wanted]
+
+
+def test_rows_do_not_read_each_other_and_keep_to_their_limits() -> None:
+    repeating = [3, 4] * 6
+    table = table_of(repeating, [9], [7] * 30, repeating)
+    assert guesses_of(table, [2, 4, 0, 4]) == [[3, 4], [], [], [3, 4, 3, 4]]
+
+
+def test_what_does_not_pay_is_tried_now_and_then() -> None:
+    table, guesser, rows = table_of([5] * 100), Guesser(1), torch.tensor([0])
+    for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
+        guesser.forget(0)
+        assert int(guess_of(guesser, table, 9, price)) == most
+    guesser.forget(0)
+    # Always right, but a guess takes as long as a step.
+    sizes = []
+    for _ in range(90):
+        sizes.append(int(guess_of(guesser, table, 9, 1.0)))
+        guesser.learn(rows, torch.tensor(sizes[-1:]), torch.tensor(sizes[-1:]))
+    assert set(sizes) == {0, 1} and sum(sizes) == 10
+
+
+def test_wrong_guesses_become_rare_and_right_ones_come_back() -> None:
+    """Of a text whose pairs recur without meaning, and then of one that repeats itself."""
+    table, guesser, rows = table_of([5] * 100), Guesser(1), torch.tensor([0])
+    steps_with_guesses = 0
+    for _ in range(500):
+        counts = torch.tensor([guess_of(guesser, table, 4, 0.01)])
+        steps_with_guesses += int(counts[0] > 0)
+        guesser.learn(rows, counts, torch.tensor([0]))
+    assert steps_with_guesses <= 11
+    sizes = []
+    for _ in range(200):
+        counts = torch.tensor([guess_of(guesser, table, 4, 0.01)])
+        sizes.append(int(counts[0]))
+        guesser.learn(rows, counts, counts)
+    assert sizes[-20:] == [4] * 20
+    guesser.forget(0)
+    assert int(guess_of(guesser, table, 4, 0.3)) == 2
+
+
+def test_a_text_that_repeats_takes_few_steps(driver: Driver) -> None:
+    greedy = {"max_new_tokens": 60, "ignore_eos_token": True, "sampling": {"logit_bias": [(7, 90)]}}
+    driver.add([driver.request(0, [3, 4], **greedy)])
+    driver.run()
+    driver.add([driver.request(1, [3, 4], **greedy)])
+    steps = 0
+    while driver.running:
+        driver.step(speculate=4)
+        steps += 1
+    assert driver.tokens[1] == driver.tokens[0] == [7] * 60
+    assert driver.logprobs[1] == pytest.approx(driver.logprobs[0], abs=1e-4)
+    assert steps <= 20
+
+
+def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
+    """Equal draws, not only an equal distribution: a draw hangs on seed, position and scores."""
+    options = {"max_new_tokens": 40, "top_n_tokens": 2}
+    for seed in range(12):
+        sampling = {**FEW, "seed": seed, "presence_penalty": 0.3 * (seed % 2)}
+        driver.add([driver.request(seed, [3, 4], sampling=sampling, **options)])
+    driver.run()
+    steps = 0
+    for seed in range(12):
+        sampling = {**FEW, "seed": seed, "presence_penalty": 0.3 * (seed % 2)}
+        result = driver.add([driver.request(100 + seed, [3, 4], sampling=sampling, **options)])
+        while driver.running:
+            result = driver.step(speculate=5)
+            steps += 1
+            assert len(result.top_token_counts) == len(result.token_ids) == len(result.logprobs)
+    for seed in range(12):
+        assert driver.tokens[100 + seed] == driver.tokens[seed]
+        assert driver.logprobs[100 + seed] == pytest.approx(driver.logprobs[seed], abs=1e-3)
+    assert steps < 0.95 * sum(len(driver.tokens[seed]) - 1 for seed in range(12))
+
+
+def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
+    """Three tokens drawn behind the same prompts with two sets of seeds, guessed and not."""
+    sampling = {"do_sample": True, "logit_bias": ((5, 201.0), (6, 200.0), (7, 199.3))}
+
+    def draw(first_seed: int, speculate: int) -> tuple[list[int], int]:
+        requests = [
+            driver.request(
+                seed, [5, 6, 7] * 5, sampling={**sampling, "seed": seed}, max_new_tokens=40
+            )
+            for seed in range(first_seed, first_seed + 60)
+        ]
+        driver.add(requests)
+        several = 0
+        while driver.running:
+            several += len(driver.step(speculate=speculate).token_counts)
+        return [token for item in requests for token in driver.tokens[item.id]], several
+
+    plain, _ = draw(0, 0)
+    guessed, several = draw(1000, 3)
+    assert several > 100, "guesses were right often enough to matter"
+    assert set(plain) == set(guessed) == {5, 6, 7}
+    for token in (5, 6, 7):
+        # Each share is that of 2,400 draws: four standard deviations of their difference.
+        difference = (plain.count(token) - guessed.count(token)) / 2400
+        assert abs(difference) < 4 * (2 * 0.25 / 2400) ** 0.5
+
+
+def test_an_end_token_ends_behind_right_guesses(driver: Driver) -> None:
+    """The row repeats itself until its minimum, then can only end, amid what was guessed."""
+    sampling = {"logit_bias": ((0, 100.0), (7, 60.0))}
+    options = {"sampling": sampling, "min_new_tokens": 21, "max_new_tokens": 50}
+    driver.add([driver.request(0, [3], **options)])
+    while driver.running:
+        driver.step(speculate=6)
+    assert driver.tokens[0] == [7] * 21 + [0]
+    assert driver.reasons[0] == FinishReason.EOS_TOKEN
+    assert driver.engine.num_rows_taken == 0
+
+
+@pytest.mark.parametrize("spare", [0, 1, 7, 30])
+def test_a_grammar_is_followed_and_ended_as_without_guesses(
+    driver: Driver, tiny_model_path: Path, spare: int
+) -> None:
+    compiler = GrammarCompiler(tiny_model_path, 300, [0, 2])
+    tokenizer = Tokenizer.from_file(str(tiny_model_path / "tokenizer.json"))
+    draw = random.Random(spare)
+    schemas = draw.sample(SCHEMAS, 12)
+    several = 0
+    for number, schema in enumerate(schemas):
+        grammar = compiler.compile_now(schema_text(schema))
+        options: dict[str, Any] = {
+            "grammar": grammar,
+            "max_new_tokens": min(300, grammar.min_tokens + spare),
+            "sampling": {"do_sample": number % 2 == 0, "seed": number},
+            "min_new_tokens": number % 5,
+        }
+        # The prompt holds a text of the schema, so that there is something to guess.
+        prompt = [3, *grammar.ending][-60:]
+        driver.add([driver.request(number, prompt, **options)])
+        driver.run()
+        driver.add([driver.request(100 + number, prompt, **options)])
+        while driver.running:
+            several += len(driver.step(speculate=4).token_counts)
+        assert driver.tokens[100 + number] == driver.tokens[number]
+        assert driver.reasons[100 + number] == driver.reasons[number]
+        if grammar.min_tokens <= 300:
+            text = tokenizer.decode(driver.tokens[100 + number][:-1], skip_special_tokens=False)
+            check(text, schema)
+    assert several > 0
+
+
+def test_blocks_that_are_missing_lower_the_guess(driver: Driver) -> None:
+    options = {
+        "max_new_tokens": 40,
+        "ignore_eos_token": True,
+        "sampling": {"logit_bias": [(7, 90)]},
+    }
+    driver.add([driver.request(0, [7] * 13, **options)])
+    assert driver.batch_id is not None
+    # 14 tokens are known, and there is one block of 16: of six guesses two have a place.
+    result = driver.engine.decode([driver.batch_id], Advance(speculate=6))
+    assert result.token_ids == [7, 7, 7]
+    driver.engine.clear(None)

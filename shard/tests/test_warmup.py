@@ -1,0 +1,88 @@
+"""What a shard finds out about itself before it serves: its memory and what its steps cost."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from text_generation_shard import memory
+from text_generation_shard.engine import Engine
+from text_generation_shard.step import Advance, WarmupLimits
+from torch.profiler import ProfilerActivity, profile
+
+from shard.tests.driver import Driver, load_engine
+
+ROWS, PROMPT = 8, 384
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path)
+
+
+def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    limits = WarmupLimits(64, 4, max_total_tokens=200, max_batch_total_tokens=3200)
+    with caplog.at_level(logging.INFO):
+        result = engine.warmup(limits)
+    lines = [line for line in caplog.messages if line.startswith("memory: ")]
+    names = [line.split(":")[1][:12].strip() for line in lines]
+    assert names == ["weights", "KV cache", "activations", "graphs", "left"]
+    assert "200 blocks of 16 tokens" in lines[1]
+    assert "64 prompt tokens beside 4 rows" in lines[2]
+    assert result.kv_cache_bytes == 200 * 16 * 2 * 3 * 2 * 16 * 4
+    assert engine.num_rows_taken == 0
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(1, 2), (1, 3), (4, 60), (64, 400)])
+def test_steps_are_measured_whatever_the_limits(engine: Engine, rows: int, longest: int) -> None:
+    result = engine.warmup(WarmupLimits(64, rows, max_total_tokens=longest))
+    assert 0 < result.prefill_token_ns < result.decode_step_ns
+    assert engine.num_rows_taken == 0
+
+
+def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
+    """The largest step, by what torch allocates in it: prompt tokens beside rows that decode, with
+    prompt log-probabilities and every way to choose."""
+    engine = load_engine(tiny_model_path, max_prefill_tokens=PROMPT)
+    driver = Driver(engine)
+    sampling = {
+        **{"temperature": 1.3, "top_k": 200, "top_p": 0.9, "typical_p": 0.9},
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.4, "watermark": True},
+    }
+    options = {"max_new_tokens": 9, "ignore_eos_token": True, "sampling": sampling}
+    driver.add([driver.request(n, [5 + n] * 9, **options) for n in range(ROWS - 1)])
+    last = driver.request(ROWS, list(range(3, 300)) + [7] * 80, prefill_logprobs=True, **options)
+    advance = driver.advance({})
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        driver.add([last], advance)
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    limits = WarmupLimits(PROMPT, ROWS)
+    shape = memory.CacheShape(3, 2, 16, engine.block_size, torch.float32)
+    reserved = memory.activation_bytes(engine.model_config, shape, limits)
+    if engine._backend.gathers:
+        reserved += memory.gather_bytes(shape)
+    assert peak < reserved
+    assert peak > reserved / 10, "what is set aside is not far from what is needed"
+    driver.run()
+
+
+def test_a_shard_can_be_told_to_be_deterministic(tiny_model_path: Path) -> None:
+    seen: list[bool] = []
+    for told, asked in ((False, False), (True, False), (False, True)):
+        engine = load_engine(tiny_model_path, deterministic=told)
+        driver = Driver(engine)
+        forward = engine._model.forward
+
+        def watch(batch, forward=forward):  # type: ignore[no-untyped-def]
+            seen.append(batch.deterministic)
+            return forward(batch)
+
+        engine._model.forward = watch  # type: ignore[method-assign]
+        driver.add([driver.request(0, [4, 5], max_new_tokens=3, deterministic=asked)])
+        driver.add([driver.request(1, [4, 5], max_new_tokens=3)], Advance())
+        driver.engine.clear(None)
+    assert seen == [False, False, True, True, True, True]

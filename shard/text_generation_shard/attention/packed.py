@@ -1,0 +1,121 @@
+"""Attention on the processor: paged blocks in the order `kernels.attention` multiplies them."""
+
+import mmap
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.attention.base import AttentionPlan
+from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.kernels import attention
+from text_generation_shard.kernels.vector import marker
+from text_generation_shard.kv_cache import CacheShape
+
+# Tokens whose keys and values one thread stores sooner than two.
+_FEW_TOKENS: Final = 16
+
+
+class PackedCache:
+    """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
+
+    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.nbytes = shape.block_bytes * num_blocks
+        # Pages of an anonymous map are zero and cost nothing until they are written.
+        self._memory = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+        self._start = self._memory.data_ptr()
+
+    def layer(self, layer: int) -> int:
+        """The address of a layer's blocks."""
+        return self._start + layer * (self.nbytes // self.shape.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """What is the same in all layers of a pass, as the kernels take it."""
+
+    # [T], [R, width] and [N, 5].
+    slots: Any
+    block_tables: Any
+    tasks: Any
+
+
+class PackedAttention:
+    """One kernel for every query of a pass; a query's result depends on its own row alone."""
+
+    name = "packed"
+    block_size = attention.BLOCK_SIZE
+    gathers = False
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._cache: PackedCache | None = None
+
+    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> PackedCache:
+        """See AttentionBackend."""
+        self._cache = None
+        self._cache = PackedCache(shape, num_blocks)
+        return self._cache
+
+    def plan(self, batch: ForwardBatch) -> PackedPlan:
+        """See AttentionBackend."""
+        offsets = np.array(batch.cu_seqlens_q)
+        contexts = np.array(batch.host_context_lens)
+        group = self._num_heads // self._num_kv_heads
+        return PackedPlan(
+            batch.slots.numpy(),
+            batch.block_tables.contiguous().numpy(),
+            _tasks(offsets, contexts, group, numba.get_num_threads()),
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key_value: Tensor,
+        layer: int,
+        window: int | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """See AttentionBackend. Queries, keys and values must lie as one projection left them."""
+        assert self._cache is not None and isinstance(plan, PackedPlan)
+        tokens, heads, head_dim = query.shape
+        kind, start = marker(query.dtype), query.data_ptr()
+        assert query.stride(0) == (heads + key_value.shape[1]) * head_dim
+        assert key_value.data_ptr() == start + heads * head_dim * query.element_size()
+        sizes = heads, self._num_kv_heads, head_dim, self._cache.layer(layer)
+        num_blocks = self._cache.num_blocks
+        run = attention.store if tokens <= _FEW_TOKENS else attention.store_many
+        run(kind, start, *sizes, num_blocks, plan.slots)
+        out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
+        attention.attend(
+            kind,
+            start,
+            out.data_ptr(),
+            *sizes,
+            num_blocks,
+            plan.block_tables,
+            plan.tasks,
+            window or 0,
+        )
+        return out
+
+
+def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
+    """The queries of R rows in tasks [N, 5] as `attend` takes them, dealt out to the threads so
+    that each gets long and short ones alike. offsets [R + 1] and contexts [R] of the rows."""
+    lengths = np.diff(offsets)
+    vectors = lengths * group
+    counts = -(-vectors // attention.TASK_ROWS)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = within * attention.TASK_ROWS
+    starts = (contexts - lengths)[rows]
+    tasks = np.stack((rows, offsets[rows], starts, first, vectors[rows]), axis=1)
+    order = np.argsort(-(starts + first // group), kind="stable")
+    dealt = [order[thread::num_threads] for thread in range(num_threads)]
+    return np.ascontiguousarray(tasks[np.concatenate(dealt)], dtype=np.int64)

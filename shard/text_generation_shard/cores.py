@@ -1,0 +1,55 @@
+"""How many threads are to compute: from the cores this process may really use."""
+
+import os
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# From so many cores on, one is left to the router and the event loop: they then never push a thread
+# aside while all others wait for it at the end of a kernel. Of fewer, a core is too much to give.
+_CORES_TO_SPARE = 4
+
+
+def num_compute_threads(cgroups: Path = _CGROUPS, own_cgroups: Path = _OWN_CGROUPS) -> int:
+    """Threads for the kernels: the cores this process is bound to, or what the quotas of its
+    cgroups allow if that is less; one fewer where there are many.
+
+    Quotas are rounded down: with 1.5 cores two threads would both stand still for a quarter of the
+    time, and wherever one does the other waits.
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    whole = int(min([cores, *_quotas(cgroups, own_cgroups)]))
+    return max(1, whole - 1 if whole >= _CORES_TO_SPARE else whole)
+
+
+def _quotas(cgroups: Path, own_cgroups: Path) -> list[float]:
+    """What each cgroup above this process allows, in cores."""
+    if not own_cgroups.exists():
+        return []
+    quotas = []
+    for line in own_cgroups.read_text(encoding="ascii").splitlines():
+        _, controllers, path = line.split(":", 2)
+        # Version 2 has one tree without a name, version 1 one for each controller.
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = cgroups / "cpu" if controllers else cgroups
+        group = root / path.lstrip("/")
+        # In a container the path may be that of the host, of which only the root is seen here.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            quotas += _quota_in(folder)
+    return quotas
+
+
+def _quota_in(folder: Path) -> list[float]:
+    """The quota of one cgroup, in the files of either version; empty: none."""
+    both = folder / "cpu.max"
+    if both.exists():
+        quota, period = both.read_text(encoding="ascii").split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    files = folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
+    if not all(file.exists() for file in files):
+        return []
+    quota, period = (file.read_text(encoding="ascii").strip() for file in files)
+    return [] if quota == "-1" else [int(quota) / int(period)]

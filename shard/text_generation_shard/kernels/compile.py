@@ -1,0 +1,37 @@
+"""Compiling every kernel before the first request needs one."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from numba import float32, int8, int64, typeof
+
+from text_generation_shard.kernels import attention, grouped_linear, linear, pointwise
+from text_generation_shard.kernels.vector import marker
+
+
+def compile_all(dtype: torch.dtype, quantize: str | None) -> float:
+    """Compile what models of this type run, or read it from the cache of an earlier start (numba's,
+    beside the source or in NUMBA_CACHE_DIR). Returns the seconds it took."""
+    start = time.monotonic()
+    for function, signature in _signatures(typeof(marker(dtype)), quantize):
+        function.compile(signature)
+    return time.monotonic() - start
+
+
+def _signatures(kind: Any, quantize: str | None) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    numbers, table = int64[::1], int64[:, ::1]
+    for multiply in (linear.multiply, linear.multiply_gated):
+        yield multiply, (kind, kind, *(int64,) * 7)
+        if quantize is not None:
+            yield multiply, (int8, kind, *(int64,) * 7)
+    if quantize == "int4":
+        yield grouped_linear.multiply_grouped, (int64,) * 8
+    for norm in (pointwise.add_norm_serial, pointwise.add_norm_rows):
+        yield norm, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)
+    for rotate in (pointwise.rotate_serial, pointwise.rotate_rows):
+        yield rotate, (kind, *(int64,) * 6, float32, int64, int64)
+    for store in (attention.store, attention.store_many):
+        yield store, (kind, *(int64,) * 6, numbers)
+    yield attention.attend, (kind, *(int64,) * 7, table, table, int64)

@@ -1,0 +1,226 @@
+"""What happens to each number by itself, or within one token: norm, rotation, activation.
+
+One pass over memory for what torch does in three to six operators; arithmetic in float32, rounded
+once at the end. A token's result depends on that token alone.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from text_generation_shard.kernels.vector import (
+    array_at,
+    itemsize,
+    marker,
+    power_of_two,
+    rounded,
+    widened,
+)
+
+# Below this many numbers starting another thread costs more than it saves (about 2 us).
+_SMALL: Final = 8192
+# May be added in any order: what is summed is split over the lanes of a vector.
+_REORDER: Final = {"reassoc", "contract", "nsz", "arcp"}
+
+_LOG2_E: Final = np.float32(1.4426950408889634)
+_LOWEST: Final = np.float32(-87.0)
+_HIGHEST: Final = np.float32(87.0)
+
+
+@njit(inline="always")
+def exponential(value: Any) -> Any:
+    """e ** value in float32, to 2 units in the last place; beyond +-87 as at +-87.
+
+    2 ** f for f in [-0.5, 0.5] by its series, the whole part by the exponent bits: without a call,
+    so that the loops around it become vector code.
+    """
+    value = min(max(value, _LOWEST), _HIGHEST) * _LOG2_E
+    whole = np.floor(value + np.float32(0.5))
+    part = value - whole
+    series = np.float32(1.5403530393381609e-4)
+    series = series * part + np.float32(1.3333558146428443e-3)
+    series = series * part + np.float32(9.618129107628477e-3)
+    series = series * part + np.float32(5.550410866482158e-2)
+    series = series * part + np.float32(2.402265069591007e-1)
+    series = series * part + np.float32(6.931471805599453e-1)
+    series = series * part + np.float32(1.0)
+    return series * power_of_two(np.int32(whole))
+
+
+def add_norm(
+    hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
+) -> Tensor:
+    """hidden [T, size] += delta * multiplier, in place; returns its RMS norm times weight.
+
+    weight [size] in float32; hidden and delta contiguous, of one type.
+    """
+    out = torch.empty_like(hidden)
+    rows, size = hidden.shape
+    run = add_norm_rows if rows * size > _SMALL else add_norm_serial
+    run(
+        marker(hidden.dtype),
+        hidden.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        np.float32(multiplier),
+        weight.data_ptr(),
+        np.float32(eps),
+        out.data_ptr(),
+        rows,
+        size,
+    )
+    return out
+
+
+@njit(inline="always", fastmath=_REORDER)
+def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
+    total = np.float32(0.0)
+    for place in range(size):
+        value = widened(kind, numbers[place])
+        total += value * value
+    return np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+
+
+@njit(inline="always")
+def _add_norm_row(
+    kind: Any,
+    hidden: int,
+    delta: int,
+    multiplier: Any,
+    weight: int,
+    eps: Any,
+    out: int,
+    row: int,
+    size: int,
+) -> None:
+    offset = row * size * itemsize(kind)
+    numbers = array_at(kind, hidden + offset)
+    if delta != 0:
+        added = array_at(kind, delta + offset)
+        for place in range(size):
+            total = widened(kind, numbers[place]) + multiplier * widened(kind, added[place])
+            numbers[place] = rounded(kind, total)
+    inverse = _inverse_rms(kind, numbers, size, eps)
+    weights = array_at(np.float32(0), weight)
+    target = array_at(kind, out + offset)
+    for place in range(size):
+        target[place] = rounded(kind, widened(kind, numbers[place]) * inverse * weights[place])
+
+
+@njit(nogil=True, cache=True)
+def add_norm_serial(
+    kind: Any,
+    hidden: int,
+    delta: int,
+    multiplier: Any,
+    weight: int,
+    eps: Any,
+    out: int,
+    rows: int,
+    size: int,
+) -> None:
+    for row in range(rows):
+        _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def add_norm_rows(
+    kind: Any,
+    hidden: int,
+    delta: int,
+    multiplier: Any,
+    weight: int,
+    eps: Any,
+    out: int,
+    rows: int,
+    size: int,
+) -> None:
+    for row in prange(rows):
+        _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+
+
+def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angles: Tensor) -> None:
+    """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
+    `num_scaled` of them are multiplied by `scale` as well.
+
+    angles [T, 2, rotary_dim / 2] float32: cosines and sines for pairs of features i and
+    i + half.
+    """
+    rows, count, size = heads.shape
+    run = rotate_rows if rows * count * size > _SMALL else rotate_serial
+    half = angles.shape[2]
+    run(
+        marker(heads.dtype),
+        heads.data_ptr(),
+        angles.data_ptr(),
+        rows,
+        count * size,
+        num_turning,
+        num_scaled,
+        np.float32(scale),
+        size,
+        half,
+    )
+
+
+@njit(inline="always")
+def _rotate_row(
+    kind: Any,
+    heads: int,
+    angles: int,
+    row: int,
+    stride: int,
+    num_turning: int,
+    num_scaled: int,
+    scale: Any,
+    size: int,
+    half: int,
+) -> None:
+    cosines = array_at(np.float32(0), angles + row * 2 * half * 4)
+    sines = array_at(np.float32(0), angles + (row * 2 + 1) * half * 4)
+    for head in range(num_turning):
+        numbers = array_at(kind, heads + (row * stride + head * size) * itemsize(kind))
+        factor = scale if head < num_scaled else np.float32(1.0)
+        for place in range(half):
+            left, right = widened(kind, numbers[place]), widened(kind, numbers[place + half])
+            cosine, sine = cosines[place] * factor, sines[place] * factor
+            numbers[place] = rounded(kind, left * cosine - right * sine)
+            numbers[place + half] = rounded(kind, right * cosine + left * sine)
+        for place in range(2 * half, size):
+            numbers[place] = rounded(kind, widened(kind, numbers[place]) * factor)
+
+
+@njit(nogil=True, cache=True)
+def rotate_serial(
+    kind: Any,
+    heads: int,
+    angles: int,
+    rows: int,
+    stride: int,
+    num_turning: int,
+    num_scaled: int,
+    scale: Any,
+    size: int,
+    half: int,
+) -> None:
+    for row in range(rows):
+        _rotate_row(kind, heads, angles, row, stride, num_turning, num_scaled, scale, size, half)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def rotate_rows(
+    kind: Any,
+    heads: int,
+    angles: int,
+    rows: int,
+    stride: int,
+    num_turning: int,
+    num_scaled: int,
+    scale: Any,
+    size: int,
+    half: int,
+) -> None:
+    for row in prange(rows):
+        _rotate_row(kind, heads, angles, row, stride, num_turning, num_scaled, scale, size, half)

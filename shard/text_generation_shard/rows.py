@@ -1,0 +1,169 @@
+"""The state of every running request: one table, one row each."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.batch import RowRequest
+from text_generation_shard.columns import SamplingTable
+from text_generation_shard.errors import BatchError
+from text_generation_shard.grammar import Constraint
+
+
+class RowTable:
+    """Owns the state of every running request, one row each, in host tensors of fixed size.
+
+    Of a row with n = lens[row]: the KV of n tokens is in the cache. While n < input_lens[row] its
+    input is not computed yet; afterwards token_ids[row, :n + 1] are known, and the last of them is
+    the input of the next step. block_tables covers what is written.
+    """
+
+    def __init__(
+        self, capacity: int, max_total_tokens: int, block_size: int, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.max_total_tokens = max_total_tokens
+        width = -(-(max_total_tokens + 1) // block_size)
+        self.lens = torch.zeros(capacity, dtype=torch.int64)
+        self.input_lens = torch.zeros(capacity, dtype=torch.int64)
+        self.prompt_lens = torch.zeros(capacity, dtype=torch.int64)
+        self.token_ids = torch.zeros(capacity, max_total_tokens + 1, dtype=torch.int32)
+        self.block_tables = torch.zeros(capacity, width, dtype=torch.int64)
+        self.max_new_tokens = torch.zeros(capacity, dtype=torch.int64)
+        self.min_new_tokens = torch.zeros(capacity, dtype=torch.int64)
+        self.ignore_eos = torch.zeros(capacity, dtype=torch.bool)
+        self.deterministic = torch.zeros(capacity, dtype=torch.bool)
+        self.top_n_tokens = torch.zeros(capacity, dtype=torch.int64)
+        self.sampling = SamplingTable(capacity, device)
+        # Of the rows whose output must follow a grammar.
+        self.constraints: dict[int, Constraint] = {}
+        # Of the rows that want them, until their first token: those of the input computed so far.
+        self.prompt_logprobs: dict[int, list[float]] = {}
+        self._requests: list[RowRequest | None] = [None] * capacity
+        self._num_blocks = torch.zeros(capacity, dtype=torch.int64)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._rows: dict[int, int] = {}
+
+    @property
+    def num_taken(self) -> int:
+        """Rows in use."""
+        return len(self._requests) - len(self._free)
+
+    def take(self, request: RowRequest) -> int:
+        """A row for the request; BatchError, and no row taken, if there is none or the request
+        makes no sense."""
+        self._check(request)
+        known, blocks = len(request.input_ids), len(request.block_table)
+        token_ids = torch.tensor(request.input_ids, dtype=torch.int32)
+        block_table = torch.tensor(request.block_table, dtype=torch.int64)
+        constraint = request.constraint()
+        row = self._free.pop()
+        self._rows[request.id] = row
+        self._requests[row] = request
+        self.lens[row] = request.num_cached_tokens
+        self.input_lens[row] = known
+        self.prompt_lens[row] = request.num_prompt_tokens
+        self.token_ids[row, :known] = token_ids
+        self.block_tables[row, :blocks] = block_table
+        self._num_blocks[row] = blocks
+        self.max_new_tokens[row] = request.max_new_tokens
+        # A grammar decides by itself when its text may end.
+        self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
+        self.ignore_eos[row] = request.ignore_eos_token and not constraint
+        self.deterministic[row] = request.deterministic
+        self.top_n_tokens[row] = request.top_n_tokens
+        self.sampling.set(row, request.sampling)
+        if constraint:
+            self.constraints[row] = constraint
+        if request.prefill_logprobs:
+            self.prompt_logprobs[row] = [float("nan")]
+        return row
+
+    def _check(self, request: RowRequest) -> None:
+        known = len(request.input_ids)
+        if known > self.max_total_tokens or not 0 < request.num_prompt_tokens <= known:
+            raise BatchError(
+                f"request {request.id}: {known} tokens of which {request.num_prompt_tokens} are "
+                f"its prompt; at most {self.max_total_tokens} tokens are possible"
+            )
+        if not 0 <= request.num_cached_tokens < known:
+            raise BatchError(
+                f"request {request.id}: {request.num_cached_tokens} cached of {known} tokens; "
+                "at least one token must be left to compute"
+            )
+        if request.first_end > known:
+            raise BatchError(
+                f"request {request.id}: a part of {request.chunk_len} tokens behind "
+                f"{request.num_cached_tokens} goes beyond its {known} tokens"
+            )
+        if request.num_prompt_tokens + request.max_new_tokens > self.max_total_tokens:
+            raise BatchError(
+                f"request {request.id}: {request.num_prompt_tokens} prompt + "
+                f"{request.max_new_tokens} new tokens exceed {self.max_total_tokens}"
+            )
+        blocks = len(request.block_table)
+        if blocks * self.block_size < request.first_end or blocks > self.block_tables.shape[1]:
+            raise BatchError(
+                f"request {request.id}: {blocks} blocks of {self.block_size} are not right for "
+                f"{request.first_end} tokens; a request has at most {self.block_tables.shape[1]} "
+                "blocks"
+            )
+        if request.id in self._rows:
+            raise BatchError(f"request {request.id} is running already")
+        if not self._free:
+            raise BatchError(f"all {len(self._requests)} rows are taken")
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Give rows back; what they held is forgotten."""
+        for row in rows:
+            request = self._requests[row]
+            assert request is not None, "a row is released once"
+            del self._rows[request.id]
+            self._requests[row] = None
+            self.constraints.pop(row, None)
+            self.prompt_logprobs.pop(row, None)
+            self._free.append(row)
+
+    def row(self, request_id: int) -> int | None:
+        """The row of a request; None if it is not running."""
+        return self._rows.get(request_id)
+
+    def ids(self, rows: Sequence[int]) -> list[int]:
+        """The requests that taken rows belong to."""
+        return [request.id for row in rows if (request := self._requests[row]) is not None]
+
+    def grow(self, request_id: int, block: int) -> None:
+        """Append a block to a running request's table."""
+        row = self._rows.get(request_id)
+        if row is None:
+            raise BatchError(f"request {request_id} is not running, its table can not grow")
+        held = int(self._num_blocks[row])
+        if held == self.block_tables.shape[1]:
+            raise BatchError(f"request {request_id} has all blocks its longest context needs")
+        self.block_tables[row, held] = block
+        self._num_blocks[row] += 1
+
+    def covered(self, rows: Tensor) -> Tensor:
+        """How many tokens the blocks of each row hold: [R]."""
+        return self._num_blocks[rows] * self.block_size
+
+    def check_covered(self, rows: Tensor, ends: Tensor) -> None:
+        """BatchError unless each row's table has room for its tokens before `ends` [R]."""
+        uncovered = ends > self.covered(rows)
+        if bool(uncovered.any()):
+            ids = self.ids(rows[uncovered].tolist())
+            raise BatchError(f"requests {ids} have no block for their next token")
+
+    def is_unfinished(self, rows: Tensor) -> Tensor:
+        """Whether the input of each row is not computed yet: [R]."""
+        return self.lens[rows] < self.input_lens[rows]
+
+    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Where the tokens at `positions` of `rows` (both [T]) are written."""
+        blocks = self.block_tables[rows, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def tables(self, rows: Tensor, longest: int) -> Tensor:
+        """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""
+        return self.block_tables[rows, : -(-longest // self.block_size)]

@@ -1,0 +1,131 @@
+"""The forward passes of a step, from the rows' spans to the tokens chosen after them."""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.choosing import Chooser, ChosenTokens
+from text_generation_shard.errors import BatchError
+from text_generation_shard.models.llama import LlamaModel
+from text_generation_shard.ragged import Choices, RaggedBuilder, Spans, choices_of, cut
+from text_generation_shard.rows import RowTable
+
+# Rows of prompt logits computed at once: bounds their memory to this many vocabularies.
+LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was computed, and is not in the row table yet."""
+
+    passes: list[Spans]
+    choices: Choices
+    # None: nobody's input was complete.
+    chosen: ChosenTokens | None
+    # By row, of the inputs that want them.
+    logprobs: dict[int, list[float]]
+    # When the passes were done.
+    forward: int
+
+
+class StepRunner:
+    """Runs steps over one row table, which it reads and never changes."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        table: RowTable,
+        chooser: Chooser,
+        device: torch.device,
+        max_prefill_tokens: int,
+        deterministic: bool,
+        is_stopping: threading.Event,
+    ) -> None:
+        """At most `max_prefill_tokens` of inputs are computed in one pass; `deterministic`: all
+        rows are, whether they ask for it or not. Once `is_stopping` is set, a step of several
+        passes fails at the next of them."""
+        self._model = model
+        self._table = table
+        self._chooser = chooser
+        self._device = device
+        self._max_prefill_tokens = max_prefill_tokens
+        self._deterministic = deterministic
+        self._builder = RaggedBuilder(table, device, model.rotary.length_rule)
+        self._is_stopping = is_stopping
+
+    def run(self, decoding: Spans | None, inputs: dict[int, tuple[int, int]]) -> Step:
+        """Compute rows that decode and, row → [start, end), parts of inputs, in one pass unless
+        the parts are too long for it; then choose."""
+        table = self._table
+        passes = list(cut(list(inputs), list(inputs.values()), self._max_prefill_tokens, table))
+        if decoding is not None:
+            passes = [*passes[:-1], decoding.and_then(passes[-1]) if passes else decoding]
+        deterministic = self._deterministic
+        for spans in passes:
+            table.check_covered(spans.rows, spans.ends)
+            deterministic = deterministic or bool(table.deterministic[spans.rows].any())
+        if decoding is not None:
+            self._recompute(decoding.rows, deterministic)
+        choices = choices_of(passes)
+        grammars = self._chooser.start(table, choices)
+        scores: list[Tensor] = []
+        logprobs: dict[int, list[float]] = {}
+        for spans in passes:
+            if self._is_stopping.is_set():
+                raise BatchError("the shard is stopping")
+            batch = self._builder.batch(spans, deterministic)
+            hidden = self._model.forward(batch)
+            if batch.logits_indices is None:
+                scores.append(self._model.logits(hidden))
+            elif len(batch.logits_indices):
+                scores.append(self._model.logits(hidden[batch.logits_indices]))
+            if table.prompt_logprobs:
+                self._add_prompt_logprobs(hidden, spans, batch.cu_seqlens_q, logprobs)
+        self._synchronize()
+        forward = time.perf_counter_ns()
+        chosen = None
+        if scores:
+            logits = scores[0] if len(scores) == 1 else torch.cat(scores)
+            chosen = self._chooser.choose(table, choices, logits, grammars)
+        return Step(passes, choices, chosen, logprobs, forward)
+
+    def _add_prompt_logprobs(
+        self,
+        hidden: Tensor,
+        spans: Spans,
+        offsets: tuple[int, ...],
+        logprobs: dict[int, list[float]],
+    ) -> None:
+        """Log-probabilities of what follows the computed tokens in the inputs that want them."""
+        table = self._table
+        for place, row in enumerate(spans.rows.tolist()):
+            if row not in table.prompt_logprobs:
+                continue
+            part = hidden[offsets[place] : offsets[place + 1]]
+            start, known = int(spans.starts[place]), int(table.input_lens[row])
+            targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
+            values = logprobs.setdefault(row, [])
+            for first in range(0, len(targets), LOGPROB_ROWS):
+                wanted = targets[first : first + LOGPROB_ROWS].to(self._device, torch.int64)
+                logits = self._model.logits(part[first : first + len(wanted)])
+                scores = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
+                values += scores[:, 0].tolist()
+
+    def _recompute(self, rows: Tensor, deterministic: bool) -> None:
+        """Longrope: a row that outgrows the original context gets all its KV with the long factors,
+        as transformers' Phi-3 does, so that a row's state depends on its tokens alone."""
+        limit = self._model.rotary.recompute_at
+        if limit is None:
+            return
+        outgrowing = rows[self._table.lens[rows] == limit].tolist()
+        spans = [(0, limit)] * len(outgrowing)
+        for part in cut(outgrowing, spans, self._max_prefill_tokens, self._table):
+            self._model.forward(self._builder.batch(part, deterministic))
+
+    def _synchronize(self) -> None:
+        """So that forward_ns is device time."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
