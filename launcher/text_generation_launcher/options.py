@@ -148,7 +148,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "deterministic",
-        "a request's tokens are the same in any batch, bit for bit",
+        "start only where a request's tokens are the same in any batch, bit for bit",
         true_or_false,
         SHARD,
         switch=True,

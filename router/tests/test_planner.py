@@ -254,15 +254,6 @@ def test_only_what_is_computed_alike_is_shared(
     assert (other.num_cached_tokens > 0) is is_shared
 
 
-def test_what_was_not_computed_deterministically_is_not_for_who_wants_that() -> None:
-    desk = Desk()
-    desk.submit(range(9))
-    desk.step()
-    exact = [desk.submit(range(9), deterministic=True) for _ in range(2)]
-    desk.step()
-    assert [entry.num_cached_tokens for entry in exact] == [0, 8]
-
-
 def test_without_the_cache_only_the_sequences_of_one_prompt_share() -> None:
     desk = Desk(shares_prefixes=False)
     entries = [desk.submit(range(9), group=group) for group in (0, 0, None, 3)]

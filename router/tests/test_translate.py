@@ -32,7 +32,6 @@ REQUEST = Request(
     prefill_logprobs=True,
     top_n_tokens=2,
     grammar="start: /a+/",
-    deterministic=True,
 )
 
 
@@ -61,7 +60,7 @@ def test_a_request_goes_over_whole() -> None:
     assert list(request.block_table) == [4, 2] and request.num_cached_tokens == 2
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
     assert request.grammar == "start: /a+/"
-    assert request.chunk_len == 1 and request.deterministic
+    assert request.chunk_len == 1
     parameters = request.parameters
     for name in ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "watermark"):
         assert getattr(parameters, name) == getattr(REQUEST.sampling, name)

@@ -1,7 +1,7 @@
 """Every rule, its sentence, and the order in which they are tried."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -260,3 +260,17 @@ def test_body_and_parameters_have_the_same_fields() -> None:
 
 def _values(limits: Limits) -> dict[str, int]:
     return {field.name: getattr(limits, field.name) for field in fields(limits)}
+
+
+async def test_deterministic_is_refused_where_it_can_not_be_kept(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    for is_kept in (True, False):
+        limits = replace(LIMITS, is_deterministic=is_kept)
+        validation = Validation(limits, tokenizer, Metrics(9, 12), NO_GRAMMARS)
+        await validate(validation, max_new_tokens=1)
+        if is_kept:
+            await validate(validation, deterministic=True, max_new_tokens=1)
+        else:
+            with pytest.raises(ValidationError, match="`deterministic` can not be kept"):
+                await validate(validation, deterministic=True, max_new_tokens=1)

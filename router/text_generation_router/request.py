@@ -72,8 +72,6 @@ class Request:
     top_n_tokens: int = 0
     # A grammar in llguidance's own form, which the shards have compiled; empty: none.
     grammar: str = ""
-    # The same tokens in whatever batch and however the prompt was computed, bit for bit.
-    deterministic: bool = False
     # Special tokens whose text counts as text, as the markers around tool calls do.
     visible_special_tokens: frozenset[str] = frozenset()
 

@@ -100,6 +100,7 @@ def assemble(
         max_input_tokens=warmup.max_input_tokens,
         max_total_tokens=warmup.max_total_tokens,
         vocab_size=info.vocab_size,
+        is_deterministic=info.deterministic,
     )
     target_ms = config.inter_token_latency_target_ms
     scheduler_limits = SchedulerLimits(

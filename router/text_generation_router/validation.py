@@ -72,6 +72,8 @@ class Limits:
     max_input_tokens: int
     max_total_tokens: int
     vocab_size: int
+    # A request's tokens are the same, bit for bit, whatever else is computed.
+    is_deterministic: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,18 @@ def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits)
     )
 
 
+def _deterministic(asked: GenerateParameters, limits: Limits) -> str | None:
+    if asked.deterministic and not limits.is_deterministic:
+        return (
+            "`deterministic` can not be kept by this server: its operators round differently in "
+            "other batches; serve on a CPU with --dtype float32 or bfloat16, or leave it out"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _best_of_needs_sampling,
+    _deterministic,
     _strictly_positive("temperature"),
     _strictly_positive("repetition_penalty"),
     _penalty_in_range("frequency_penalty"),
@@ -303,7 +315,6 @@ class Validation:
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             visible_special_tokens=asked.visible_special_tokens,
-            deterministic=asked.deterministic,
         )
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:

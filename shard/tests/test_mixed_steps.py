@@ -131,6 +131,26 @@ def test_the_same_tokens_whatever_a_step_mixes(
     assert not engine._table.prompt_logprobs
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4")],
+)
+def test_bit_for_bit(dtype: str, quantize: str | None, checkpoint: Callable[[str], Path]) -> None:
+    """Not nearly: log-probabilities show any difference in the last bit of a hidden state."""
+    engine = load_engine(checkpoint("qwen3"), dtype=dtype, quantize=quantize)
+    assert engine.is_deterministic
+    draw = random.Random(1)
+    requests = make_wanted(Driver(engine), draw, 28)
+    driver = Driver(engine)
+    run_mixed(driver, requests, draw)
+    for number, wanted in enumerate(requests):
+        assert driver.tokens[number] == wanted.tokens
+        assert driver.logprobs[number] == wanted.logprobs
+        if wanted.prefill_logprobs:
+            served = driver.prefill_logprobs[number]
+            assert served[1 : len(wanted.ids)] == wanted.prefill_logprobs[1:]
+
+
 def test_longrope_in_parts_and_with_guesses(checkpoint: Callable[[str], Path]) -> None:
     """Inputs and outputs on both sides of the 64 tokens at which a row is computed anew."""
     engine = load_engine(checkpoint("phi3-longrope"))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from text_generation_shard import memory
 from text_generation_shard.engine import Engine
-from text_generation_shard.step import Advance, WarmupLimits
+from text_generation_shard.errors import ModelError
+from text_generation_shard.step import WarmupLimits
 from torch.profiler import ProfilerActivity, profile
 
 from shard.tests.driver import Driver, load_engine
@@ -70,19 +71,9 @@ def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
     driver.run()
 
 
-def test_a_shard_can_be_told_to_be_deterministic(tiny_model_path: Path) -> None:
-    seen: list[bool] = []
-    for told, asked in ((False, False), (True, False), (False, True)):
-        engine = load_engine(tiny_model_path, deterministic=told)
-        driver = Driver(engine)
-        forward = engine._model.forward
-
-        def watch(batch, forward=forward):  # type: ignore[no-untyped-def]
-            seen.append(batch.deterministic)
-            return forward(batch)
-
-        engine._model.forward = watch  # type: ignore[method-assign]
-        driver.add([driver.request(0, [4, 5], max_new_tokens=3, deterministic=asked)])
-        driver.add([driver.request(1, [4, 5], max_new_tokens=3)], Advance())
-        driver.engine.clear(None)
-    assert seen == [False, False, True, True, True, True]
+def test_deterministic_is_kept_or_refused(tiny_model_path: Path) -> None:
+    assert load_engine(tiny_model_path, deterministic=True).is_deterministic
+    assert load_engine(tiny_model_path, dtype="bfloat16").is_deterministic
+    assert not load_engine(tiny_model_path, dtype="float16").is_deterministic
+    with pytest.raises(ModelError, match="--deterministic can not be kept"):
+        load_engine(tiny_model_path, dtype="float16", deterministic=True)

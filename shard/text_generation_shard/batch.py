@@ -28,7 +28,6 @@ class RowRequest:
     grammar: Grammar | None = None
     # Tokens behind num_cached_tokens that are computed at once; 0: all.
     chunk_len: int = 0
-    deterministic: bool = False
 
     @property
     def first_end(self) -> int:

@@ -19,6 +19,7 @@ from text_generation_shard.columns import Watermark
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.layers import matrix
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.ragged import Spans, plain_spans
@@ -56,6 +57,12 @@ class Engine:
         if kernels.are_used(self.dtype, self.device):
             kernels.prepare(self.dtype, config.quantize, torch.get_num_threads())
         self._backend = create_backend("auto", self.model_config, self.dtype, self.device)
+        if config.deterministic and not self.is_deterministic:
+            raise ModelError(
+                "--deterministic can not be kept by the operators that compute this model here "
+                f"({self._backend.name} attention, {self.dtype}, {self.device.type}); leave it "
+                "out, or use --device cpu with --dtype float32 or bfloat16"
+            )
         parameters = Parameters(self.dtype, self.device, config.quantize)
         try:
             self._model = LlamaModel(parameters, self.model_config, self._backend)
@@ -82,6 +89,14 @@ class Engine:
     def block_size(self) -> int:
         """Tokens in one KV block."""
         return self._backend.block_size
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a request's tokens are the same, bit for bit, in whatever batch, however its
+        prompt was cut and whatever was cached."""
+        return self._backend.is_deterministic and matrix.are_deterministic(
+            self.dtype, self._config.quantize, self.device
+        )
 
     @property
     def attention_name(self) -> str:
@@ -256,7 +271,6 @@ class Engine:
             self._chooser,
             self.device,
             self._max_prefill_tokens,
-            self._config.deterministic,
             self._is_stopping,
         )
 

@@ -30,6 +30,3 @@ class ForwardBatch:
     logits_indices: Tensor | None
     # Every row has exactly one token.
     is_decode: bool
-    # What is computed of a row must not depend on the other rows, nor on how its tokens are cut
-    # into passes, bit for bit.
-    deterministic: bool = False

@@ -130,7 +130,7 @@ class RaggedBuilder:
         self._device = device
         self._length_rule = length_rule
 
-    def batch(self, spans: Spans, deterministic: bool) -> ForwardBatch:
+    def batch(self, spans: Spans) -> ForwardBatch:
         """The inputs of the pass that computes `spans`."""
         table, device = self._table, self._device
         contexts = spans.ends.tolist()
@@ -154,7 +154,6 @@ class RaggedBuilder:
             host_context_lens=tuple(contexts),
             logits_indices=wanted,
             is_decode=spans.is_plain,
-            deterministic=deterministic,
         )
 
     def _rope_lens(self, rows: Tensor, positions: Tensor) -> Tensor | None:

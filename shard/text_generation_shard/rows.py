@@ -33,7 +33,6 @@ class RowTable:
         self.max_new_tokens = torch.zeros(capacity, dtype=torch.int64)
         self.min_new_tokens = torch.zeros(capacity, dtype=torch.int64)
         self.ignore_eos = torch.zeros(capacity, dtype=torch.bool)
-        self.deterministic = torch.zeros(capacity, dtype=torch.bool)
         self.top_n_tokens = torch.zeros(capacity, dtype=torch.int64)
         self.sampling = SamplingTable(capacity, device)
         # Of the rows whose output must follow a grammar.
@@ -71,7 +70,6 @@ class RowTable:
         # A grammar decides by itself when its text may end.
         self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
         self.ignore_eos[row] = request.ignore_eos_token and not constraint
-        self.deterministic[row] = request.deterministic
         self.top_n_tokens[row] = request.top_n_tokens
         self.sampling.set(row, request.sampling)
         if constraint:

@@ -41,18 +41,15 @@ class StepRunner:
         chooser: Chooser,
         device: torch.device,
         max_prefill_tokens: int,
-        deterministic: bool,
         is_stopping: threading.Event,
     ) -> None:
-        """At most `max_prefill_tokens` of inputs are computed in one pass; `deterministic`: all
-        rows are, whether they ask for it or not. Once `is_stopping` is set, a step of several
-        passes fails at the next of them."""
+        """At most `max_prefill_tokens` of inputs are computed in one pass. Once `is_stopping` is
+        set, a step of several passes fails at the next of them."""
         self._model = model
         self._table = table
         self._chooser = chooser
         self._device = device
         self._max_prefill_tokens = max_prefill_tokens
-        self._deterministic = deterministic
         self._builder = RaggedBuilder(table, device, model.rotary.length_rule)
         self._is_stopping = is_stopping
 
@@ -63,12 +60,10 @@ class StepRunner:
         passes = list(cut(list(inputs), list(inputs.values()), self._max_prefill_tokens, table))
         if decoding is not None:
             passes = [*passes[:-1], decoding.and_then(passes[-1]) if passes else decoding]
-        deterministic = self._deterministic
         for spans in passes:
             table.check_covered(spans.rows, spans.ends)
-            deterministic = deterministic or bool(table.deterministic[spans.rows].any())
         if decoding is not None:
-            self._recompute(decoding.rows, deterministic)
+            self._recompute(decoding.rows)
         choices = choices_of(passes)
         grammars = self._chooser.start(table, choices)
         scores: list[Tensor] = []
@@ -76,7 +71,7 @@ class StepRunner:
         for spans in passes:
             if self._is_stopping.is_set():
                 raise BatchError("the shard is stopping")
-            batch = self._builder.batch(spans, deterministic)
+            batch = self._builder.batch(spans)
             hidden = self._model.forward(batch)
             if batch.logits_indices is None:
                 scores.append(self._model.logits(hidden))
@@ -114,7 +109,7 @@ class StepRunner:
                 scores = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
                 values += scores[:, 0].tolist()
 
-    def _recompute(self, rows: Tensor, deterministic: bool) -> None:
+    def _recompute(self, rows: Tensor) -> None:
         """Longrope: a row that outgrows the original context gets all its KV with the long factors,
         as transformers' Phi-3 does, so that a row's state depends on its tokens alone."""
         limit = self._model.rotary.recompute_at
@@ -123,7 +118,7 @@ class StepRunner:
         outgrowing = rows[self._table.lens[rows] == limit].tolist()
         spans = [(0, limit)] * len(outgrowing)
         for part in cut(outgrowing, spans, self._max_prefill_tokens, self._table):
-            self._model.forward(self._builder.batch(part, deterministic))
+            self._model.forward(self._builder.batch(part))
 
     def _synchronize(self) -> None:
         """So that forward_ns is device time."""

@@ -59,7 +59,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             recompute_at=engine.recompute_at,
             prompt_scaled_at=engine.prompt_scaled_at,
             quantize=self._config.quantize or "",
-            deterministic=self._config.deterministic,
+            deterministic=engine.is_deterministic,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
@@ -180,7 +180,6 @@ def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
         top_n_tokens=message.top_n_tokens,
         grammar=grammar,
         chunk_len=message.chunk_len,
-        deterministic=message.deterministic,
     )
 
 

@@ -133,7 +133,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len", "deterministic")
+    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -145,7 +145,6 @@ class Request(_message.Message):
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
-    DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -157,8 +156,7 @@ class Request(_message.Message):
     top_n_tokens: int
     grammar: str
     chunk_len: int
-    deterministic: bool
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ..., deterministic: bool = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests")

@@ -22,7 +22,7 @@ def features(services: Services) -> dict[str, str]:
         "deterministic": (
             "on"
             if shard.deterministic
-            else 'off: start with --deterministic or send "deterministic": true with a request'
+            else "off: this device's operators round differently in other batches"
         ),
         "grammars": _unless(config.disable_grammar_support, "--disable-grammar-support was given"),
         "cuda_graphs": (

@@ -187,7 +187,8 @@ class GenerateParametersBody(Body):
     min_new_tokens: Uint32 | None = Field(default=None, description="No end before so many tokens.")
     deterministic: bool = Field(
         default=False,
-        description="The same tokens in whatever company, bit for bit; costs some speed.",
+        description="The same tokens in whatever company, bit for bit; refused where that can not "
+        "be kept.",
     )
 
 

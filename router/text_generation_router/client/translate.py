@@ -70,7 +70,6 @@ def _to_request(entry: Entry) -> pb.Request:
         top_n_tokens=request.top_n_tokens,
         grammar=request.grammar,
         chunk_len=entry.chunk_len,
-        deterministic=request.deterministic,
     )
 
 

@@ -295,8 +295,8 @@ class Planner:
     def _realm(self, entry: Entry) -> Hashable:
         """Where its text begins, see `prefix_cache`; None: it shares with nobody.
 
-        KV depends on the tokens, on how exactly they were computed, and for models that stretch
-        long contexts on lengths. (On an adapter too, once there are adapters.)
+        KV depends on the tokens, and for models that stretch long contexts on lengths. (On an
+        adapter too, once there are adapters.)
         """
         limits, num_prompt = self._limits, len(entry.request.input_ids)
         limit, is_long = limits.recompute_at, False
@@ -306,8 +306,8 @@ class Planner:
                 return None  # its blocks are written anew on the way
         scale = num_prompt if num_prompt > (limits.prompt_scaled_at or num_prompt) else 0
         if limits.shares_prefixes:
-            return (None, is_long, scale, entry.request.deterministic)
-        return None if entry.group is None else (entry.group, is_long, scale, False)
+            return (None, is_long, scale)
+        return None if entry.group is None else (entry.group, is_long, scale)
 
     def _promises(self, chunks: dict[int, int]) -> Promises:
         promises = Promises()

@@ -34,6 +34,9 @@ class AttentionBackend(Protocol):
     name: str
     # Tokens in a block; the router allocates in these units.
     block_size: int
+    # A query's result is the same, bit for bit, however the tokens of its row are cut into passes
+    # and whatever else is in them.
+    is_deterministic: bool
     # Whether cached keys and values are copied before they are multiplied.
     gathers: bool
 

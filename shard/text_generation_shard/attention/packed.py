@@ -50,6 +50,7 @@ class PackedAttention:
 
     name = "packed"
     block_size = attention.BLOCK_SIZE
+    is_deterministic = True
     gathers = False
 
     def __init__(self, num_heads: int, num_kv_heads: int) -> None:

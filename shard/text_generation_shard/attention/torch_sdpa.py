@@ -55,6 +55,7 @@ class TorchAttention:
 
     name = "torch"
     block_size = 16
+    is_deterministic = False
     gathers = True
 
     def __init__(self) -> None:

@@ -93,6 +93,13 @@ def int8_form(dtype: torch.dtype, device: torch.device) -> type[Int8Matrix] | ty
     return TiledInt8Matrix if _are_tiled(dtype, device) else Int8Matrix
 
 
+def are_deterministic(dtype: torch.dtype, quantize: str | None, device: torch.device) -> bool:
+    """Whether products of activations of this type never depend on what else is multiplied."""
+    if quantize is not None:
+        return _are_tiled(dtype, device)
+    return kernels.are_used(dtype, device)
+
+
 def _are_tiled(dtype: torch.dtype, device: torch.device) -> bool:
     is_possible = dtype is torch.bfloat16 and kernels.are_vectors_wide()
     return is_possible and kernels.are_used(dtype, device)
