@@ -1,5 +1,7 @@
 """The embedded model with weights in 8 and 4 bits, as somebody starts it."""
 
+import re
+
 import pytest
 
 from integration_tests.conftest import Launch
@@ -19,7 +21,9 @@ def test_quantised_weights_answer_and_are_told(launch: Launch, quantize: str) ->
     assert info["features"]["quantization"] == f"on: {quantize}"
     assert info["model_dtype"] == "bfloat16"
     log = handle.stop()
-    assert f"quantized weights: {WEIGHTS_MB[quantize]} MB" in log
+    [held] = re.findall(r"quantized weights: ([0-9.]+) MB", log)
+    # Where outputs are filled up to whole vectors it is a little more.
+    assert WEIGHTS_MB[quantize] <= float(held) <= WEIGHTS_MB[quantize] + 0.1
     # Nothing of 688 inputs fits groups of 32.
     assert ("is int8 (688 inputs are no multiple of 32), and so are 5 more" in log) == (
         quantize == "int4"
