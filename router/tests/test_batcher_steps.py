@@ -34,7 +34,7 @@ async def test_a_long_prompt_stops_nobody() -> None:
         for entry in old:
             await collect(entry)
     parts = [step for step in shards.passes if long.id in step]
-    assert [step.pop(long.id) for step in parts] == [8] * 7 + [4, 1, 1]
+    assert [step.pop(long.id) for step in parts] == [4] * 15 + [1, 1]
     assert all(step == dict.fromkeys(range(4), 1) for step in parts)
 
 

@@ -80,7 +80,7 @@ def test_settings_without_effect(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "a step take about 30 ms"),
+        ({}, "a step take about 20 ms"),
         ({"inter_token_latency_target_ms": 50}, "a step take about 50 ms"),
         ({"disable_prefill_chunking": True}, None),
     ],

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.scheduler.pace import Pace, StepCosts
 
-# A step of 8 rows takes 10 ms, a prompt token 0.1 ms.
-COSTS = StepCosts(decode_step_ns=10_000_000, num_rows=8, prefill_token_ns=100_000)
+# A step of 8 rows takes 20 ms, a prompt token 0.1 ms.
+COSTS = StepCosts(decode_step_ns=20_000_000, num_rows=8, prefill_token_ns=100_000)
 
 
 @pytest.mark.parametrize(
@@ -14,14 +14,14 @@ COSTS = StepCosts(decode_step_ns=10_000_000, num_rows=8, prefill_token_ns=100_00
     [
         # Nobody waits.
         (0, COSTS, None, 1000),
-        # Three times 10 ms: 20 ms for prompts, 200 tokens, 12 blocks of 16.
+        # Twice 20 ms: 20 ms for prompts, 200 tokens, 12 blocks of 16.
         (8, COSTS, None, 192),
         (5, COSTS, None, 192),
         (1, COSTS, None, 192),
         (100, COSTS, None, 192),
         # A target of one's own; at least a block, at most what fits.
-        (8, COSTS, 15e6, 48),
-        (8, COSTS, 11e6, 16),
+        (8, COSTS, 25e6, 48),
+        (8, COSTS, 21e6, 16),
         (8, COSTS, 1e6, 16),
         (8, COSTS, 1e12, 1000),
         # Nothing was measured.
@@ -37,8 +37,8 @@ def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, bu
 def test_it_learns_what_a_step_takes_by_the_number_of_rows() -> None:
     pace = Pace(1000, 16, COSTS)
     for _ in range(20):
-        pace.note(2_000_000, 1, 0)
-    # Alone 2 ms, so 4 ms are left: 40 tokens.
+        pace.note(4_000_000, 1, 0)
+    # Alone 4 ms, so 4 ms are left: 40 tokens.
     assert pace.budget(1) == 32
     # Of two to eight there is nothing new.
     assert pace.budget(8) == pace.budget(4) == pace.budget(2) == 192
@@ -48,14 +48,14 @@ def test_it_allows_for_what_steps_take_beyond_their_tokens() -> None:
     """5 ms of the 20 are gone with every step that carries a prompt, however short."""
     pace = Pace(1000, 16, COSTS)
     for num_prompt_tokens in [192, 150, 16, 64] * 10:
-        pace.note(15_000_000 + num_prompt_tokens * 100_000, 8, num_prompt_tokens)
+        pace.note(25_000_000 + num_prompt_tokens * 100_000, 8, num_prompt_tokens)
     assert pace.budget(8) == 144
 
 
 def test_it_does_more_if_there_is_time() -> None:
     pace = Pace(1000, 16, COSTS)
     for _ in range(40):
-        pace.note(10_000_000 + 192 * 50_000, 8, 192)
+        pace.note(20_000_000 + 192 * 50_000, 8, 192)
     assert pace.budget(8) == 288
 
 
@@ -74,7 +74,7 @@ def test_one_slow_step_changes_little() -> None:
     pace = Pace(1000, 16, COSTS)
     pace.note(10_000_000_000, 8, 192)
     assert pace.budget(8) == 144
-    pace.note(10_000_000 + 144 * 100_000, 8, 144)
+    pace.note(20_000_000 + 144 * 100_000, 8, 144)
     assert pace.budget(8) == 160
 
 

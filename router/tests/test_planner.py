@@ -15,7 +15,7 @@ from router.tests.scheduling import make_request, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 # Parts of prompts beside a decoding row: two blocks of 4.
-TWO_BLOCKS = StepCosts(decode_step_ns=100, num_rows=1, prefill_token_ns=25)
+TWO_BLOCKS = StepCosts(decode_step_ns=200, num_rows=1, prefill_token_ns=25)
 
 
 class Desk:

@@ -69,7 +69,7 @@ class RouterConfig:
     inter_token_latency_target_ms: int | None = _option(
         None,
         "Milliseconds from one token to the next that steps with parts of prompts may take; "
-        "default: three times a step without.",
+        "default: twice a step without.",
         1,
     )
     speculate: int = _option(0, "Tokens guessed per request and step; 0: none.", 0)

@@ -73,6 +73,10 @@ class Engine:
                 "smaller model or a larger GPU"
             ) from error
         self.weights_bytes = parameters.nbytes
+        if self.is_deterministic:
+            # All that is large is computed by the kernels then. torch and they each have a pool of
+            # threads, and the one that has just worked keeps the cores from the other for a while.
+            torch.set_num_threads(1)
         self._chooser = Chooser(
             self.model_config.vocab_size,
             self.model_config.eos_token_ids,

@@ -9,6 +9,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import uvloop
 from grpc_reflection.v1alpha import reflection
 from text_generation_proto import pb, pb_grpc
 
@@ -39,7 +40,8 @@ def serve(config: ShardConfig) -> int:
     # in this thread. So everything that computes, loading too, happens in one thread.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
     engine = device_thread.submit(_load, config).result()
-    return asyncio.run(_serve(engine, device_thread, config))
+    # A call costs 0.35 ms instead of 0.57 (ARCHITECTURE, one core of that machine).
+    return uvloop.run(_serve(engine, device_thread, config))
 
 
 def _load(config: ShardConfig) -> Engine:

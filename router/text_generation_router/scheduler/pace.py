@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 # A step may take so many times as long as one that carries no prompt, if nobody says how long.
-DEFAULT_STRETCH = 3.0
+DEFAULT_STRETCH = 2.0
 # How much a step counts against those before it, and by what factor it may surprise.
 _WEIGHT = 0.25
 _SURPRISE = 2.0
