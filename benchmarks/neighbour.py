@@ -1,0 +1,94 @@
+"""What a busy neighbour costs: tokens per second while other processes want the same cores.
+
+Busy loops share the cores with server and client, so that a fair share of the speed is what is
+left for them by the number of those who want a core. All threads of a step wait for the slowest, so
+that without care a step beside a neighbour takes ten and more times as long.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loads import Shape
+from machine import machine
+from make_checkpoint import write_checkpoint
+from serve import run_load
+from servers import FOLDER, WORK, ours, running
+
+CHECKPOINT = WORK / "llama-125m"
+SHAPES = {"c1": Shape(1, 2, 128, 64), "c8": Shape(8, 2, 128, 64)}
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    name = f"neighbour-{datetime.now(UTC):%Y-%m-%d}.json"
+    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    options = parser.parse_args()
+    if not (CHECKPOINT / "config.json").exists():
+        write_checkpoint(CHECKPOINT)
+    server = ours(CHECKPOINT, "--dtype", "bfloat16")
+    found: dict[str, dict[int, list[float]]] = {
+        load: {count: [] for count in options.neighbours} for load in SHAPES
+    }
+    with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+        run_load(handle, Shape(1, 1, 128, 32), 1000)
+        for number in range(options.rounds):
+            for count in options.neighbours:
+                with busy(count):
+                    for load, shape in SHAPES.items():
+                        print(f"round {number + 1}: {load}, {count} neighbours", file=sys.stderr)
+                        figures = run_load(handle, shape, number)
+                        found[load][count].append(figures["tokens_per_s"])
+    report: dict[str, Any] = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", "benchmarks/neighbour.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "tokens_per_s": {
+            load: {str(count): statistics.median(speeds) for count, speeds in by_count.items()}
+            for load, by_count in found.items()
+        },
+        "rounds": {load: {str(n): s for n, s in by.items()} for load, by in found.items()},
+    }
+    print(table(report["tokens_per_s"]))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written to {options.output}", file=sys.stderr)
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that never sleep."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def table(speeds: dict[str, dict[str, float]]) -> str:
+    """Tokens per second by load and number of neighbours, and what is left of the first."""
+    lines = ["| load | neighbours | tokens/s | of alone |", "|---|---|---|---|"]
+    for load, by_count in speeds.items():
+        alone = next(iter(by_count.values()))
+        lines += [
+            f"| {load} | {count} | {speed:.1f} | {speed / alone:.2f} |"
+            for count, speed in by_count.items()
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
