@@ -37,7 +37,7 @@ def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(("rows", "longest"), [(1, 2), (1, 3), (4, 60), (64, 400)])
 def test_steps_are_measured_whatever_the_limits(engine: Engine, rows: int, longest: int) -> None:
     result = engine.warmup(WarmupLimits(64, rows, max_total_tokens=longest))
-    assert 0 < result.prefill_token_ns < result.decode_step_ns
+    assert 0 < result.prefill_token_ns <= result.decode_step_ns
     assert engine.num_rows_taken == 0
 
 

@@ -8,7 +8,7 @@ both, so that the vocabulary lies in memory once, a byte a number.
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.layers.matrix import Matrix, hold, int8_form
+from text_generation_shard.layers.matrix import FloatMatrix, Matrix, hold, int8_form
 from text_generation_shard.layers.quantized import Int8Matrix
 from text_generation_shard.layers.tiled import TiledInt8Matrix
 from text_generation_shard.weights import Held, Parameters
@@ -41,11 +41,12 @@ class Embedding:
             return self._table.lookup(input_ids)
         return F.embedding(input_ids, self._table)
 
-    def as_matrix(self) -> Matrix:
-        """The same weight for multiplying; once it is loaded."""
+    def as_matrix(self) -> tuple[Matrix, int]:
+        """The loaded weight for multiplying, and the bytes that takes beside the table."""
         if not isinstance(self._table, Tensor):
-            return self._table
-        return hold(self._table, self.dtype, None)[0]
+            return self._table, 0
+        matrix, held = hold(self._table, self.dtype, None)
+        return matrix, 0 if isinstance(matrix, FloatMatrix) else held.nbytes
 
 
 class LMHead:
@@ -59,6 +60,7 @@ class LMHead:
         tie_word_embeddings: bool,
     ) -> None:
         self._embedding = embedding
+        self._parameters = parameters
         self._quantize = "int8" if parameters.quantize is not None else None
         self._matrix: Matrix
         if tie_word_embeddings:
@@ -70,7 +72,8 @@ class LMHead:
             parameters.add_matrix({f"{name}.weight": vocab_size}, hidden_size, self._receive)
 
     def _tie(self) -> None:
-        self._matrix = self._embedding.as_matrix()
+        self._matrix, nbytes = self._embedding.as_matrix()
+        self._parameters.nbytes += nbytes
 
     def _receive(self, weight: Tensor) -> Held:
         self._matrix, held = hold(weight, self._embedding.dtype, self._quantize)
