@@ -2,7 +2,7 @@
 
 import mmap
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,9 +15,6 @@ from text_generation_shard.kernels import attention
 from text_generation_shard.kernels.vector import marker
 from text_generation_shard.kv_cache import CacheShape
 
-# Tokens whose keys and values one thread stores sooner than two.
-_FEW_TOKENS: Final = 16
-
 
 class PackedCache:
     """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
@@ -27,12 +24,13 @@ class PackedCache:
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
         # Pages of an anonymous map are zero and cost nothing until they are written.
+        self.layer_bytes = self.nbytes // shape.num_layers
         self._memory = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         self._start = self._memory.data_ptr()
 
     def layer(self, layer: int) -> int:
         """The address of a layer's blocks."""
-        return self._start + layer * (self.nbytes // self.shape.num_layers)
+        return self._start + layer * self.layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,13 @@ class PackedAttention:
 
     def __init__(self, num_heads: int, num_kv_heads: int) -> None:
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
-        self._cache: PackedCache | None = None
+        self.cache: PackedCache | None = None
 
     def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> PackedCache:
         """See AttentionBackend."""
-        self._cache = None
-        self._cache = PackedCache(shape, num_blocks)
-        return self._cache
+        self.cache = None
+        self.cache = PackedCache(shape, num_blocks)
+        return self.cache
 
     def plan(self, batch: ForwardBatch) -> PackedPlan:
         """See AttentionBackend."""
@@ -83,15 +81,14 @@ class PackedAttention:
         plan: AttentionPlan,
     ) -> Tensor:
         """See AttentionBackend. Queries, keys and values must lie as one projection left them."""
-        assert self._cache is not None and isinstance(plan, PackedPlan)
+        assert self.cache is not None and isinstance(plan, PackedPlan)
         tokens, heads, head_dim = query.shape
         kind, start = marker(query.dtype), query.data_ptr()
         assert query.stride(0) == (heads + key_value.shape[1]) * head_dim
         assert key_value.data_ptr() == start + heads * head_dim * query.element_size()
-        sizes = heads, self._num_kv_heads, head_dim, self._cache.layer(layer)
-        num_blocks = self._cache.num_blocks
-        run = attention.store if tokens <= _FEW_TOKENS else attention.store_many
-        run(kind, start, *sizes, num_blocks, plan.slots)
+        sizes = heads, self._num_kv_heads, head_dim, self.cache.layer(layer)
+        num_blocks = self.cache.num_blocks
+        attention.store(kind, start, *sizes, num_blocks, plan.slots)
         out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
         attention.attend(
             kind,

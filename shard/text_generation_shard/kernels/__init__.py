@@ -5,6 +5,7 @@ quarter of a second, and so is imported late.
 """
 
 import logging
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ MAX_HEAD_DIM = 256
 
 # Reading what was compiled before takes less.
 _COMPILED_S = 2.0
+
+
+class Place(NamedTuple):
+    """Where a packed weight lies: what kind its numbers are (a marker of `vector`), its address and
+    that of its scales (0: it has none)."""
+
+    kind: Any
+    weight: int
+    scales: int
 
 
 def are_used(dtype: torch.dtype, device: torch.device) -> bool:

@@ -38,6 +38,8 @@ _CHUNK_BLOCKS: Final = _CHUNK // BLOCK_SIZE
 # Vectors of a task's queries, sums (float32 at most) and scores.
 _HEAD_VECTORS: Final = TASK_ROWS * MAX_HEAD_DIM // LANES
 _CHUNK_VECTORS: Final = TASK_ROWS * _CHUNK_BLOCKS
+# Tokens whose keys and values one thread stores sooner than two.
+_FEW_TOKENS: Final = 16
 _NOTHING: Final = np.float32(NOTHING)
 
 
@@ -73,7 +75,7 @@ def _store_token(
 
 
 @njit(nogil=True, cache=True)
-def store(
+def _store_few(
     kind: Any,
     heads: int,
     num_heads: int,
@@ -83,12 +85,6 @@ def store(
     num_blocks: int,
     slots: Any,
 ) -> None:
-    """Write the keys and values of a few tokens into one layer's blocks at `slots` [T].
-
-    heads: address of [T, num_heads + 2 * num_kv_heads, head_dim], keys behind the queries. layer:
-    address of [num_kv_heads, num_blocks] blocks, keys before values in each. What is not finite is
-    written as 0, so that a slot nobody sees can be multiplied by 0.
-    """
     for token in range(len(slots)):
         _store_token(
             kind,
@@ -104,7 +100,7 @@ def store(
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def store_many(
+def _store_many(
     kind: Any,
     heads: int,
     num_heads: int,
@@ -114,7 +110,6 @@ def store_many(
     num_blocks: int,
     slots: Any,
 ) -> None:
-    """`store` by all threads."""
     for token in prange(len(slots)):
         _store_token(
             kind,
@@ -127,6 +122,29 @@ def store_many(
             token,
             slots[token],
         )
+
+
+@njit(nogil=True, cache=True)
+def store(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
+    """Write the keys and values of T tokens into one layer's blocks at `slots` [T].
+
+    heads: address of [T, num_heads + 2 * num_kv_heads, head_dim], keys behind the queries. layer:
+    address of [num_kv_heads, num_blocks] blocks, keys before values in each. What is not finite is
+    written as 0, so that a slot nobody sees can be multiplied by 0.
+    """
+    if len(slots) > _FEW_TOKENS:
+        _store_many(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
+    else:
+        _store_few(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
 
 
 @njit(inline="always")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from numba import float32, int8, int64, typeof
 
-from text_generation_shard.kernels import attention, grouped_linear, linear, pointwise
+from text_generation_shard.kernels import attention, grouped_linear, layers, linear, pointwise
 from text_generation_shard.kernels.vector import marker
 
 
@@ -28,10 +28,9 @@ def _signatures(kind: Any, quantize: str | None) -> Iterator[tuple[Any, tuple[An
             yield multiply, (int8, kind, *(int64,) * 7)
     if quantize == "int4":
         yield grouped_linear.multiply_grouped, (int64,) * 8
-    for norm in (pointwise.add_norm_serial, pointwise.add_norm_rows):
-        yield norm, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)
-    for rotate in (pointwise.rotate_serial, pointwise.rotate_rows):
-        yield rotate, (kind, *(int64,) * 6, float32, int64, int64)
-    for store in (attention.store, attention.store_many):
-        yield store, (kind, *(int64,) * 6, numbers)
+    yield pointwise.normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)
+    yield pointwise.turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)
+    yield attention.store, (kind, *(int64,) * 6, numbers)
     yield attention.attend, (kind, *(int64,) * 7, table, table, int64)
+    weight_kind = int8 if quantize == "int8" else kind
+    yield layers.run_layers, layers.signature(weight_kind, kind)

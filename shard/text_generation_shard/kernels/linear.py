@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from text_generation_shard.kernels import are_vectors_wide
+from text_generation_shard.kernels import Place, are_vectors_wide
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.kernels.pointwise import exponential
 from text_generation_shard.kernels.tile import bytes_per_step, tile
@@ -87,6 +87,13 @@ class PackedWeight:
         self._padding = -self._num_inputs % numbers_per_step(self._dtype)
         self._multiply = multiply
         self.nbytes = self._packed.nbytes + (0 if scales is None else scales.nbytes)
+
+    @property
+    def place(self) -> Place | None:
+        """For `kernels.layers`; None if rows of inputs must be filled up for it."""
+        if self._padding:
+            return None
+        return Place(self._weight_kind, self._address, self._scales_address)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""

@@ -59,8 +59,7 @@ def add_norm(
     """
     out = torch.empty_like(hidden)
     rows, size = hidden.shape
-    run = add_norm_rows if rows * size > _SMALL else add_norm_serial
-    run(
+    normalize(
         marker(hidden.dtype),
         hidden.data_ptr(),
         0 if delta is None else delta.data_ptr(),
@@ -110,7 +109,7 @@ def _add_norm_row(
 
 
 @njit(nogil=True, cache=True)
-def add_norm_serial(
+def _normalize_few(
     kind: Any,
     hidden: int,
     delta: int,
@@ -126,7 +125,7 @@ def add_norm_serial(
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def add_norm_rows(
+def _normalize_many(
     kind: Any,
     hidden: int,
     delta: int,
@@ -141,6 +140,36 @@ def add_norm_rows(
         _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
 
 
+@njit(nogil=True, cache=True)
+def normalize(
+    kind: Any,
+    hidden: int,
+    delta: int,
+    multiplier: Any,
+    weight: int,
+    eps: Any,
+    out: int,
+    rows: int,
+    size: int,
+) -> None:
+    """`add_norm` by addresses; delta: 0 for none."""
+    if rows * size > _SMALL:
+        _normalize_many(kind, hidden, delta, multiplier, weight, eps, out, rows, size)
+    else:
+        _normalize_few(kind, hidden, delta, multiplier, weight, eps, out, rows, size)
+
+
+@njit(nogil=True, cache=True)
+def add_bias(kind: Any, out: int, bias: int, rows: int, size: int) -> None:
+    """out [rows, size] += bias [size], in place."""
+    added = array_at(kind, bias)
+    for row in range(rows):
+        numbers = array_at(kind, out + row * size * itemsize(kind))
+        for place in range(size):
+            total = widened(kind, numbers[place]) + widened(kind, added[place])
+            numbers[place] = rounded(kind, total)
+
+
 def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angles: Tensor) -> None:
     """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
     `num_scaled` of them are multiplied by `scale` as well.
@@ -149,11 +178,12 @@ def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angl
     i + half.
     """
     rows, count, size = heads.shape
-    run = rotate_rows if rows * count * size > _SMALL else rotate_serial
-    half = angles.shape[2]
-    run(
+    turn(
         marker(heads.dtype),
         heads.data_ptr(),
+        0,
+        0,
+        np.float32(0.0),
         angles.data_ptr(),
         rows,
         count * size,
@@ -161,14 +191,17 @@ def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angl
         num_scaled,
         np.float32(scale),
         size,
-        half,
+        angles.shape[2],
     )
 
 
 @njit(inline="always")
-def _rotate_row(
+def _turn_row(
     kind: Any,
     heads: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
     angles: int,
     row: int,
     stride: int,
@@ -182,6 +215,13 @@ def _rotate_row(
     sines = array_at(np.float32(0), angles + (row * 2 + 1) * half * 4)
     for head in range(num_turning):
         numbers = array_at(kind, heads + (row * stride + head * size) * itemsize(kind))
+        norm = query_norm if head < num_scaled else key_norm
+        if norm != 0:
+            inverse = _inverse_rms(kind, numbers, size, eps)
+            weights = array_at(np.float32(0), norm)
+            for place in range(size):
+                value = widened(kind, numbers[place]) * inverse * weights[place]
+                numbers[place] = rounded(kind, value)
         factor = scale if head < num_scaled else np.float32(1.0)
         for place in range(half):
             left, right = widened(kind, numbers[place]), widened(kind, numbers[place + half])
@@ -193,9 +233,12 @@ def _rotate_row(
 
 
 @njit(nogil=True, cache=True)
-def rotate_serial(
+def _turn_few(
     kind: Any,
     heads: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
     angles: int,
     rows: int,
     stride: int,
@@ -206,13 +249,30 @@ def rotate_serial(
     half: int,
 ) -> None:
     for row in range(rows):
-        _rotate_row(kind, heads, angles, row, stride, num_turning, num_scaled, scale, size, half)
+        _turn_row(
+            kind,
+            heads,
+            query_norm,
+            key_norm,
+            eps,
+            angles,
+            row,
+            stride,
+            num_turning,
+            num_scaled,
+            scale,
+            size,
+            half,
+        )
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def rotate_rows(
+def _turn_many(
     kind: Any,
     heads: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
     angles: int,
     rows: int,
     stride: int,
@@ -223,4 +283,70 @@ def rotate_rows(
     half: int,
 ) -> None:
     for row in prange(rows):
-        _rotate_row(kind, heads, angles, row, stride, num_turning, num_scaled, scale, size, half)
+        _turn_row(
+            kind,
+            heads,
+            query_norm,
+            key_norm,
+            eps,
+            angles,
+            row,
+            stride,
+            num_turning,
+            num_scaled,
+            scale,
+            size,
+            half,
+        )
+
+
+@njit(nogil=True, cache=True)
+def turn(
+    kind: Any,
+    heads: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
+    angles: int,
+    rows: int,
+    stride: int,
+    num_turning: int,
+    num_scaled: int,
+    scale: Any,
+    size: int,
+    half: int,
+) -> None:
+    """`rotate_` by addresses. Before, queries and keys are normalised as `query_norm` and
+    `key_norm` [size], float32, say; 0: they are not."""
+    if rows * stride > _SMALL:
+        _turn_many(
+            kind,
+            heads,
+            query_norm,
+            key_norm,
+            eps,
+            angles,
+            rows,
+            stride,
+            num_turning,
+            num_scaled,
+            scale,
+            size,
+            half,
+        )
+    else:
+        _turn_few(
+            kind,
+            heads,
+            query_norm,
+            key_norm,
+            eps,
+            angles,
+            rows,
+            stride,
+            num_turning,
+            num_scaled,
+            scale,
+            size,
+            half,
+        )

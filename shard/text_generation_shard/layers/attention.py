@@ -1,5 +1,7 @@
 """Self-attention: projections and rotation around an attention backend."""
 
+from typing import Any
+
 from torch import Tensor
 
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
@@ -47,6 +49,16 @@ class Attention:
             self._key_norm = RMSNorm(
                 parameters, f"{prefix}.k_norm", config.head_dim, config.norm_eps
             )
+
+    def fields(self, kind: Any) -> dict[str, int] | None:
+        """See Linear.fields."""
+        qkv, out = self._qkv.fields("qkv", kind), self._out.fields("out", kind)
+        if qkv is None or out is None:
+            return None
+        own = {"is_turned": int(self._uses_rope), "window": self._window or 0}
+        if self._query_norm is not None and self._key_norm is not None:
+            own |= {"query_norm": self._query_norm.address, "key_norm": self._key_norm.address}
+        return qkv | out | own
 
     def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] → [T, hidden_size]."""

@@ -16,12 +16,18 @@ from text_generation_shard.weights import Held
 class Matrix(Protocol):
     """A weight [N, K] that multiplies: owns its only copy."""
 
+    @property
+    def place(self) -> kernels.Place | None:
+        """Where it lies, in a form that `kernels.layers` takes; None: it is in another."""
+
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N], plus bias [N]."""
 
 
 class FloatMatrix:
     """The weight as it is."""
+
+    place = None
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -37,6 +43,8 @@ class PackedMatrix:
     F.linear reorders a bfloat16 weight on every call; prepacked, the linears of a decode step of
     the 125 M checkpoint take 8.9 instead of 13.8 ms (MEASUREMENTS).
     """
+
+    place = None
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -56,6 +64,8 @@ class PackedMatrix:
 
 class GatedMatrix:
     """Any form of a weight [2 * N, K] whose product [T, 2 * N] is activation(gate) * up."""
+
+    place = None
 
     def __init__(self, matrix: Matrix, activation: Callable[[Tensor], Tensor]) -> None:
         self._matrix, self._activation = matrix, activation

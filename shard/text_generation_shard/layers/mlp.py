@@ -1,6 +1,7 @@
 """The gated feed-forward block."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,6 +43,11 @@ class GatedMLP:
         self._gate_up = Linear(parameters, outputs, config.hidden_size, config.mlp_bias, gate)
         down = {f"{prefix}.down_proj": config.hidden_size}
         self._down = Linear(parameters, down, size, config.mlp_bias)
+
+    def fields(self, kind: Any) -> dict[str, int] | None:
+        """See Linear.fields."""
+        gate_up, down = self._gate_up.fields("gate_up", kind), self._down.fields("down", kind)
+        return None if gate_up is None or down is None else gate_up | down
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""

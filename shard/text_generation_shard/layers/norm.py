@@ -21,6 +21,11 @@ class RMSNorm:
     def _widen(self) -> None:
         self._weight = self._weight.float()
 
+    @property
+    def address(self) -> int:
+        """Of the loaded weight [size] in float32."""
+        return self._weight.data_ptr()
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """Same shape and dtype as `hidden`.
 

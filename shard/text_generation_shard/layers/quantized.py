@@ -40,6 +40,7 @@ class Int8Matrix:
     """
 
     kind = "int8"
+    place = None
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         """`dtype` is that of the activations; the scale is rounded to it before q is chosen."""
@@ -80,6 +81,7 @@ class Int4Matrix:
     of 32 inputs: w ≈ scale · (q - 8) + zero; 5 bits a weight with bfloat16 scales."""
 
     kind = "int4"
+    place = None
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         """`dtype` is that of the activations; scale and zero are rounded to it before the last

@@ -100,13 +100,13 @@ class KernelRotation:
     """The same by one kernel; angles [T, 2, rotary_dim / 2] in float32."""
 
     def __init__(self, angles: Tensor) -> None:
-        self._angles = angles
+        self.angles = angles
 
     def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
         """See Rotation."""
         from text_generation_shard.kernels.pointwise import rotate_
 
-        rotate_(heads, num_turning, num_queries, scale, self._angles)
+        rotate_(heads, num_turning, num_queries, scale, self.angles)
 
 
 def _plain(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:

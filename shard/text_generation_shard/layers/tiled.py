@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from text_generation_shard.kernels import Place
 from text_generation_shard.layers.quantized import (
     Int4Matrix,
     Int8Matrix,
@@ -20,6 +21,11 @@ class TiledMatrix:
         from text_generation_shard.kernels.linear import GatedWeight, PackedWeight
 
         self._weight = (GatedWeight if is_gated else PackedWeight)(weight)
+
+    @property
+    def place(self) -> Place | None:
+        """See Matrix."""
+        return self._weight.place
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N]."""
@@ -47,6 +53,11 @@ class TiledInt8Matrix:
         self._weight = form(torch.cat(numbers), self._scale)
         self.nbytes = self._weight.nbytes
 
+    @property
+    def place(self) -> Place | None:
+        """See Matrix."""
+        return self._weight.place
+
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """hidden [T, K] → [T, N]."""
         out = self._weight(hidden.contiguous())
@@ -62,6 +73,7 @@ class TiledInt4Matrix:
     """`Int4Matrix` for bfloat16 rows, likewise, by a table of the 16 numbers."""
 
     kind = "int4"
+    place = None
     obstacle = staticmethod(Int4Matrix.obstacle)
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import RotaryEmbedding, Rotation
+from text_generation_shard.models.compiled import CompiledLayers, compiled_layers
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -30,6 +32,14 @@ class Block:
         self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
+
+    def fields(self, kind: Any) -> dict[str, int] | None:
+        """See Linear.fields."""
+        attention, mlp = self._attention.fields(kind), self._mlp.fields(kind)
+        if attention is None or mlp is None:
+            return None
+        norms = self._attention_norm.address, self._mlp_norm.address
+        return attention | mlp | dict(zip(("attention_norm", "mlp_norm"), norms, strict=True))
 
     def __call__(
         self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, plan: AttentionPlan
@@ -54,7 +64,7 @@ class LlamaModel:
     ) -> None:
         self.config = config
         self._backend = backend
-        self._dtype = parameters.dtype
+        self._dtype, self._quantize = parameters.dtype, parameters.quantize
         self._embedding = Embedding(
             parameters, "model.embed_tokens", config.vocab_size, config.hidden_size
         )
@@ -69,6 +79,13 @@ class LlamaModel:
             from text_generation_shard.kernels.threads import Threads
 
             self._measured = Threads().measured
+        self._compiled: CompiledLayers | None = None
+        parameters.after_load(self._compile)
+
+    def _compile(self) -> None:
+        self._compiled = compiled_layers(
+            self._blocks, self.config, self._backend, self._dtype, self._quantize
+        )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
@@ -82,8 +99,11 @@ class LlamaModel:
         if self.config.embedding_multiplier != 1.0:
             hidden = hidden * self.config.embedding_multiplier
         delta: Tensor | None = None
-        for block in self._blocks:
-            delta = block(hidden, delta, rotation, plan)
+        if self._compiled is not None:
+            delta = self._compiled(hidden, rotation, plan)
+        else:
+            for block in self._blocks:
+                delta = block(hidden, delta, rotation, plan)
         if delta is not None:
             hidden.add_(delta, alpha=self.config.residual_multiplier)
         return hidden
