@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import itertools
 import signal
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,15 +126,18 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
             self._read(new.id, row, new.chunk_len or row.num_unread, columns)
         return self._answer(batch_id, columns)
 
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
-        """A step of the batches, which become one."""
-        batch_id, *others = request.batch_ids
-        rows = self._batches[batch_id]
-        for other in others:
-            rows |= self._batches.pop(other)
-        columns = Columns()
-        self._advance(rows, request.advance, columns)
-        return self._answer(batch_id, columns)
+    async def Decode(
+        self, requests: AsyncIterator[pb.DecodeRequest], context: Any
+    ) -> AsyncIterator[pb.StepResponse]:
+        """A step of the batches, which become one, for each message."""
+        async for request in requests:
+            batch_id, *others = request.batch_ids
+            rows = self._batches[batch_id]
+            for other in others:
+                rows |= self._batches.pop(other)
+            columns = Columns()
+            self._advance(rows, request.advance, columns)
+            yield self._answer(batch_id, columns)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any

@@ -29,6 +29,7 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         self.failure: tuple[grpc.StatusCode, str] | None = None
         self.delay_s = 0.0
         self.num_answered = 0
+        self.num_decode_calls = 0
         self.stop: Callable[[None], Awaitable[None]]
 
     async def _answer(self, request: Any, context: Any, response: Any) -> Any:
@@ -56,8 +57,10 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
     async def Prefill(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context, self._step(request.batch.id))
 
-    async def Decode(self, request: Any, context: Any) -> Any:
-        return await self._answer(request, context, self._step(request.batch_ids[0]))
+    async def Decode(self, requests: Any, context: Any) -> Any:
+        self.num_decode_calls += 1
+        async for request in requests:
+            yield await self._answer(request, context, self._step(request.batch_ids[0]))
 
     async def FilterBatch(self, request: Any, context: Any) -> Any:
         batch = pb.CachedBatch(id=request.batch_id, request_ids=request.request_ids)
@@ -210,9 +213,10 @@ async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None
         def ServiceDiscovery(self, request: Any, context: Any) -> Any:
             return pb.ServiceDiscoveryResponse(urls=["unix:unused"])
 
-        def Decode(self, request: Any, context: Any) -> Any:
-            asked.set()
-            return pb.StepResponse()
+        def Decode(self, requests: Any, context: Any) -> Any:
+            for _ in requests:
+                asked.set()
+                yield pb.StepResponse()
 
     with ThreadPoolExecutor(1) as threads:
         server = grpc.server(threads)
@@ -220,6 +224,9 @@ async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None
         server.add_insecure_port(f"unix://{tmp_path}/shard")
         server.start()
         client = await ShardedClient.connect(f"{tmp_path}/shard", timeout_s=10)
+        # The first step opens the call.
+        await client.decode([3], Advance())
+        asked.clear()
         call = asyncio.create_task(client.decode([3], Advance()))
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
@@ -227,6 +234,29 @@ async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None
         await call
         await client.close()
         server.stop(None).wait()
+
+
+async def test_steps_go_through_one_call_until_it_fails(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1) as (client, [rank]):
+        for _ in range(2):
+            rank.failure = None
+            for _ in range(3):
+                assert (await client.decode([3], Advance())).batch == CachedBatch(3, (11,))
+            rank.failure = (grpc.StatusCode.INTERNAL, "out of luck")
+            with pytest.raises(GenerationError, match="Server error: out of luck"):
+                await client.decode([3], Advance())
+        assert rank.num_decode_calls == 2
+
+
+async def test_a_step_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
+    """Its answer must not be taken for that of the next."""
+    async with serving(tmp_path, 1) as (client, [rank]):
+        rank.delay_s = 0.05
+        call = asyncio.create_task(client.decode([3], Advance()))
+        while not rank.asked:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))
 
 
 async def test_nobody_there(tmp_path: Path) -> None:

@@ -31,30 +31,43 @@ class ExceptionInterceptor(_Interceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap unary calls; streaming ones (server reflection) are left alone."""
+        """Wrap calls of both kinds that there are: unary, and streams both ways."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        wire = handler.request_deserializer, handler.response_serializer
+        stream: Any = handler.stream_stream
+        if stream is not None:
+
+            async def guarded_stream(requests: Any, context: Any) -> Any:
+                try:
+                    async for response in stream(requests, context):
+                        yield response
+                except Exception as error:
+                    await self._fail(method, error, context)
+
+            return grpc.stream_stream_rpc_method_handler(guarded_stream, *wire)
+        assert handler.unary_unary is not None
         call = handler.unary_unary
 
         async def guarded(request: Any, context: Any) -> Any:
             try:
                 return await call(request, context)
-            except (BatchError, ModelError) as error:
-                # The caller reports it as an error; one ERROR line for one failure.
-                logger.warning("%s: %s", handler_call_details.method, error)
-                await context.abort(grpc.StatusCode.INTERNAL, str(error))
             except Exception as error:
-                logger.exception("%s failed", handler_call_details.method)
-                if _is_fatal(error):
-                    self._on_fatal()
-                await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
+                await self._fail(method, error, context)
 
-        return grpc.unary_unary_rpc_method_handler(
-            guarded,
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
-        )
+        return grpc.unary_unary_rpc_method_handler(guarded, *wire)
+
+    async def _fail(self, method: str, error: Exception, context: Any) -> None:
+        if isinstance(error, BatchError | ModelError):
+            # The caller reports it as an error; one ERROR line for one failure.
+            logger.warning("%s: %s", method, error)
+        else:
+            logger.error("%s failed", method, exc_info=error)
+            if _is_fatal(error):
+                self._on_fatal()
+        await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
 
 
 def _is_fatal(error: Exception) -> bool:

