@@ -34,6 +34,25 @@ def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, bu
     assert Pace(1000, 16, costs, target_ns).budget(num_decoding) == budget
 
 
+@pytest.mark.parametrize(
+    ("num_waiting", "target_ns", "budget"),
+    [
+        # One long prompt beside eight: 22.5 ms.
+        (1, None, 224),
+        (8, None, 400),
+        (24, None, 800),
+        # 160 ms at most.
+        (1000, None, 1600),
+        # Whoever names a target means it.
+        (1000, 25e6, 48),
+    ],
+)
+def test_the_more_wait_for_each_that_decodes_the_more_is_computed(
+    num_waiting: int, target_ns: float | None, budget: int
+) -> None:
+    assert Pace(5000, 16, COSTS, target_ns).budget(8, num_waiting) == budget
+
+
 def test_it_learns_what_a_step_takes_by_the_number_of_rows() -> None:
     pace = Pace(1000, 16, COSTS)
     for _ in range(20):
@@ -84,5 +103,5 @@ def test_there_is_always_a_block_and_never_too_much(steps: list[tuple[int, int, 
     for step in steps:
         pace.note(*step)
         for num_decoding in (0, 1, 7, 300):
-            budget = pace.budget(num_decoding)
+            budget = pace.budget(num_decoding, num_decoding % 50)
             assert 16 <= budget <= 500 and (budget % 16 == 0 or budget == 500)

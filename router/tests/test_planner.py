@@ -15,7 +15,8 @@ from router.tests.scheduling import make_request, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 # Parts of prompts beside a decoding row: two blocks of 4.
-TWO_BLOCKS = StepCosts(decode_step_ns=200, num_rows=1, prefill_token_ns=25)
+COSTS = StepCosts(decode_step_ns=200, num_rows=1, prefill_token_ns=25)
+TWO_BLOCKS = {"costs": COSTS, "target_ns": 400.0}
 
 
 class Desk:
@@ -127,7 +128,7 @@ def test_enough_or_nobody() -> None:
 
 
 def test_a_prompt_is_computed_in_parts_while_others_decode() -> None:
-    desk = Desk(costs=TWO_BLOCKS)
+    desk = Desk(**TWO_BLOCKS)
     desk.submit((1, 2, 3))
     assert desk.step().chunks == {0: 3}
     desk.submit(range(21))
@@ -139,7 +140,7 @@ def test_a_prompt_is_computed_in_parts_while_others_decode() -> None:
 
 
 def test_the_oldest_prompt_comes_first_and_what_is_left_is_for_the_next() -> None:
-    desk = Desk(costs=TWO_BLOCKS)
+    desk = Desk(**TWO_BLOCKS)
     desk.submit((1, 2, 3))
     desk.step()
     desk.submit(range(10, 20))
@@ -149,8 +150,19 @@ def test_the_oldest_prompt_comes_first_and_what_is_left_is_for_the_next() -> Non
     assert [plan.chunks for plan in steps] == [{1: 8}, {1: 2, 2: 4}, {2: 8}, {2: 3}]
 
 
+def test_the_more_wait_the_more_is_computed() -> None:
+    desk = Desk(costs=COSTS, max_batch_size=4)
+    desk.submit((1, 2, 3))
+    desk.step()
+    # Three wait for one that decodes, another one could not come in: 8 * (1 + 3) tokens. Then two
+    # for two.
+    for start in range(4):
+        desk.submit(range(start, start + 20))
+    assert [desk.step().chunks for _ in range(2)] == [{1: 20, 2: 12}, {2: 8, 3: 8}]
+
+
 def test_nobody_decodes_so_nobody_waits() -> None:
-    desk = Desk(costs=TWO_BLOCKS, max_batch_prefill_tokens=16)
+    desk = Desk(**TWO_BLOCKS, max_batch_prefill_tokens=16)
     desk.submit(range(40))
     assert [desk.step().chunks for _ in range(4)] == [{0: 16}, {0: 16}, {0: 8}, {}]
 
@@ -179,7 +191,7 @@ def test_what_a_step_writes_is_shared_in_the_same_step() -> None:
 
 def test_what_a_running_prompt_writes_is_shared_with_who_joins() -> None:
     """Entry 1 computes its last part in the step in which entry 2 comes."""
-    desk = Desk(costs=TWO_BLOCKS)
+    desk = Desk(**TWO_BLOCKS)
     desk.submit((1, 2, 3))
     desk.step()
     desk.submit(range(13))

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-# A step may take so many times as long as one that carries no prompt, if nobody says how long.
+# A step may take so many times as long as one that carries no prompt, if nobody says how long and
+# hardly anybody waits …
 DEFAULT_STRETCH = 2.0
+# … and at most so many times longer if many do.
+_MOST_ROOM = 8.0
 # How much a step counts against those before it, and by what factor it may surprise.
 _WEIGHT = 0.25
 _SURPRISE = 2.0
@@ -39,7 +42,9 @@ class Pace:
         target_ns: float | None = None,
     ) -> None:
         """`max_tokens`: in a step that nobody waits for. `target_ns`: from one token to the next;
-        None: DEFAULT_STRETCH times a step without prompts."""
+        None: DEFAULT_STRETCH times a step without prompts, and longer the more requests wait for
+        each that decodes: prompts in a step delay those who decode, but prompts in many steps delay
+        those who wait by all of them."""
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._target_ns = target_ns
@@ -51,12 +56,13 @@ class Pace:
         # What steps with prompts took longer than they should have.
         self._lateness_ns = 0.0
 
-    def budget(self, num_decoding: int) -> int:
-        """Prompt tokens for the next step: whole blocks, one at least, if somebody is decoding."""
+    def budget(self, num_decoding: int, num_waiting: int = 0) -> int:
+        """Prompt tokens for the next step: whole blocks, one at least, if somebody is decoding.
+        `num_waiting`: requests whose prompts are not computed and could be."""
         step_ns = self._decode_step_ns(num_decoding)
         if not num_decoding or not step_ns or not self._token_ns:
             return self._max_tokens
-        room_ns = self._room_ns(step_ns)
+        room_ns = self._room_ns(step_ns, num_waiting / num_decoding)
         time_ns = max(room_ns - self._lateness_ns, room_ns * _LEAST_SHARE)
         num_blocks = max(1, int(time_ns / self._token_ns) // self._block_size)
         return min(self._max_tokens, num_blocks * self._block_size)
@@ -77,10 +83,11 @@ class Pace:
             late_ns = min(max(late_ns, -room_ns), room_ns)
             self._lateness_ns += (late_ns - self._lateness_ns) * _WEIGHT
 
-    def _room_ns(self, step_ns: float) -> float:
-        """How much longer than one without prompts a step may take."""
+    def _room_ns(self, step_ns: float, waiting_share: float = 0.0) -> float:
+        """How much longer than one without prompts a step may take, with so many requests waiting
+        for each that decodes."""
         if self._target_ns is None:
-            return step_ns * (DEFAULT_STRETCH - 1)
+            return step_ns * (DEFAULT_STRETCH - 1) * min(1.0 + waiting_share, _MOST_ROOM)
         return max(0.0, self._target_ns - step_ns)
 
     def _decode_step_ns(self, num_decoding: int) -> float:

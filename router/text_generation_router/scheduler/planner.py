@@ -207,7 +207,10 @@ class Planner:
         if not self._limits.chunks_prompts:
             return self._limits.max_batch_prefill_tokens
         running = self.running.values()
-        return self._pace.budget(sum(entry.num_computed >= entry.num_inputs for entry in running))
+        num_decoding = sum(entry.num_computed >= entry.num_inputs for entry in running)
+        num_free = self._limits.max_batch_size - len(running)
+        num_waiting = len(running) - num_decoding + min(len(self.queue), num_free)
+        return self._pace.budget(num_decoding, num_waiting)
 
     def _chunk(self, start: int, left: int, budget: int, is_first: bool, may_split: bool) -> int:
         """How many of `left` tokens from `start` on fit the budget; up to a block's end if not all.
