@@ -17,7 +17,7 @@ from numba import njit, prange
 
 from text_generation_shard.kernels import MAX_HEAD_DIM
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
-from text_generation_shard.kernels.softmax import CHUNK, NOTHING, soften
+from text_generation_shard.kernels.softmax import CHUNK, NOTHING, soften, soften_part
 from text_generation_shard.kernels.tile import paged_tile, tile
 from text_generation_shard.kernels.vector import (
     ADDRESS,
@@ -214,6 +214,7 @@ def _attend_task(
     best_at, totals_at, pages_at = scratch(1), scratch(TASK_ROWS), scratch(1)
     best, totals = array_at(FLOAT32, best_at), array_at(FLOAT32, totals_at)
     sums, pages = array_at(FLOAT32, sums_at), array_at(ADDRESS, pages_at)
+    positions = array_at(ADDRESS, scratch(1))
     for row in range(rows):
         best[row] = _NOTHING
         for lane in range(LANES):
@@ -226,11 +227,11 @@ def _attend_task(
     # Vectors that only fill up a tile are whatever was here; their results are not used.
     for row in range(count):
         token, member = (task[3] + row) // group, (task[3] + row) % group
+        positions[row] = task[2] + token
         start = (task[1] + token) * (num_heads + 2 * num_kv_heads) + head * group + member
         for feature in range(head_dim):
             target[row * head_dim + feature] = source[start * head_dim + feature]
-    first = task[2] + task[3] // group
-    last = task[2] + (task[3] + count - 1) // group
+    first, last = positions[0], positions[count - 1]
     seen_from = max(0, first - window + 1) if window else 0
     block_bytes = 2 * stride * BLOCK_SIZE
     for chunk in range(seen_from // _CHUNK, last // _CHUNK + 1):
@@ -244,17 +245,16 @@ def _attend_task(
         )
         _score(kind, rows, keys, inputs, stride, scores_at)
         for row in range(count):
-            position = task[2] + (task[3] + row) // group
+            position = positions[row]
             begin = max(0, position - window + 1) if window else 0
-            low, high = begin - chunk * _CHUNK, position - chunk * _CHUNK
-            shrink = soften(
+            shrink = _soften(
                 kind,
                 scores_at + row * _CHUNK * 4,
                 weights_at + row * _CHUNK * itemsize(kind),
-                low,
-                high,
                 best_at + row * 4,
                 totals_at + row * VECTOR_BYTES,
+                begin - chunk * _CHUNK,
+                position - chunk * _CHUNK,
             )
             if shrink != np.float32(1.0):
                 for feature in range(head_dim):
@@ -271,6 +271,15 @@ def _attend_task(
             total += totals[row * LANES + lane]
         for feature in range(head_dim):
             target[start + feature] = rounded(kind, sums[row * head_dim + feature] / total)
+
+
+@njit(inline="always")
+def _soften(
+    kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int
+) -> Any:
+    if low <= 0 and high >= _CHUNK - 1:
+        return soften(kind, scores, weights, best, totals)
+    return soften_part(kind, scores, weights, best, totals, low, high)
 
 
 @njit(inline="always")
