@@ -7,18 +7,21 @@ CONFORMANCE := integration_tests/conformance
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 UV := .venv-clients/uv/bin/uv
 
-.PHONY: install serve test conformance check format proto gpu-test bench
+.PHONY: install serve test conformance container-test check format proto gpu-test bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
 serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
-test: .venv/.installed-dev .venv-clients/text-generation/.installed .venv-clients/schemathesis/.installed ## everything that needs no GPU
+test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
 	$(BIN)/pytest -m "not gpu" $(ARGS)
 
 conformance: .venv/.installed-dev $(CLIENTS) ## the clients people have, against a real server
 	$(BIN)/python -m integration_tests.conformance.run_clients $(ARGS)
+
+container-test: .venv/.installed-dev .venv-clients/text-generation/.installed ## builds the image and runs it; needs root and podman
+	$(BIN)/pytest $(sort $(wildcard integration_tests/container/check_*.py)) $(ARGS)
 
 check: .venv/.installed-dev ## format, lint, types; writes nothing
 	$(BIN)/ruff format --check .
@@ -52,6 +55,17 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 .venv-clients/%/.installed: $(CONFORMANCE)/requirements/%.txt | $(UV)
 	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --requirement $<
+	touch $@
+
+.venv-clients/prometheus/.installed: # an installed one, or Debian's, unpacked: no root, no service
+	mkdir -p $(@D)/usr/bin
+	if prometheus=$$(command -v prometheus) && promtool=$$(command -v promtool); then \
+		ln -sf $$prometheus $$promtool $(@D)/usr/bin/; \
+	elif cd $(@D) && apt-get download --quiet=2 prometheus; then \
+		dpkg-deb --extract prometheus_*.deb . && rm prometheus_*.deb; \
+	else \
+		echo "The tests need Prometheus: install it (Debian: apt-get install prometheus)." >&2; exit 1; \
+	fi
 	touch $@
 
 $(UV): # a tenth of pip's time, for nine environments

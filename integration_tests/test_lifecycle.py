@@ -3,7 +3,9 @@
 import json
 import shlex
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import psutil
 import pytest
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle, wait_until
+from integration_tests.server import LauncherHandle, free_port, wait_until
 
 PROMPT = "the cat sat on "
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
@@ -23,6 +25,16 @@ def ready(launch: Launch, model: Path | None, *flags: str, **environment: str) -
     handle = launch(model, *flags, **environment)
     handle.wait_until_ready()
     return handle
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """A process that gets no processor inside the block."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -65,13 +77,42 @@ def test_a_running_stream_is_finished(
     with ThreadPoolExecutor() as pool:
         stream = pool.submit(handle.stream, PROMPT, **LONG)
         wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
-        handle.process.send_signal(number)
+        with stopped(handle.child("text-generation-server")):  # so that it goes on running
+            handle.process.send_signal(number)
+            wait_until(lambda: "requests run and may end" in handle.log, 10, "it is to stop")
+            body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+            for path in ("/generate", "/generate_stream"):
+                assert handle.client.post(path, json=body).status_code == 503
+            assert handle.client.get("/health").status_code == 503
+            assert handle.metrics()["tgi_batch_current_size"] == 1
         events = stream.result(60)
     assert len(events) == 400
     assert events[-1]["details"]["finish_reason"] == "length"
     assert handle.wait_for_exit() == 0
     with pytest.raises(httpx.TransportError):
         handle.client.get("/health")
+
+
+def test_a_shard_that_hangs(launch: Launch, tiny_model_path: Path) -> None:
+    """Who asks gets an answer, and who watches the server sees it end and can start it anew."""
+    handle = ready(launch, tiny_model_path)
+    family = handle.family()
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(handle.stream, PROMPT, **LONG)
+        wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
+        shard = handle.child("text-generation-server")
+        shard.send_signal(signal.SIGSTOP)
+        unary = pool.submit(handle.client.post, "/generate", json={"inputs": PROMPT})
+        *_, last = stream.result(40)
+        assert last["error_type"] == "generation"
+        assert "The shards have not answered for 2" in last["error"]
+        assert unary.result(10).status_code == 424
+    wait_until(lambda: "the router failed" in handle.log, 20, "the launcher has noticed")
+    shard.send_signal(signal.SIGCONT)  # else it is killed, but only 10 s later
+    assert handle.wait_for_exit(40) == 1
+    *_, error = [line for line in handle.log.splitlines() if " ERROR " in line]
+    assert "the router failed with exit code 1 while serving: The shards have not" in error
+    assert_gone(family)
 
 
 def test_a_second_signal_ends_at_once(launch: Launch, tiny_model_path: Path) -> None:
@@ -106,6 +147,19 @@ def test_two_servers_beside_each_other(
         first, second = (answer.result(60) for answer in answers)
     assert [event["token"]["id"] for event in first] == [event["token"]["id"] for event in second]
     other.stop()
+
+
+def test_two_servers_that_start_at_once_on_one_port(launch: Launch, tiny_model_path: Path) -> None:
+    port = str(free_port())
+    both = [launch(tiny_model_path, "--port", port) for _ in range(2)]
+    wait_until(lambda: any(one.process.poll() is not None for one in both), 30, "one ends")
+    loser, winner = sorted(both, key=lambda one: one.process.poll() is None)
+    assert loser.process.returncode == 1
+    (line,) = [line for line in loser.log.splitlines() if " ERROR " in line]
+    assert f"port {port} on 127.0.0.1 is already in use" in line
+    wait_until(lambda: "Ready on" in winner.log, 90, "the other serves")
+    assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    winner.stop()
 
 
 def test_second_server_on_the_same_sockets(
@@ -147,8 +201,18 @@ def test_the_ready_line_says_what_to_try(launch: Launch, tiny_model_path: Path) 
     handle.stop()
 
 
-def test_secrets_stay_out_of_the_log(launch: Launch, tiny_model_path: Path) -> None:
-    handle = ready(launch, tiny_model_path, "--api-key", "hunter2", HF_TOKEN="hf_hunter3")
+def test_secrets_stay_out_of_the_log_and_of_command_lines(
+    launch: Launch, tiny_model_path: Path
+) -> None:
+    """Nor can other users of the machine read them from a command line."""
+    keys = ("--api-key", "hunter2", "--api-key=hunter4")
+    handle = ready(launch, tiny_model_path, *keys, HF_TOKEN="hf_hunter3")
+    processes = [psutil.Process(handle.process.pid), *handle.family()]
+    assert len(processes) == 3
+    for process in processes:
+        assert "hunter" not in " ".join(process.cmdline())
+    for key, status in (("hunter2", 200), ("hunter4", 200), ("xxxxxxx", 401)):
+        response = handle.client.get("/info", headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == status
     log = handle.stop()
-    assert "hunter2" not in log
-    assert "hunter3" not in log
+    assert "hunter" not in log

@@ -19,6 +19,7 @@ TYPES = {
     "tgi_request_input_length": "histogram",
     "tgi_request_max_new_tokens": "histogram",
     "tgi_request_skipped_tokens": "summary",
+    "tgi_request_skipped_tokens_bucket": "counter",
     "tgi_queue_size": "gauge",
     "tgi_batch_next_size": "histogram",
     "tgi_batch_current_size": "gauge",

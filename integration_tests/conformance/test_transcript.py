@@ -27,6 +27,18 @@ def test_volatile_fields_are_masked() -> None:
     }
 
 
+def test_what_was_cached_is_masked_but_not_the_length_of_the_prompt() -> None:
+    def masked(usage: dict[str, object]) -> object:
+        return transcribe(httpx.Response(200, json={"usage": usage}))["json"]["usage"]
+
+    cold = {"input_tokens": 19, "cache_read_input_tokens": 0}
+    warm = {"input_tokens": 3, "cache_read_input_tokens": 16}
+    assert masked(cold) == masked(warm) == {"input_tokens": 19, "cache_read_input_tokens": "*"}
+    assert masked({"input_tokens_details": {"cached_tokens": 5, "cache_write_tokens": 0}}) == {
+        "input_tokens_details": {"cached_tokens": "*", "cache_write_tokens": 0}
+    }
+
+
 def test_streams_must_have_the_form_that_clients_read() -> None:
     def events(text: str) -> list[object]:
         answer = transcribe(httpx.Response(200, text=text, headers=STREAM))

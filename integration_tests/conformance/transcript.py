@@ -34,6 +34,7 @@ FLOAT_TOLERANCE = 2e-3
 _GENERATED_ID = re.compile(r"^([a-z]+[-_])?[0-9A-Za-z_-]{8,}$")
 _ID_KEYS = {"id", "item_id", "response_id", "tool_call_id", "tool_use_id", "call_id"}
 _TIME_KEYS = {"created", "created_at", "completed_at"}
+_CACHE_KEYS = {"cached_tokens", "cache_read_input_tokens"}  # depend on what was asked before
 _VERSION_KEYS = {"version", "system_fingerprint"}
 _UNSHOWN = {"date", "connection", "content-length", "transfer-encoding"}  # uvicorn's affair
 _VOLATILE_HEADER = re.compile(r"^x-.*-time$|^x-time-per-token$|-processing-ms$|request-id$")
@@ -166,6 +167,9 @@ def _shown_text(text: str, kind: str) -> str | list[str]:
 def _masked(value: Any, key: str = "") -> Any:
     """The same without what differs from one run, version or machine to the next."""
     if isinstance(value, dict):
+        if "cache_read_input_tokens" in value:  # the two together are the prompt
+            length = value["input_tokens"] + value["cache_read_input_tokens"]
+            value = {**value, "input_tokens": length}
         return {name: _masked(part, name) for name, part in value.items()}
     if isinstance(value, list):
         return [_masked(part) for part in value]
@@ -173,7 +177,7 @@ def _masked(value: Any, key: str = "") -> Any:
         return round(value, 4) + 0.0  # no -0.0
     if key == "seed" and isinstance(value, int) and value >= 2**32:  # drawn by the server
         return "*"
-    if key in _TIME_KEYS and value:
+    if key in _CACHE_KEYS or (key in _TIME_KEYS and value):
         return "*"
     if key in _VERSION_KEYS and isinstance(value, str):
         return "*"

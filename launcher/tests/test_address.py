@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 from text_generation_launcher import address
-from text_generation_launcher.address import AddressError, SocketClaim, check_port
+from text_generation_launcher.address import AddressError, SocketClaim, claim_port
 
 
 def test_a_free_port(free_port):
-    check_port("127.0.0.1", free_port, "--port")
-    check_port("localhost", free_port, "--port")
+    claim_port("127.0.0.1", free_port, "--port").close()
+    claim_port("localhost", free_port, "--port").close()
+
+
+def test_a_port_that_another_launcher_is_going_to_use(free_port):
+    claim = claim_port("127.0.0.1", free_port, "--port")
+    with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
+        claim_port("127.0.0.1", free_port, "--port")
+    claim_port("127.0.0.2", free_port, "--port").close()
+    claim.close()
+    claim_port("127.0.0.1", free_port, "--port").close()
 
 
 def test_a_port_whose_last_connections_are_still_closing(free_port):
@@ -23,7 +32,7 @@ def test_a_port_whose_last_connections_are_still_closing(free_port):
         connection.close()  # closes first, so that its side waits
         assert client.recv(1) == b""
         client.close()
-    check_port("127.0.0.1", free_port, "--port")
+    claim_port("127.0.0.1", free_port, "--port").close()
 
 
 def test_a_port_in_use_names_the_flag(free_port):
@@ -31,13 +40,13 @@ def test_a_port_in_use_names_the_flag(free_port):
         socket.create_server(("127.0.0.1", free_port)),
         pytest.raises(AddressError, match="already in use: choose another with --prometheus-port"),
     ):
-        check_port("127.0.0.1", free_port, "--prometheus-port")
+        claim_port("127.0.0.1", free_port, "--prometheus-port")
 
 
 @pytest.mark.parametrize("hostname", ["no.such.name.invalid", "192.0.2.1"])
 def test_an_address_of_another_machine(hostname, free_port):
     with pytest.raises(AddressError, match="is not an address of this machine"):
-        check_port(hostname, free_port, "--port")
+        claim_port(hostname, free_port, "--port")
 
 
 @pytest.mark.parametrize(

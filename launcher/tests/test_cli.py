@@ -48,6 +48,22 @@ def test_env_is_printed_and_the_launcher_goes_on():
     assert "sesame" not in result.stdout
 
 
+def test_secrets_are_not_for_all_to_see_on_the_command_line():
+    script = (
+        "import sys; from text_generation_launcher.process import conceal\n"
+        "conceal(('sesame', 'ouvre-toi', 'b,ü'))\n"
+        "print(sys.argv, open('/proc/self/cmdline').read().split(chr(0)))"
+    )
+    argv = ["--api-key", "sesame", "--api-key=ouvre-toi", "--api-key=b,ü", "--model-id", "sesame/x"]
+    said = subprocess.check_output([sys.executable, "-c", script, *argv], text=True)
+    kept, shown = said.split("] [")
+    assert all(repr(argument) in kept for argument in argv)
+    assert shown.endswith(
+        "'--api-key', 'xxxxxx', '--api-key=xxxxxxxxx', '--api-key=xxxx', '--model-id', "
+        "'sesame/x', '']\n"
+    )
+
+
 def test_only_the_standard_library_is_imported():
     script = (
         "import sys, text_generation_launcher.cli\n"

@@ -159,10 +159,31 @@ def test_only_the_download_gets_the_token(environment, token):
     for command in (config.download, *config.shards, config.router):
         assert command.environment["OMP_NUM_THREADS"] == "1"
         assert "HF_API_TOKEN" not in command.environment
-        assert "API_KEY" not in command.environment
+        assert command.environment.get("API_KEY") == ("k" if command is config.router else None)
     assert "HF_TOKEN" not in config.shards[0].environment
     assert "HF_TOKEN" not in config.router.environment
     assert config.has_api_key
+
+
+@pytest.mark.parametrize("given", [{}, {"GLIBC_TUNABLES": "glibc.malloc.check=3"}])
+def test_the_shard_has_huge_pages_unless_told_otherwise(given):
+    config = create("--model-id", "a/b", **given)
+    wanted = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} | given
+    assert wanted.items() <= config.shards[0].environment.items()
+    assert config.router.environment.get("GLIBC_TUNABLES") == given.get("GLIBC_TUNABLES")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "keys"),
+    [
+        (["--api-key", "k1", "--api-key=k2,k3"], {}, ["k1", "k2,k3"]),
+        ([], {"API_KEY": "k1,k2"}, ["k1", "k2"]),
+    ],
+)
+def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
+    router = create(*argv, **environment).router
+    assert router.environment["API_KEY"].split("\n") == keys
+    assert not any("api-key" in part or key in part for part in router.argv for key in keys)
 
 
 def test_vertex_names_port_and_routes():

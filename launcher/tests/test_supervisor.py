@@ -1,3 +1,4 @@
+import ctypes
 import json
 import os
 import signal
@@ -7,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from text_generation_launcher.address import AddressError, SocketClaim, claim_port
 from text_generation_launcher.process import (
     RECENT_LINES,
     Command,
     ManagedProcess,
     ProcessError,
 )
+
+from launcher.tests.conftest import wait_until
 
 DOWNLOAD = """
 pid_file("download")
@@ -273,8 +277,6 @@ def test_a_port_in_use_is_one_line_before_anything_starts(launch, free_port):
 def test_a_second_launcher_on_the_same_sockets_is_refused(launch, tmp_path):
     first = launch()
     first.wait_for_line("Ready on")
-    from text_generation_launcher.address import AddressError, SocketClaim
-
     with pytest.raises(AddressError, match="another server uses the shard sockets"):
         SocketClaim(str(tmp_path / "shard"), 1)
     assert (tmp_path / "shard-0").exists()
@@ -292,6 +294,40 @@ def test_what_a_child_started_ends_with_it(launch):
     assert launched.end()[0] == 0
     launched.wait_for_child("grandchild")
     launched.assert_no_orphan()
+
+
+def test_what_is_left_to_the_launcher_does_not_stay_as_a_zombie(launch):
+    """As the first process of a container it gets everybody whose parent has ended."""
+    orphan = (
+        "import subprocess\n"
+        "command = ['sh', '-c', 'sleep 0.3 >/dev/null & echo $!']\n"
+        "pid = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout\n"
+        "(FOLDER / 'orphan.pid').write_text(pid)\n"
+    )
+    launched = launch(
+        shard=orphan + "serve_shard(); sleep()",
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(36, 1, 0, 0, 0),  # PR_SET_CHILD_SUBREAPER
+    )
+    launched.wait_for_line("Ready on")
+    pid = launched.wait_for_child("orphan")
+    stat = Path(f"/proc/{pid}/stat")
+    parent = stat.read_text().rsplit(")", 1)[1].split()[1] if stat.exists() else None
+    assert parent in (None, str(launched.process.pid))
+    wait_until(lambda: not stat.exists())
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    launched.assert_no_orphan()
+
+
+def test_a_second_launcher_that_starts_at_the_same_time_is_refused(launch, free_port):
+    """Its router would find the port taken only when the model is loaded."""
+    first = launch(shard="begin('shard'); sleep()")
+    first.wait_for_child("shard")
+    with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
+        claim_port("127.0.0.1", free_port, "--port")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end()[0] == 0
+    claim_port("127.0.0.1", free_port, "--port").close()
 
 
 def test_a_closed_standard_output(tmp_path: Path):

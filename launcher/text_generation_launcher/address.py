@@ -14,8 +14,13 @@ class AddressError(Exception):
     """An address that can't be used, in one sentence."""
 
 
-def check_port(hostname: str, port: int, flag: str) -> None:
-    """Raises AddressError if the port can't be listened on; `flag` is what would change it."""
+def claim_port(hostname: str, port: int, flag: str) -> socket.socket:
+    """Raises AddressError if the port can't be listened on; `flag` is what would change it.
+
+    Until the socket is closed no other launcher gets the port. The port itself can't be held for
+    the router: the system would let several launchers have it until one of their routers listens,
+    which is when its model is loaded. A name can.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -28,10 +33,14 @@ def check_port(hostname: str, port: int, flag: str) -> None:
     with socket.socket(family, kind, protocol) as probe:
         # connections of an earlier server that are still closing don't matter
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claim = socket.socket(socket.AF_UNIX)
         try:
             probe.bind(address)
+            claim.bind(f"\0text-generation-launcher:{address[0]}:{port}")
         except OSError as error:
+            claim.close()
             raise AddressError(_why_not(error, hostname, port, flag)) from error
+    return claim
 
 
 def _why_not(error: OSError, hostname: str, port: int, flag: str) -> str:

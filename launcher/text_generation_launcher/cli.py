@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import InvalidOptions, describe, notes
-from text_generation_launcher.process import block_signals, end_with_stdin
+from text_generation_launcher.options import InvalidOptions, describe, notes, secrets
+from text_generation_launcher.process import block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
 
 
@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = dict(os.environ)
     mode, argv = split_mode(sys.argv[1:] if argv is None else argv)
     values = read_options(argv, environment, mode)
+    conceal(secrets(values))
     log = Log("INFO", "json-output" in values)
     try:
         log = Log(log_level(environment), "json-output" in values)

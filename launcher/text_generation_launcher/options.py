@@ -65,7 +65,8 @@ class Option:
     """Takes no value on the command line; true or false in the environment."""
     repeat: bool = False
     secret: bool = False
-    """Never printed; and empty is an error, so that a lost secret can't open the server."""
+    """Never printed, and handed to a child by its environment, since command lines are for all to
+    see; and empty is an error, so that a lost secret can't open the server."""
     has_environment: bool = True
     environment_applies: Callable[[str], bool] = always
     refusal: str = ""
@@ -379,9 +380,23 @@ def forward(values: Values, child: Child) -> tuple[str, ...]:
     """The arguments of one child, for the options it gets under the same name."""
     arguments: list[str] = []
     for option in OPTIONS:
-        if child not in option.to:
+        if child not in option.to or option.secret:
             continue
         for value in values.get(option.name, ()):
             # `--flag=value`, so that a value which starts with a dash stays a value
             arguments.append(option.flag if option.switch else f"{option.flag}={value}")
     return tuple(arguments)
+
+
+def forward_secrets(values: Values, child: Child) -> dict[str, str]:
+    """The variables of one child, for the secret options it gets: one value a line."""
+    return {
+        option.variable: "\n".join(values[option.name])
+        for option in OPTIONS
+        if option.secret and child in option.to and option.name in values
+    }
+
+
+def secrets(values: Values) -> tuple[str, ...]:
+    """What nobody else may see of the options that were given."""
+    return tuple(v for option in OPTIONS if option.secret for v in values.get(option.name, ()))

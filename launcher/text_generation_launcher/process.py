@@ -7,8 +7,9 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from text_generation_launcher.log import LogLine, parse_line
@@ -18,6 +19,8 @@ MAX_LINE_BYTES = 1 << 20
 """A longer line is relayed in pieces, so that a child can't fill the launcher's memory."""
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 _PR_SET_PDEATHSIG = 1
+# Of /proc/PID/stat, counted from 1 as proc(5) does: where the command line begins and ends.
+_ARGUMENTS_PLACES = (48, 49)
 
 
 class ProcessError(Exception):
@@ -42,6 +45,21 @@ def block_signals() -> None:
     """From here on signals wait to be taken by `Supervisor`, which sees every one, in order, at a
     moment of its choice. Called once, in the main thread, before any other thread starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
+
+
+def conceal(secrets: Collection[str]) -> None:
+    """Overwrites the secrets on this process's own command line, which all users of the machine can
+    read. (Python has its own copy.)"""
+    if not secrets:
+        return
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(fields[place - 3]) for place in _ARGUMENTS_PLACES)
+    hidden = {os.fsencode(secret) for secret in secrets}
+    for argument in ctypes.string_at(start, end - start).split(b"\0"):
+        value = argument.partition(b"=")[2] if argument.startswith(b"-") else argument
+        if value in hidden:
+            ctypes.memset(start + len(argument) - len(value), ord("x"), len(value))
+        start += len(argument) + 1
 
 
 def end_with_stdin() -> None:
@@ -141,6 +159,11 @@ class ManagedProcess:
             lines = lines[-1:]
         return [line.message for line in lines]
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
     def settle(self) -> None:
         """The child has started: nothing is held back any more."""
         with self._lock:
@@ -186,3 +209,24 @@ class ManagedProcess:
                 due.append(parsed)
         for line in due:
             self._on_line(line)
+
+
+def reap_orphans(children: Collection[ManagedProcess]) -> None:
+    """Takes leave of ended processes that are no children of ours but were left to us, as all of a
+    container's are left to its first process: nobody else would, and they would stay as zombies.
+
+    `children` are all that were started here.
+    """
+    # Another process may have the number of one that has ended.
+    own = {child.pid: child for child in children if child.is_alive}
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return  # there is nobody, not even a child of ours
+        if ended is None:
+            return
+        if (child := own.pop(ended.si_pid, None)) is not None:
+            assert not child.is_alive  # which also takes leave of it
+        else:
+            os.waitpid(ended.si_pid, 0)

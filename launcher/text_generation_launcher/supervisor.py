@@ -11,12 +11,13 @@ asks the launcher to stop, by ChildDied when a child that should run has ended.
 
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from text_generation_launcher.address import AddressError, SocketClaim, check_port
+from text_generation_launcher.address import AddressError, SocketClaim, claim_port
 from text_generation_launcher.config import MODEL_PATH, LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import Mode
@@ -25,6 +26,7 @@ from text_generation_launcher.process import (
     Command,
     ManagedProcess,
     ProcessError,
+    reap_orphans,
 )
 
 STARTUP_POLL_S = 0.02
@@ -62,6 +64,7 @@ class Supervisor:
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
         self._claim: SocketClaim | None = None
+        self._ports: list[socket.socket] = []
         self._is_ready = False
         # nohup asks for a server that outlives its terminal
         ignored = {s for s in STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
@@ -75,6 +78,8 @@ class Supervisor:
         finally:
             for child in self._children():
                 child.kill()
+            for port in self._ports:
+                port.close()
             if self._claim:
                 self._claim.close()
 
@@ -106,9 +111,10 @@ class Supervisor:
     def _check_addresses(self) -> None:
         config = self._config
         if config.mode is Mode.SERVE:
-            check_port(config.hostname, config.port, "--port")
+            self._ports.append(claim_port(config.hostname, config.port, "--port"))
         if config.prometheus_port is not None:
-            check_port(config.hostname, config.prometheus_port, "--prometheus-port")
+            flag = "--prometheus-port"
+            self._ports.append(claim_port(config.hostname, config.prometheus_port, flag))
         self._claim = SocketClaim(config.shard_uds_path, len(config.shards))
 
     def _find_model(self) -> Path:
@@ -231,6 +237,7 @@ class Supervisor:
         """Waits for a signal; the one that asks to stop, None for any other end."""
         received = signal.sigtimedwait(self._stop_signals | {signal.SIGCHLD}, seconds)
         if received is None or received.si_signo == signal.SIGCHLD:
+            reap_orphans(self._children())
             return None
         return signal.Signals(received.si_signo)
 

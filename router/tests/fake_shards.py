@@ -1,6 +1,7 @@
 """Shards that are played: tokens by script, memory that notices every wrong write and read."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -100,8 +101,8 @@ class FakeShards:
     advances: list[Advance | None] = field(default_factory=list)
     is_busy: bool = False
     num_computed: int = 0
-    # A request id and the place of the token it fails at, alone.
-    failing: tuple[int, int] | None = None
+    # By request, the place of the token at which it fails, alone.
+    failing: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @asynccontextmanager
@@ -232,7 +233,8 @@ class FakeShards:
             row.num_computed = end
             self._check_memory(row)
             if ends:
-                columns.append((request_id, self._choose(row, guesses)))
+                fails = row.place + len(guesses) >= self.failing.get(request_id, sys.maxsize)
+                columns.append((request_id, self._choose(row, guesses, fails)))
                 if row.owes_logprobs:
                     answers[request_id] = [float("nan")] + [-0.5] * (len(row.request.input_ids) - 1)
                     row.owes_logprobs = False
@@ -282,13 +284,16 @@ class FakeShards:
             held = self.memory[row.table[place] * self.block_size + offset]
             assert held == row.path[position], "something else is written here"
 
-    def _choose(self, row: Row, guesses: list[int]) -> list[int]:
-        """The tokens of the script, one more than guesses are right, up to the end of the text."""
+    def _choose(self, row: Row, guesses: list[int], fails: bool) -> list[int]:
+        """The tokens of the script, one more than guesses are right, up to the end of the text.
+
+        Those of a row that fails mean nothing: as if all guesses were right, whatever was written.
+        """
         chosen: list[int] = []
         for guess in [*guesses, None]:
             chosen.append(self.script(row.request.input_ids, row.place))
             row.ids.append(chosen[-1])
-            if self._reason(row) is not None or guess != chosen[-1]:
+            if self._reason(row) is not None or (guess != chosen[-1] and not fails):
                 break
         row.num_computed = len(row.ids) - 1
         self._extend_path(row)
@@ -313,10 +318,8 @@ class FakeShards:
             reasons.append(self._reason(row))
             logprobs += [-0.25 * (first + n + 1) for n in range(len(chosen))]
             top_counts += [row.request.top_n_tokens] * len(chosen)
-            if self.failing is not None and self.failing[0] == request_id:
-                place = self.failing[1]
-                if first <= place < row.place:
-                    errors[request_id] = f"Server error: token {place}"
+            if row.place > (place := self.failing.get(request_id, sys.maxsize)):
+                errors[request_id] = f"Server error: token {place}"
             if reasons[-1] is not None or request_id in errors:
                 del rows[request_id]
         counts = [len(chosen) for _, chosen in columns]

@@ -18,6 +18,7 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -103,10 +104,11 @@ async def collect(entry: Entry) -> Outcome:
 
 @dataclass(frozen=True)
 class Rig:
-    """A batcher, its shards and its metrics."""
+    """A batcher, its shards, through which it is watched whether they answer, and its metrics."""
 
     batcher: Batcher
     shards: FakeShards
+    watch: WatchedShards
     metrics: Metrics
 
     async def outcome(self, *arguments: object, **options: object) -> Outcome:
@@ -158,7 +160,9 @@ def make_rig(shards: FakeShards | None = None, **limits: Any) -> Rig:
     }
     metrics = Metrics(100, 200)
     scheduler_limits = SchedulerLimits(**(given | limits))
-    return Rig(Batcher(shards, make_tokenizer(), metrics, scheduler_limits), shards, metrics)
+    watch = WatchedShards(shards)
+    batcher = Batcher(watch, make_tokenizer(), metrics, scheduler_limits)
+    return Rig(batcher, shards, watch, metrics)
 
 
 @asynccontextmanager

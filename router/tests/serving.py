@@ -10,14 +10,15 @@ from typing import Any
 
 import httpx
 import uvicorn
-from text_generation_router.app import create_app
-from text_generation_router.cli import bind, server_config
+from text_generation_router.app import create_app, create_refusal
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
+from text_generation_router.front import Front
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from text_generation_router.server import bind, server_config
 from text_generation_router.services import Services, assemble
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -198,16 +199,17 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
 async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncIterator[Server]:
     """Runs the router in this event loop, and checks at the end that nothing was lost."""
     services = assemble_scripted(directory, text, **options)
-    listener = bind("127.0.0.1", 0)
-    # Small, so that a client that does not read is noticed soon.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    port = listener.getsockname()[1]
-    config = server_config(create_app(services.config, services), patience_s=5.0)
+    app = create_app(services.config, services)
+    config = server_config(Front(app, create_refusal(services.config)))
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.
     server.lifespan = config.lifespan_class(config)
-    await server.startup(sockets=[listener])
+    with bind("127.0.0.1", 0) as listener:
+        # Small, so that a client that does not read is noticed soon.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        port = listener.getsockname()[1]
+        await server.startup(sockets=[listener.dup()])
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
             assert isinstance(services.shards, ScriptedShards)

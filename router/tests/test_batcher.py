@@ -220,7 +220,7 @@ async def test_a_failed_decode_fails_its_batch_and_the_next_one_runs() -> None:
 
 @pytest.mark.parametrize("place", [0, 3])
 async def test_a_request_that_fails_alone_leaves_the_others(place: int) -> None:
-    async with running(FakeShards(failing=(1, place))) as rig:
+    async with running(FakeShards(failing={1: place})) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n,), 8) for n in range(3)))
         assert rig.batcher.is_healthy
     assert [outcome.ids for outcome in outcomes] == [
@@ -228,6 +228,17 @@ async def test_a_request_that_fails_alone_leaves_the_others(place: int) -> None:
     ]
     assert isinstance(outcomes[1].error, GenerationError)
     assert str(outcomes[1].error) == f"Server error: token {place}"
+
+
+@pytest.mark.parametrize("speculate", [0, 8])
+async def test_what_a_request_that_failed_alone_wrote_last_is_nobodys(speculate: int) -> None:
+    """Its guesses were written where its text would go on, and most of them are wrong."""
+    prompt = (1, 2, 3, 4, 5)
+    async with running(FakeShards(failing={0: 3}), speculate=speculate) as rig:
+        failed = await rig.outcome(prompt, 20)
+        assert str(failed.error) == "Server error: token 3"
+        longer = (*prompt, *expected_ids(prompt, 12))
+        assert (await rig.outcome(longer, 4)).ids == expected_ids(longer, 4)
 
 
 @pytest.mark.parametrize("failures", [{"filter": [1]}, {"filter": [1], "clear": [1]}])

@@ -32,6 +32,8 @@ _SUBMIT = st.tuples(
     st.booleans(),
     # Goes on from the text of an earlier one.
     st.one_of(st.none(), st.integers(0, 60)),
+    # Where its first sequence fails, alone.
+    st.sampled_from([None, None, None, 0, 1, 3, 6]),
 )
 _EVENT = st.one_of(
     _SUBMIT,
@@ -117,12 +119,16 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any]) ->
     async with running(shards, **limits) as rig:
         for kind, *arguments in events:
             if kind == "submit":
-                *arguments, place = arguments
+                *arguments, place, fails_at = arguments
                 if place is not None and submitted:
                     earlier = submitted[place % len(submitted)][0]
                     text = (*earlier.input_ids, *expected(earlier))[:23]
                     arguments[0] = (*text, arguments[0][-1])
-                for request, entry in zip(*_submit(rig.batcher, *arguments), strict=True):
+                requests, entries = _submit(rig.batcher, *arguments)
+                if fails_at is not None:
+                    shards.failing[entries[0].id] = fails_at
+                    excuses.add(f"Server error: token {fails_at}")
+                for request, entry in zip(requests, entries, strict=True):
                     submitted.append((request, entry, asyncio.create_task(collect(entry))))
             elif kind == "cancel" and submitted:
                 rig.batcher.cancel(submitted[arguments[0] % len(submitted)][1])
@@ -131,7 +137,7 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any]) ->
                 failing.add(arguments[0])
                 excuses.add(f"Server error: {arguments[0]}")
             else:
-                await rig.turn(arguments[0] if arguments else 1)
+                await rig.turn(arguments[0] if kind == "turn" else 1)
             rig.batcher.integrity()
         for request, _, outcome in submitted:
             _check_ending(await outcome, request, excuses)

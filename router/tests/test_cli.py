@@ -115,6 +115,30 @@ def test_print_schema(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("environment", "keys"),
+    [
+        ({}, ()),
+        ({"API_KEY": "a"}, ("a",)),
+        ({"API_KEY": "a,b\nc\n"}, ("a,b", "c")),
+        ({"API_KEY": ""}, ("",)),
+    ],
+)
+def test_keys_of_the_environment(environment: dict[str, str], keys: tuple[str, ...]) -> None:
+    assert cli.keys_from(environment) == keys
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [([], "`--api-key` must not be empty"), (["--api-key", "a"], "256.256.256")]
+)
+def test_the_flag_wins_over_the_environment(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("API_KEY", "")
+    fail("--hostname", "256.256.256.256", *flags)
+    assert said in error_line(capsys)
+
+
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     (line,) = capsys.readouterr().out.splitlines()
     _, level, target, message = line.split(maxsplit=3)

@@ -1,24 +1,16 @@
-"""Clients that leave, clients that do not read, and a server that is told to stop."""
+"""Clients that leave, and clients that do not read."""
 
 import asyncio
 import json
 import logging
-import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from text_generation_router import cli
 from text_generation_router.api import sse
-from text_generation_router.config import RouterConfig
-from text_generation_router.services import Services
 
-from router.tests.serving import ScriptedShards, Server, assemble_scripted, serve
+from router.tests.serving import Server, serve
 
 LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
 
@@ -130,84 +122,3 @@ async def test_keep_alive(server: Server, monkeypatch: pytest.MonkeyPatch) -> No
     response = await server.client.post("/generate_stream", json=request)
     assert response.text.startswith(":\n\n:\n\n")
     assert response.text.replace(":\n\n", "").startswith('data: {"index":1,')
-
-
-@pytest.fixture
-def signal_handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@asynccontextmanager
-async def serve_until_sigterm(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> AsyncIterator[httpx.AsyncClient]:
-    """Runs what `main` runs, on scripted shards, and waits at the end until it has returned."""
-    services = assemble_scripted(directory, hostname="127.0.0.1", port=0, **options)
-    assert isinstance(services.shards, ScriptedShards)
-    services.shards.delay_s = 0.02
-
-    @asynccontextmanager
-    async def start(config: RouterConfig) -> AsyncIterator[Services]:
-        yield services
-
-    listener = cli.bind("127.0.0.1", 0)
-    monkeypatch.setattr(cli, "start", start)
-    monkeypatch.setattr(cli, "bind", lambda hostname, port: listener)
-    base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    serving = asyncio.create_task(cli.serve(services.config))
-    async with httpx.AsyncClient(base_url=base_url, verify=False) as client:
-        while True:
-            try:
-                await client.get("/health")
-                break
-            except httpx.ConnectError:
-                await asyncio.sleep(0.02)
-        yield client
-    await serving
-    services.batcher.integrity()
-    assert services.infer.free_permits == services.config.max_concurrent_requests
-
-
-async def test_running_streams_outlive_sigterm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
-) -> None:
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 60}}
-    async with (
-        serve_until_sigterm(tmp_path, monkeypatch) as client,
-        client.stream("POST", "/generate_stream", json=request) as response,
-    ):
-        lines = response.aiter_lines()
-        await anext(lines)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.3)
-        with pytest.raises(httpx.ConnectError):
-            await client.get("/health")
-        rest = [line async for line in lines if line]
-    assert json.loads(rest[-1][5:])["generated_text"] == "hello " * 10
-
-
-async def test_late_requests_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
-) -> None:
-    async with serve_until_sigterm(
-        tmp_path, monkeypatch, graceful_termination_timeout=2.0
-    ) as client:
-        waiting = asyncio.create_task(client.post("/generate", json=LONG))
-        async with client.stream("POST", "/generate_stream", json=LONG) as response:
-            lines = response.aiter_lines()
-            await anext(lines)
-            os.kill(os.getpid(), signal.SIGTERM)
-            rest = [line async for line in lines if line]
-        assert rest[-1] == (
-            'data: {"error":"Incomplete generation stream",'
-            '"error_type":"incomplete_generation_stream"}'
-        )
-        answer = await waiting
-        assert answer.status_code == 500
-        assert answer.json() == {
-            "error": "Incomplete generation",
-            "error_type": "incomplete_generation",
-        }

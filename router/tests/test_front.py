@@ -32,13 +32,17 @@ async def send(message: Message) -> None:
     raise AssertionError("nobody answers here")
 
 
+async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "refused", "path": scope["path"]})
+
+
 def request(number: int, method: str = "POST") -> Scope:
-    return {"type": "http", "method": method, "number": number}
+    return {"type": "http", "method": method, "path": "/generate", "number": number}
 
 
 async def test_a_burst_comes_in_order_and_by_and_by() -> None:
     app = App()
-    front = Front(app)
+    front = Front(app, refuse)
     counting = asyncio.create_task(app.count_turns())
     await asyncio.gather(*(front(request(number), receive, send) for number in range(30)))
     counting.cancel()
@@ -52,7 +56,7 @@ async def test_a_burst_comes_in_order_and_by_and_by() -> None:
 
 async def test_who_comes_alone_does_not_wait() -> None:
     app = App()
-    front = Front(app)
+    front = Front(app, refuse)
     for number in range(3):
         with_nobody_waiting = front(request(number), receive, send)
         try:
@@ -64,7 +68,7 @@ async def test_who_comes_alone_does_not_wait() -> None:
 
 async def test_others_do_not_stand_in_the_line() -> None:
     app = App()
-    front = Front(app)
+    front = Front(app, refuse)
     posts = [front(request(number), receive, send) for number in range(12)]
     gets = [front(request(100 + number, "GET"), receive, send) for number in range(12)]
     await asyncio.gather(*posts, *gets, front({"type": "lifespan"}, receive, send))
@@ -74,7 +78,7 @@ async def test_others_do_not_stand_in_the_line() -> None:
 
 async def test_places_of_those_who_were_ended_are_given_to_others() -> None:
     app = App()
-    front = Front(app)
+    front = Front(app, refuse)
     tasks = [asyncio.create_task(front(request(number), receive, send)) for number in range(20)]
     await asyncio.sleep(0)
     for task in tasks[5:15]:
@@ -85,7 +89,7 @@ async def test_places_of_those_who_were_ended_are_given_to_others() -> None:
 
 async def test_nothing_goes_on_when_nobody_comes() -> None:
     app = App()
-    front = Front(app)
+    front = Front(app, refuse)
     await asyncio.gather(*(front(request(number), receive, send) for number in range(9)))
     loop = asyncio.get_running_loop()
     for _ in range(3):
@@ -100,6 +104,36 @@ async def test_streams_are_told_the_servers_own_send() -> None:
         told.append(scope[DIRECT_SEND])
 
     scope = request(0)
-    await Front(app)(scope, receive, send)
+    await Front(app, refuse)(scope, receive, send)
     assert told == [send]
     assert DIRECT_SEND not in scope, "a circle that only the garbage collector can break"
+
+
+async def test_once_closed_it_refuses_all_but_scrapes() -> None:
+    is_over = asyncio.Event()
+    started: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        started.append(scope["number"])
+        if scope["method"] == "POST":
+            await is_over.wait()
+
+    refused = []
+
+    async def note(message: Message) -> None:
+        refused.append(message["path"])
+
+    front = Front(app, refuse)
+    # More than are let in at once: those in the line have come before, too.
+    tasks = [asyncio.create_task(front(request(number), receive, note)) for number in range(6)]
+    await asyncio.sleep(0)
+    assert front.num_running == 6 and len(started) == STARTS_PER_TURN
+    front.close()
+    await front(request(7), receive, note)
+    await front(request(8, "GET") | {"path": "/health"}, receive, note)
+    await front(request(9, "GET") | {"path": "/metrics"}, receive, note)
+    assert refused == ["/generate", "/health"]
+    is_over.set()
+    await asyncio.gather(*tasks)
+    assert sorted(started) == [*range(6), 9]
+    assert front.num_running == 0

@@ -147,7 +147,7 @@ async def test_a_task_that_is_cancelled_drops_all() -> None:
 
 async def test_a_failure_is_raised_where_it_is_iterated(caplog: pytest.LogCaptureFixture) -> None:
     async with (
-        house(FakeShards(failing=(1, 3))) as it,
+        house(FakeShards(failing={1: 3})) as it,
         it.infer.start_many(asks(), 3) as generations,
     ):
         assert len(await ids_from(generations[0])) == 6

@@ -65,8 +65,12 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Nor how much of the prompt was cached: for whoever asks again it is more."""
     blocks = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
-    return {key: value for key, value in message.items() if key != "id"} | {"content": blocks}
+    usage = message["usage"]
+    counted = usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
+    changed = {"content": blocks, "usage": counted}
+    return {key: value for key, value in message.items() if key != "id"} | changed
 
 
 async def test_thinking_text_and_tool_use(server: Server) -> None:

@@ -34,6 +34,8 @@ FAMILIES = {
     "tgi_batch_decode_duration": "histogram",
     "tgi_batch_filter_duration": "histogram",
     "tgi_batch_concat_duration": "histogram",
+    # A summary in TGI, whose dashboard asks for buckets.
+    "tgi_request_skipped_tokens_bucket": "counter",
     "tgi_batch_max_total_tokens": "gauge",
     "tgi_request_preempted": "counter",
     "tgi_request_time_to_first_token_duration": "histogram",
@@ -162,3 +164,15 @@ def test_a_summary_has_quantiles() -> None:
     # Of the last 1024.
     for quantile, expected in (("0", 977), ("0.5", 1489), ("0.999", 1999), ("1", 2000)):
         assert value(metrics, "tgi_request_skipped_tokens", quantile=quantile) == expected
+
+
+def test_a_summary_counts_in_buckets_too() -> None:
+    metrics = Metrics(100, 200)
+    for skipped, times in ((0, 5), (1, 2), (16, 1), (17, 3)):
+        metrics.request_skipped_tokens.observe(skipped, times)
+    counted = {
+        le: value(metrics, "tgi_request_skipped_tokens_bucket", le=le)
+        for le in ("0.0", "1.0", "2.0", "15.0", "16.0", "+Inf")
+    }
+    assert list(counted.values()) == [5, 7, 7, 7, 8, 11]
+    assert value(metrics, "tgi_request_skipped_tokens_count") == 11

@@ -134,6 +134,7 @@ async def test_answer(server: Server) -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
     assert response.headers["x-compute-type"] == "1-cpu"

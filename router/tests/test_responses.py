@@ -44,9 +44,10 @@ async def ask_stream(server: Server, **body: Any) -> list[dict[str, Any]]:
 
 
 def without_ids(value: Any) -> Any:
-    """The same without what is new in every answer."""
+    """The same without what is new in every answer, or depends on those before it."""
     if isinstance(value, dict):
         volatile = {"id", "item_id", "call_id", "created_at", "completed_at", "sequence_number"}
+        volatile |= {"cached_tokens"}
         return {key: without_ids(part) for key, part in value.items() if key not in volatile}
     return [without_ids(part) for part in value] if isinstance(value, list) else value
 

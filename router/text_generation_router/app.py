@@ -30,7 +30,7 @@ from text_generation_router.api.openai import chat, completions, models
 from text_generation_router.api.openai import errors as openai_errors
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.config import VERSION, RouterConfig
-from text_generation_router.errors import RouterError
+from text_generation_router.errors import RouterError, ShuttingDownError
 from text_generation_router.services import Services
 
 ROUTERS = (
@@ -85,7 +85,7 @@ def create_app(config: RouterConfig, services: Services | None = None) -> FastAP
     for router in app.state.routers:
         app.include_router(router)
     app.add_api_route("/docs/", _docs, include_in_schema=False)
-    _add_error_handlers(app, config.aip_predict_route)
+    _add_error_handlers(app, config)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
@@ -97,6 +97,17 @@ def create_app(config: RouterConfig, services: Services | None = None) -> FastAP
         app.add_middleware(MetricsPort, port=config.prometheus_port)
     let_streams_finish()
     return app
+
+
+def create_refusal(config: RouterConfig) -> ASGIApp:
+    """Answers everything with 503, as the API that the path belongs to does, while the server is
+    brought to its end."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        response = _respond(Request(scope), ShuttingDownError(), config)
+        await response(scope, receive, send)
+
+    return refuse
 
 
 class MetricsPort:
@@ -134,20 +145,23 @@ async def _docs() -> RedirectResponse:
     return RedirectResponse("/docs")
 
 
-def _add_error_handlers(app: FastAPI, aip_predict_route: str | None) -> None:
-    """Every error leaves in the form of the API that the path belongs to."""
-
+def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, StarletteHTTPException) and error.status_code == 405:
             error.headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
-        path = request.url.path
-        forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
-        respond = next(forms, tgi_errors.respond)
-        # Vertex names paths under /v1/ as well.
-        return (tgi_errors.respond if path == aip_predict_route else respond)(request, error)
+        return _respond(request, error, config)
 
     for kind in (RouterError, RequestValidationError, StarletteHTTPException, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _respond(request: Request, error: Exception, config: RouterConfig) -> Response:
+    """Every error leaves in the form of the API that the path belongs to."""
+    path = request.url.path
+    forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
+    respond = next(forms, tgi_errors.respond)
+    # Vertex names paths under /v1/ as well.
+    return (tgi_errors.respond if path == config.aip_predict_route else respond)(request, error)
 
 
 def _allowed_methods(request: Request) -> set[str]:

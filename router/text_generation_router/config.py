@@ -77,7 +77,9 @@ class RouterConfig:
     max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
     api_key: tuple[str, ...] = _option(
-        (), "Ask for this key, or one of several, on all routes but health, metrics and docs."
+        (),
+        "Ask for this key, or one of several, on all routes but health, metrics and docs; "
+        "default: those in the variable API_KEY, one a line.",
     )
     graceful_termination_timeout: float = _option(
         90.0, "Seconds that running requests have to end after SIGTERM.", 0

@@ -9,7 +9,8 @@
     ├── OverloadedError            429 overloaded
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
-    └── UnhealthyError             503 healthcheck
+    ├── UnhealthyError             503 healthcheck
+    └── ShuttingDownError          503 shutting_down
 
 Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "JSON error shape").
 """
@@ -132,3 +133,13 @@ class UnhealthyError(RouterError):
 
     def __init__(self) -> None:
         super().__init__("unhealthy")
+
+
+class ShuttingDownError(RouterError):
+    """The server was told to stop: what runs may end, but nothing begins any more."""
+
+    status_code = 503
+    error_type = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The server is shutting down; send the request to another")

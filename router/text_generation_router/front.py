@@ -10,32 +10,51 @@ from text_generation_router.api.sse import DIRECT_SEND
 # The way from a socket to the queue takes about 0.5 ms of a request, all in one go: hundreds that
 # come together would stop every stream, and /health, until the last of them is read.
 STARTS_PER_TURN = 4
+# How a server comes to its end is worth watching.
+ALWAYS_OPEN = "/metrics"
 
 
 class Front:
     """Lets requests in a few at a time, in the order they came, and tells streams the server's own
-    `send`.
+    `send`. Once it is closed, whoever comes is refused.
 
     At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone
     does not wait. Owns the line of those that do.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
         self._app = app
+        self._refuse = refuse
+        self._is_closed = False
+        self.num_running = 0
+        """POSTs that were let in, or stand in the line, and are not answered to their end."""
         self._line: deque[asyncio.Future[None]] = deque()
         self._num_started = 0
         # Whether the next turn of the event loop has been asked for.
         self._is_turning = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        await self._enter()
+        elif self._is_closed and scope["path"] != ALWAYS_OPEN:
+            await self._refuse(scope, receive, send)
+        elif scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        else:
+            await self._run(scope, receive, send)
+
+    def close(self) -> None:
+        """Refuses whoever comes from now on; those who are in stay."""
+        self._is_closed = True
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_running += 1
         scope[DIRECT_SEND] = send
         try:
+            await self._enter()
             await self._app(scope, receive, send)
         finally:
+            self.num_running -= 1
             # The server's `send` holds the scope: together they would be garbage in a circle.
             del scope[DIRECT_SEND]
 

@@ -60,6 +60,7 @@ class GenerateResult:
     """A whole generation; `top_tokens` has one entry per token, or none at all."""
 
     prompt_tokens: int
+    cached_tokens: int
     prefill: tuple[Token, ...]
     tokens: tuple[Token, ...]
     top_tokens: tuple[tuple[Token, ...], ...]
@@ -85,6 +86,11 @@ class Generation:
         self.error: RouterError | None = None
         self._entry = entry
         self._arrival = arrival
+
+    @property
+    def cached_tokens(self) -> int:
+        """How much of the prompt others had computed; known as soon as there is an output."""
+        return self._entry.num_reused_tokens or 0
 
     def __aiter__(self) -> AsyncIterator[list[Output]]:
         return self
@@ -119,6 +125,7 @@ class Generation:
         has_top_tokens = self._entry.request.top_n_tokens > 0
         return GenerateResult(
             self.prompt_tokens,
+            self.cached_tokens,
             prefill,
             tuple(tokens),
             tuple(top_tokens) if has_top_tokens else (),

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import accumulate, repeat
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -148,12 +148,17 @@ class Histogram(_Metric):
 
 
 class Summary(_Metric):
-    """Quantiles of the last 1024 observations."""
+    """Quantiles of the last 1024 observations, and all of them counted in buckets.
+
+    TGI 3 exposes a summary, but its dashboard asks for the buckets that TGI 2 had, so there are
+    both. A summary has no buckets: they are a family of counters named `…_bucket`.
+    """
 
     kind = "summary"
 
-    def __init__(self, name: str, description: str) -> None:
+    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
         super().__init__(name, description)
+        self._buckets = _Buckets(f"{name}_bucket", description, bounds)
         self._recent: deque[float] = deque(maxlen=1024)
         self._sum: float = 0
         self._count = 0
@@ -163,6 +168,12 @@ class Summary(_Metric):
         self._recent.extend(repeat(value, times))
         self._sum += value * times
         self._count += times
+        self._buckets.observe(value, times)
+
+    def render(self) -> Iterator[str]:
+        """Both families."""
+        yield from super().render()
+        yield from self._buckets.render()
 
     def _samples(self) -> Iterator[str]:
         recent = sorted(self._recent.copy()) or [0]
@@ -171,6 +182,26 @@ class Summary(_Metric):
             yield self._sample(value, "", extra=f'quantile="{quantile:g}"')
         yield self._sample(self._sum, "", "_sum")
         yield self._sample(self._count, "", "_count")
+
+
+class _Buckets(_Metric):
+    """The buckets of a histogram without its sum and count."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
+        super().__init__(name, description)
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, times: int) -> None:
+        """As `Histogram.observe`."""
+        self._counts[bisect_left(self._bounds, value)] += times
+
+    def _samples(self) -> Iterator[str]:
+        totals = accumulate(list(self._counts))
+        for bound, total in zip((*map(repr, self._bounds), "+Inf"), totals, strict=True):
+            yield self._sample(total, "", extra=f'le="{bound}"')
 
 
 def _duration(name: str, description: str, label: Label = _NO_LABEL) -> Histogram:
@@ -222,7 +253,9 @@ class Metrics:
             "tgi_request_max_new_tokens", "Tokens asked for per request", max_total_tokens
         )
         self.request_skipped_tokens = Summary(
-            "tgi_request_skipped_tokens", "Tokens gained by speculation per request and step"
+            "tgi_request_skipped_tokens",
+            "Tokens gained by speculation per request and step",
+            [float(n) for n in range(17)],
         )
         # Queue and batches.
         self.queue_size = Gauge("tgi_queue_size", "Requests waiting for a place in the batch")

@@ -20,6 +20,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.pace import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
+from text_generation_router.scheduler.watch import WatchedShards, longest_call_s
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
@@ -44,6 +45,7 @@ class Services:
     limits: Limits
     scheduler_limits: SchedulerLimits
     shards: Shards
+    watch: WatchedShards
     tokenizer: Tokenizer
     metrics: Metrics
     batcher: Batcher
@@ -124,7 +126,11 @@ def assemble(
     _warn_of_no_effect(config)
     _tell_pace(config, scheduler_limits.costs)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
-    batcher = Batcher(shards, tokenizer, metrics, scheduler_limits)
+    watch = WatchedShards(
+        shards,
+        longest_call_s(scheduler_limits.costs, config.batch_rows, config.max_batch_prefill_tokens),
+    )
+    batcher = Batcher(watch, tokenizer, metrics, scheduler_limits)
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
@@ -135,6 +141,7 @@ def assemble(
         limits,
         scheduler_limits,
         shards,
+        watch,
         tokenizer,
         metrics,
         batcher,

@@ -1,24 +1,20 @@
 import errno
-import hashlib
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from text_generation_shard import download
 from text_generation_shard.download import DownloadError, resolve_model
 
-COMMIT = "c" * 40
+from integration_tests.hub import COMMIT, FakeHub, serving
+
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
 MODEL = {
     "config.json": b"{}",
@@ -30,115 +26,10 @@ MODEL = {
 }
 
 
-@dataclass
-class FakeHub:
-    """The endpoints of the hub that a download uses, for the one repository `some/model`."""
-
-    files: dict[str, bytes] = field(default_factory=lambda: dict(MODEL))
-    revisions: tuple[str, ...] = ("main", COMMIT, "refs/pr/1")
-    refusal: tuple[int, str] | None = None
-    """Status and X-Error-Code of every answer."""
-    cut_after: int | None = None
-    """The first answer with a file that long or longer is cut there."""
-    chunk_delay_s: float = 0
-    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    """Method, path and Range of every request."""
-    tokens: set[str | None] = field(default_factory=set)
-    endpoint: str = ""
-
-    def etag(self, name: str) -> str:
-        data = self.files[name]
-        is_large = name.endswith((".safetensors", ".bin"))
-        return (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
-
-    def listing(self) -> bytes:
-        siblings = []
-        for name, data in self.files.items():
-            sibling = {"rfilename": name, "size": len(data), "blobId": self.etag(name)}
-            if name.endswith(".safetensors"):
-                sibling["lfs"] = {"sha256": self.etag(name), "size": len(data), "pointerSize": 1}
-            siblings.append(sibling)
-        return json.dumps({"id": "some/model", "sha": COMMIT, "siblings": siblings}).encode()
-
-    def asked_for(self, name: str) -> list[str | None]:
-        """The Range of each GET of a file."""
-        return [r for method, path, r in self.requests if method == "GET" and path.endswith(name)]
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: FakeHub
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def fail(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def answer(self) -> None:
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
-        hub.requests.append((self.command, path, self.headers["Range"]))
-        hub.tokens.add(self.headers["authorization"])
-        if hub.refusal:
-            self.fail(*hub.refusal)
-        elif path.startswith("/api/models/some/model/revision/"):
-            if path.removeprefix("/api/models/some/model/revision/") in hub.revisions:
-                self.send_body(hub.listing(), "listing")
-            else:
-                self.fail(404, "RevisionNotFound")
-        elif path.startswith(f"/some/model/resolve/{COMMIT}/"):
-            name = path.removeprefix(f"/some/model/resolve/{COMMIT}/")
-            self.send_body(hub.files[name], hub.etag(name))
-        else:
-            self.fail(404, "RepoNotFound")
-
-    def send_body(self, data: bytes, etag: str) -> None:
-        start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.send_response(206 if start else 200)
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(data) - start))
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        end = len(data)
-        if self.hub.cut_after is not None and end >= self.hub.cut_after:
-            end, self.hub.cut_after = self.hub.cut_after, None
-        for position in range(start, end, 1 << 16):
-            self.wfile.write(data[position : min(position + (1 << 16), end)])
-            time.sleep(self.hub.chunk_delay_s)
-        self.close_connection = end < len(data)
-
-
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    fake = FakeHub()
-    handler = type("Handler", (HubHandler,), {"hub": fake})
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """A client that left is what some tests are about."""
-
-    with Server(("127.0.0.1", 0), handler) as server:
-        fake.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(FakeHub(dict(MODEL))) as fake:
         yield fake
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -499,3 +390,39 @@ def test_after_one_failure_the_other_files_stop(hub, tmp_path, monkeypatch):
     started = time.monotonic()
     assert "b.safetensors arrived damaged" in error_of(hub, tmp_path)
     assert time.monotonic() - started < 8
+
+
+@pytest.fixture
+def is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be written, as far as the permissions say."""
+    monkeypatch.setattr(download.os, "access", lambda path, mode: False)
+
+
+@pytest.mark.usefixtures("is_read_only")
+def test_a_cache_that_may_not_be_written(hub, tmp_path, monkeypatch, log):
+    monkeypatch.setattr(download.tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "data").mkdir()
+    snapshot = fetch(hub, tmp_path / "data")
+    assert snapshot.is_relative_to(tmp_path / "tmp" / f"huggingface-{os.getuid()}")
+    assert (snapshot / "model.safetensors").read_bytes() == WEIGHTS
+    assert f"may not write to {tmp_path / 'data'}: some/model is kept in" in log.text
+    assert list((tmp_path / "data").iterdir()) == []
+    hub.requests.clear()
+    assert fetch(hub, tmp_path / "data") == snapshot
+    assert hub.asked_for("model.safetensors") == []
+
+
+def test_a_model_that_is_there_is_served_from_a_cache_that_may_not_be_written(
+    hub, tmp_path, monkeypatch, log
+):
+    snapshot = fetch(hub, tmp_path)
+    (snapshot / "tokenizer_config.json").unlink(missing_ok=True)
+    hub.files["tokenizer_config.json"] = b"{}"  # what the hub has and the cache lacks
+    monkeypatch.setattr(download.os, "access", lambda path, mode: False)
+
+    def refuse(self, commit, files):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "new"))
+
+    monkeypatch.setattr(download._HubModel, "_download", refuse)
+    assert fetch(hub, tmp_path) == snapshot
+    assert f"cannot write {tmp_path / 'new'}: Permission denied" in log.text

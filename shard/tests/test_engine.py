@@ -210,7 +210,7 @@ def test_a_step_that_fails_in_sampling_can_be_repeated(
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("text_generation_shard.choosing.sample", fail)
+        patch.setattr("text_generation_shard.choosing.Chooser.choose", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             driver.step()
     driver.run()

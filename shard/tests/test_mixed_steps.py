@@ -223,7 +223,7 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     def fail(*_: Any) -> None:
         raise RuntimeError("the device says no")
 
-    for place in ("choosing.sample", "runner.choices_of"):
+    for place in ("choosing.Chooser.choose", "runner.choices_of"):
         with monkeypatch.context() as patch:
             patch.setattr(f"text_generation_shard.{place}", fail)
             with pytest.raises(RuntimeError, match="says no"):

@@ -4,8 +4,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
+from text_generation_shard.arrays import Ints
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.columns import SamplingParams
 from text_generation_shard.engine import Engine
@@ -36,7 +37,7 @@ def driver(engine: Engine) -> Driver:
 
 def table_of(*rows: list[int]) -> RowTable:
     """Rows that know these tokens, the last of which is not computed yet."""
-    table = RowTable(len(rows), 200, 16, torch.device("cpu"))
+    table = RowTable(len(rows), 200, 16)
     for number, ids in enumerate(rows):
         sampling = SamplingParams()
         row = table.take(RowRequest(number, ids, len(ids), 0, range(12), sampling, 50))
@@ -45,11 +46,11 @@ def table_of(*rows: list[int]) -> RowTable:
 
 
 def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[list[int]]:
-    guesser, rows = Guesser(len(limits)), torch.arange(len(limits))
+    guesser, rows = Guesser(len(limits)), np.arange(len(limits))
     # Trusted fully, so that only the limits count.
     for _ in range(30):
-        guesser.learn(rows, torch.ones(len(rows)), torch.ones(len(rows)))
-    counts = guesser.guess(table, rows, lambda asked: torch.tensor(limits)[asked], price)
+        guesser.learn(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.int64))
+    counts = guesser.guess(table, rows, lambda asked: np.array(limits)[asked], price)
     if counts is None:
         return [[] for _ in limits]
     known = (table.lens + 1).tolist()
@@ -61,21 +62,21 @@ def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[
 
 def guess_of(guesser: Guesser, table: RowTable, limit: int, price: float) -> int:
     """How many tokens are guessed of the only row."""
-    rows = torch.tensor([0])
-    counts = guesser.guess(table, rows, lambda asked: torch.full_like(asked, limit), price)
+    rows = np.array([0])
+    counts = guesser.guess(table, rows, lambda asked: np.full_like(asked, limit), price)
     return 0 if counts is None else int(counts[0])
 
 
 def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
     table, guesser, asked = table_of(list(range(3, 100))), Guesser(1), 0
 
-    def limits_of(rows: torch.Tensor) -> torch.Tensor:
+    def limits_of(rows: Ints) -> Ints:
         nonlocal asked
         asked += 1
-        return torch.full_like(rows, 4)
+        return np.full_like(rows, 4)
 
     for _ in range(100):
-        assert guesser.guess(table, torch.tensor([0]), limits_of, 0.01) is None
+        assert guesser.guess(table, np.array([0]), limits_of, 0.01) is None
     assert 20 <= asked <= 24
 
 
@@ -108,7 +109,7 @@ def test_rows_do_not_read_each_other_and_keep_to_their_limits() -> None:
 
 
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
-    table, guesser, rows = table_of([5] * 100), Guesser(1), torch.tensor([0])
+    table, guesser, rows = table_of([5] * 100), Guesser(1), np.array([0])
     for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
         guesser.forget(0)
         assert int(guess_of(guesser, table, 9, price)) == most
@@ -117,22 +118,22 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
     sizes = []
     for _ in range(90):
         sizes.append(int(guess_of(guesser, table, 9, 1.0)))
-        guesser.learn(rows, torch.tensor(sizes[-1:]), torch.tensor(sizes[-1:]))
+        guesser.learn(rows, np.array(sizes[-1:]), np.array(sizes[-1:]))
     assert set(sizes) == {0, 1} and sum(sizes) == 10
 
 
 def test_wrong_guesses_become_rare_and_right_ones_come_back() -> None:
     """Of a text whose pairs recur without meaning, and then of one that repeats itself."""
-    table, guesser, rows = table_of([5] * 100), Guesser(1), torch.tensor([0])
+    table, guesser, rows = table_of([5] * 100), Guesser(1), np.array([0])
     steps_with_guesses = 0
     for _ in range(500):
-        counts = torch.tensor([guess_of(guesser, table, 4, 0.01)])
+        counts = np.array([guess_of(guesser, table, 4, 0.01)])
         steps_with_guesses += int(counts[0] > 0)
-        guesser.learn(rows, counts, torch.tensor([0]))
+        guesser.learn(rows, counts, np.array([0]))
     assert steps_with_guesses <= 11
     sizes = []
     for _ in range(200):
-        counts = torch.tensor([guess_of(guesser, table, 4, 0.01)])
+        counts = np.array([guess_of(guesser, table, 4, 0.01)])
         sizes.append(int(counts[0]))
         guesser.learn(rows, counts, counts)
     assert sizes[-20:] == [4] * 20

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import SamplingParams
 from text_generation_shard.grammar import Constraint, Grammar
 
@@ -53,14 +53,14 @@ class CachedBatch:
     id: int
     request_ids: list[int]
     # [R] indices into the RowTable, in the order of request_ids. Replaced, never changed.
-    rows: Tensor
+    rows: Ints
 
     def keep(self, places: Sequence[int]) -> None:
         """Go on with the requests at `places` only, in that order."""
         self.request_ids = [self.request_ids[place] for place in places]
-        self.rows = self.rows[torch.tensor(places, dtype=torch.int64)]
+        self.rows = self.rows[list(places)]
 
     def join(self, other: "CachedBatch") -> None:
         """Append the rows of `other`."""
         self.request_ids = self.request_ids + other.request_ids
-        self.rows = torch.cat((self.rows, other.rows))
+        self.rows = np.concatenate((self.rows, other.rows))

@@ -3,28 +3,33 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import Watermark
 from text_generation_shard.grammar import ConstrainedRow, GrammarMasks, StepGrammars
-from text_generation_shard.ragged import Choices, repeated
+from text_generation_shard.ragged import Choices
 from text_generation_shard.rows import RowTable
-from text_generation_shard.sampling import Choice, TokenHistory, sample, top_tokens
+from text_generation_shard.sampling import Choice, TokenHistory, sampler, top_tokens
 from text_generation_shard.step import FinishReason, StepResult
+
+_NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
     """What came of a step's choices. Nothing of it is in the row table yet."""
 
-    # [S] whether what was chosen at a place counts: guesses before it were right, none ended.
-    is_taken: Tensor
-    token_ids: Tensor
-    # [R] of each row: how many tokens, how many are known with them, and the FinishReason.
-    counts: Tensor
-    known: Tensor
-    reasons: Tensor
+    # Of the T tokens: whose row, how many are known before, and which token.
+    rows: Ints
+    positions: Ints
+    token_ids: Ints
+    # [R] of each row that chose: how many tokens.
+    counts: Ints
+    # Rows whose request has ended.
+    ended: list[int]
     result: StepResult
 
 
@@ -35,9 +40,10 @@ class Chooser:
         self, vocab_size: int, eos_ids: Sequence[int], watermark: Watermark, device: torch.device
     ) -> None:
         self._masks = GrammarMasks(vocab_size, device)
-        self._eos = torch.tensor(eos_ids, dtype=torch.int64)
+        self._end_ids: Ints = np.array(eos_ids, dtype=np.int64)
+        self._ends = frozenset(eos_ids)
         self._watermark = watermark
-        self._device = device
+        self._sample = sampler(device)
 
     def start(self, table: RowTable, choices: Choices) -> StepGrammars | None:
         """Begin with what the device is not needed for; the table holds the guesses."""
@@ -57,96 +63,93 @@ class Chooser:
     ) -> ChosenTokens:
         """Choose at every place as if it were the only one, then see how far the guesses, which
         the table holds behind what is known, were right. logits [S, vocab] may be overwritten."""
-        rows, known = choices.rows, choices.known
-        prompt_lens = table.prompt_lens[rows]
-        generated = known - prompt_lens
-        history = TokenHistory(table.token_ids, rows, known, prompt_lens)
+        history = TokenHistory(
+            table.token_ids, choices.rows, choices.known, table.prompt_lens, table.min_new_tokens
+        )
         if grammars is not None:
             grammars.restrict(logits)
-        choice = sample(
-            logits,
-            table.sampling.columns(rows),
-            history,
-            self._forbidden(generated < table.min_new_tokens[rows]),
-            self._watermark,
-        )
-        token_ids = choice.token_ids.cpu()
+        choice = self._sample(logits, table.sampling, history, self._end_ids, self._watermark)
         if grammars is not None:
-            grammars.settle(choice, token_ids)
-        is_eos = torch.isin(token_ids, self._eos) & ~table.ignore_eos[rows]
-        lasts = choices.firsts
-        if not choices.is_single:
-            is_wrong = (token_ids != table.token_ids[rows, known]) | is_eos
-            lasts = _first_in_each(is_wrong, choices)
-        reasons = torch.where(is_eos[lasts], int(FinishReason.EOS_TOKEN), int(FinishReason.NONE))
-        # Length wins over an end token that arrives with the last one allowed, as in TGI.
-        is_last = generated[lasts] + 1 >= table.max_new_tokens[choices.owners]
-        failures: dict[int, str] = {}
-        if grammars is not None:
-            failures = grammars.failures()
-            # A text that was ended early for want of tokens is no natural ending either.
-            is_driven = torch.isin(choices.firsts, torch.tensor(grammars.driven()))
-            is_last |= is_eos[lasts] & is_driven
-        reasons[is_last] = int(FinishReason.LENGTH)
-        reasons[torch.isin(choices.firsts, torch.tensor(list(failures)))] = int(FinishReason.ERROR)
-        return self._chosen(table, choices, choice, token_ids, lasts, reasons, failures)
-
-    def _chosen(
-        self,
-        table: RowTable,
-        choices: Choices,
-        choice: Choice,
-        token_ids: Tensor,
-        lasts: Tensor,
-        reasons: Tensor,
-        failures: dict[int, str],
-    ) -> ChosenTokens:
-        counts = lasts - choices.firsts + 1
-        logprobs = choice.logprobs.cpu()
-        if choices.is_single:
-            is_taken = torch.ones_like(choices.rows, dtype=torch.bool)
-        else:
-            widths = choices.ends - choices.firsts
-            is_taken = torch.arange(len(choices.rows)) <= repeated(lasts, widths)
-            token_ids, logprobs = token_ids[is_taken], logprobs[is_taken]
+            grammars.settle(choice)
+        counts, reasons = self._judge(table, choices, choice.token_ids.tolist())
         request_ids = table.ids(choices.owners.tolist())
-        by_first = dict(zip(choices.firsts.tolist(), request_ids, strict=True))
-        result = StepResult(
-            request_ids=request_ids,
-            finish_reasons=reasons.tolist(),
-            token_ids=token_ids.tolist(),
-            logprobs=logprobs.tolist(),
-            token_counts=[] if len(token_ids) == len(request_ids) else counts.tolist(),
-            errors=[(by_first[first], sentence) for first, sentence in failures.items()],
-        )
-        _add_top_tokens(result, table, choices.rows, is_taken, choice)
-        return ChosenTokens(is_taken, token_ids, counts, choices.known[lasts] + 1, reasons, result)
+        errors: list[tuple[int, str]] = []
+        if grammars is not None:
+            failures, driven = grammars.failures(), set(grammars.driven())
+            for row, first in enumerate(choices.firsts.tolist()):
+                if first in failures:
+                    reasons[row] = _ERROR
+                    errors.append((request_ids[row], failures[first]))
+                elif first in driven and reasons[row] == _EOS_TOKEN:
+                    # A text that was ended early for want of tokens is no natural ending either.
+                    reasons[row] = _LENGTH
+        result = StepResult(request_ids, reasons, [], [], errors=errors)
+        return _chosen(table, choices, choice, counts, result)
 
-    def _forbidden(self, is_early: Tensor) -> Tensor | None:
-        """(place, end token) pairs of the places where a text must not end yet."""
-        early = is_early.nonzero()[:, 0]
-        if not len(early) or not len(self._eos):
-            return None
-        return torch.cartesian_prod(early, self._eos).to(self._device)
+    def _judge(
+        self, table: RowTable, choices: Choices, token_ids: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Of each row [R], how many tokens count, up to the first that is not as guessed or ends
+        the text, and the FinishReason of the last of them.
+
+        Row by row: for as few as a step has, a dozen operations on arrays take longer.
+        """
+        owners, known = choices.owners, choices.known.tolist()
+        guesses: Sequence[int] = ()
+        if not choices.is_single:
+            guesses = table.token_ids[choices.rows, choices.known].tolist()
+        counts, reasons = [], []
+        for first, end, longest, ignores_end in zip(
+            choices.firsts.tolist(),
+            choices.ends.tolist(),
+            table.longest[owners].tolist(),
+            table.ignore_eos[owners].tolist(),
+            strict=True,
+        ):
+            for place in range(first, end):
+                is_end = token_ids[place] in self._ends and not ignores_end
+                if is_end or place == end - 1 or token_ids[place] != guesses[place]:
+                    break
+            counts.append(place + 1 - first)
+            # Length wins over an end token that arrives with the last one allowed, as in TGI.
+            is_last = known[place] + 1 >= longest
+            reasons.append(_LENGTH if is_last else _EOS_TOKEN if is_end else _NONE)
+        return counts, reasons
 
 
-def _first_in_each(flags: Tensor, choices: Choices) -> Tensor:
-    """The first flagged place of each row, or its last place: [R]."""
-    flags = flags.clone()
-    flags[choices.ends - 1] = True
-    places = flags.nonzero()[:, 0]
-    # Every row has one, so that the first not before its first place is its own.
-    return places[torch.searchsorted(places, choices.firsts)]
+def _chosen(
+    table: RowTable,
+    choices: Choices,
+    choice: Choice,
+    counts: list[int],
+    result: StepResult,
+) -> ChosenTokens:
+    """Of the tokens of all places [S] those that count, written into the result."""
+    rows, positions = choices.rows, choices.known
+    token_ids, logprobs = choice.token_ids, choice.logprobs
+    places: Sequence[int] = range(len(rows))
+    if not choices.is_single:
+        pairs = zip(choices.firsts.tolist(), counts, strict=True)
+        places = [place for first, count in pairs for place in range(first, first + count)]
+        rows, positions = rows[places], positions[places]
+        token_ids, logprobs = token_ids[places], logprobs[places]
+        if len(places) > len(counts):
+            result.token_counts = counts
+    result.token_ids, result.logprobs = token_ids.tolist(), logprobs.tolist()
+    if table.top_n_tokens:
+        _add_top_tokens(result, table, rows.tolist(), places, choice)
+    owners = choices.owners.tolist()
+    ended = [row for row, why in zip(owners, result.finish_reasons, strict=True) if why]
+    return ChosenTokens(rows, positions, token_ids, np.array(counts), ended, result)
 
 
 def _add_top_tokens(
-    result: StepResult, table: RowTable, rows: Tensor, is_taken: Tensor, choice: Choice
+    result: StepResult, table: RowTable, rows: Sequence[int], places: Sequence[int], choice: Choice
 ) -> None:
-    wanted = table.top_n_tokens[rows]
-    if not bool(wanted.any()):
+    if not any(row in table.top_n_tokens for row in rows):
         return
-    for place in is_taken.nonzero()[:, 0].tolist():
-        count = int(wanted[place])
+    for row, place in zip(rows, places, strict=True):
+        count = table.top_n_tokens.get(row, 0)
         ids, logprobs = top_tokens(choice, place, count) if count else ([], [])
         result.top_token_counts.append(len(ids))
         result.top_token_ids += ids

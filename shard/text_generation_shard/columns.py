@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from text_generation_shard.arrays import Flags, Floats, Ints
 
 # Below it float32 arithmetic may take a temperature for 0.
 _MIN_TEMPERATURE = 1e-30
@@ -58,7 +61,7 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """The parameters of the S choices of a step, on the device; only who needs something has it."""
+    """The parameters of the S choices of a step, on a device; only who needs something has it."""
 
     # [n] choices that are drawn, and their parameters [n, 1]; seeds [n] are the int64 of the bits.
     sampling_rows: Tensor
@@ -70,57 +73,57 @@ class SamplingColumns:
     # Whether some of them can not draw everything, and by which parameters.
     is_filtering: bool
     is_typical: bool
-    # [m] choices that are penalised, and their parameters [m, 1]; the former on the host.
-    penalised_rows: Tensor
+    # [m] choices that are penalised, on the host, and their parameters [m, 1].
+    penalised_rows: Ints
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    # [b] which choice, which token, how much.
-    bias_rows: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    # Choices that are watermarked.
-    watermarked_rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """What is added to the scores of a step: [b] which choice, which token, how much. On the
+    host."""
+
+    choices: Ints
+    token_ids: Ints
+    values: Floats
 
 
 class SamplingTable:
-    """Owns the parameters of every row; a step's columns are gathered from it, row by row never."""
+    """Owns the parameters of every row, on the host."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, capacity: int) -> None:
         # temperature, top_k, top_p, typical_p, repetition, frequency and presence penalty.
-        self._values = torch.zeros(capacity, 7)
-        self._seeds = torch.zeros(capacity, dtype=torch.int64)
+        self.values: Floats = np.zeros((capacity, 7), dtype=np.float32)
+        self.seeds: Ints = np.zeros(capacity, dtype=np.int64)
         # is_sampling, is_filtering, whether typical_p is on, is_penalising.
-        self._flags = torch.zeros(capacity, 4, dtype=torch.bool)
+        self.flags: Flags = np.zeros((capacity, 4), dtype=np.bool_)
         self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
         self._watermarked: set[int] = set()
-        # The columns gathered last, and of which rows: most steps have those of the step before.
-        self._last: tuple[Tensor, SamplingColumns] | None = None
+        # What was gathered last, and of which rows: most steps have those of the step before.
+        self._last: tuple[Ints, SamplingColumns] | None = None
+        self._last_biases: tuple[Ints, Biases] | None = None
 
     def set(self, row: int, params: SamplingParams) -> None:
         """The parameters of a row that is taken now."""
-        self._last = None
-        self._values[row] = torch.tensor(
-            (
-                max(params.temperature, _MIN_TEMPERATURE),
-                min(params.top_k, _LARGEST_TOP_K),
-                params.top_p,
-                params.typical_p,
-                params.repetition_penalty,
-                params.frequency_penalty,
-                params.presence_penalty,
-            )
+        self._last = self._last_biases = None
+        self.values[row] = (
+            max(params.temperature, _MIN_TEMPERATURE),
+            min(params.top_k, _LARGEST_TOP_K),
+            params.top_p,
+            params.typical_p,
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
         )
         # uint64 seeds as the int64 of the same bits.
-        self._seeds[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
-        self._flags[row] = torch.tensor(
-            (
-                params.is_sampling,
-                params.is_filtering,
-                params.typical_p < 1.0,
-                params.is_penalising,
-            )
+        self.seeds[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+        self.flags[row] = (
+            params.is_sampling,
+            params.is_filtering,
+            params.typical_p < 1.0,
+            params.is_penalising,
         )
         self._biases.pop(row, None)
         if params.logit_bias:
@@ -129,53 +132,65 @@ class SamplingTable:
         if params.watermark:
             self._watermarked.add(row)
 
-    def columns(self, rows: Tensor) -> SamplingColumns:
+    def columns(self, rows: Ints, device: torch.device) -> SamplingColumns:
         """The columns of a step whose choices [S] belong to `rows`; a row may have several.
 
-        A tensor given here must not be changed afterwards.
+        An array given here must not be changed afterwards.
         """
         if self._last is None or self._last[0] is not rows:
-            self._last = (rows, self._gather(rows))
+            self._last = (rows, self._gather(rows, device))
         return self._last[1]
 
-    def _gather(self, rows: Tensor) -> SamplingColumns:
-        device = self._device
-        flags = self._flags[rows]
-        sampling, penalised = flags[:, 0].nonzero()[:, 0], flags[:, 3].nonzero()[:, 0]
-        drawn = self._values[rows[sampling]].to(device)
-        punished = self._values[rows[penalised]].to(device)
-        bias = self._bias_of(rows)
-        watermarked = self._watermarked
+    def _gather(self, rows: Ints, device: torch.device) -> SamplingColumns:
+        flags = self.flags[rows]
+        sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
+        drawn = torch.from_numpy(self.values[rows[sampling]]).to(device)
+        punished = torch.from_numpy(self.values[rows[penalised]]).to(device)
         return SamplingColumns(
-            sampling_rows=sampling.to(device),
+            sampling_rows=torch.from_numpy(sampling).to(device),
             temperature=drawn[:, 0:1],
             top_k=drawn[:, 1:2].long(),
             top_p=drawn[:, 2:3],
             typical_p=drawn[:, 3:4],
-            seeds=self._seeds[rows[sampling]],
+            seeds=torch.from_numpy(self.seeds[rows[sampling]]),
             is_filtering=bool(flags[:, 1].any()),
             is_typical=bool(flags[:, 2].any()),
             penalised_rows=penalised,
             repetition=punished[:, 4:5],
             frequency=punished[:, 5:6],
             presence=punished[:, 6:7],
-            bias_rows=torch.tensor([row for row, _, _ in bias], dtype=torch.int64, device=device),
-            bias_ids=torch.tensor(
-                [token for _, token, _ in bias], dtype=torch.int64, device=device
-            ),
-            bias_values=torch.tensor(
-                [value for _, _, value in bias], dtype=torch.float32, device=device
-            ),
-            watermarked_rows=[row for row, item in enumerate(rows.tolist()) if item in watermarked]
-            if watermarked
-            else [],
         )
 
-    def _bias_of(self, rows: Tensor) -> Sequence[tuple[int, int, float]]:
-        if not self._biases:
+    def watermarked(self, rows: Ints) -> Sequence[int]:
+        """Which of a step's choices are watermarked."""
+        if not self._watermarked:
             return ()
-        return [
+        return [place for place, row in enumerate(rows.tolist()) if row in self._watermarked]
+
+    def biases(self, rows: Ints) -> Biases:
+        """What is added to the scores of a step's choices; see `columns`."""
+        if not self._biases:
+            return _NO_BIASES
+        if self._last_biases is None or self._last_biases[0] is not rows:
+            self._last_biases = (rows, self._biases_of(rows))
+        return self._last_biases[1]
+
+    def _biases_of(self, rows: Ints) -> Biases:
+        found = [
             (place, token, value)
             for place, row in enumerate(rows.tolist())
             for token, value in self._biases.get(row, ())
         ]
+        if not found:
+            return _NO_BIASES
+        choices, token_ids, values = zip(*found, strict=True)
+        return Biases(
+            np.array(choices, dtype=np.int64),
+            np.array(token_ids, dtype=np.int64),
+            np.array(values, dtype=np.float32),
+        )
+
+
+_NO_BIASES = Biases(
+    np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+)

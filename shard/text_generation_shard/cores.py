@@ -3,14 +3,16 @@
 import os
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+from text_generation_shard import cgroup
+
 # From so many cores on, one is left to the router and the event loop: they then never push a thread
 # aside while all others wait for it at the end of a kernel. Of fewer, a core is too much to give.
 _CORES_TO_SPARE = 4
 
 
-def num_compute_threads(cgroups: Path = _CGROUPS, own_cgroups: Path = _OWN_CGROUPS) -> int:
+def num_compute_threads(
+    cgroups: Path = cgroup.GROUPS, own_cgroups: Path = cgroup.OWN_GROUPS
+) -> int:
     """Threads for the kernels: the cores this process is bound to, or what the quotas of its
     cgroups allow if that is less; one fewer where there are many.
 
@@ -18,28 +20,10 @@ def num_compute_threads(cgroups: Path = _CGROUPS, own_cgroups: Path = _OWN_CGROU
     time, and wherever one does the other waits.
     """
     cores = float(len(os.sched_getaffinity(0)))
-    whole = int(min([cores, *_quotas(cgroups, own_cgroups)]))
+    folders = cgroup.folders("cpu", cgroups, own_cgroups)
+    quotas = [quota for folder in folders for quota in _quota_in(folder)]
+    whole = int(min([cores, *quotas]))
     return max(1, whole - 1 if whole >= _CORES_TO_SPARE else whole)
-
-
-def _quotas(cgroups: Path, own_cgroups: Path) -> list[float]:
-    """What each cgroup above this process allows, in cores."""
-    if not own_cgroups.exists():
-        return []
-    quotas = []
-    for line in own_cgroups.read_text(encoding="ascii").splitlines():
-        _, controllers, path = line.split(":", 2)
-        # Version 2 has one tree without a name, version 1 one for each controller.
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = cgroups / "cpu" if controllers else cgroups
-        group = root / path.lstrip("/")
-        # In a container the path may be that of the host, of which only the root is seen here.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(root):
-                break
-            quotas += _quota_in(folder)
-    return quotas
 
 
 def _quota_in(folder: Path) -> list[float]:

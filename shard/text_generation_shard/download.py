@@ -5,6 +5,7 @@ that was interrupted goes on where it stopped: huggingface_hub itself has stoppe
 the rest of the cache (small files, links, references) is huggingface_hub's own work.
 """
 
+import errno
 import fcntl
 import hashlib
 import io
@@ -34,6 +35,7 @@ PROGRESS_S = 3.0
 MAX_HTTP_BYTES = 50 * 10**9
 """Larger files the hub serves only through huggingface_hub's own transfer, without resuming."""
 PARALLEL_FILES = 4
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class DownloadError(ValueError):
@@ -121,16 +123,29 @@ class _HubModel:
             logging.getLogger(chatty).setLevel(logging.WARNING)
         self._repo_id = repo_id
         self._revision = revision
-        self._cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
         self._api = HfApi(endpoint=endpoint)
-        self._blobs = self._cache_dir / f"models--{repo_id.replace('/', '--')}" / "blobs"
         self._stop = threading.Event()
+        self._use(Path(cache_dir or constants.HF_HUB_CACHE).expanduser())
+
+    def _use(self, cache_dir: Path) -> None:
+        """Have the model in this hub cache."""
+        self._cache_dir = cache_dir
+        self._blobs = cache_dir / f"models--{self._repo_id.replace('/', '--')}" / "blobs"
 
     def fetch(self) -> Path:
         """The snapshot with all that is needed to serve the model; raises DownloadError."""
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         cached = self._cached_snapshot()
+        if cached is None and not _can_be_written(self._cache_dir):
+            elsewhere = Path(tempfile.gettempdir()) / f"huggingface-{os.getuid()}"
+            logger.warning(
+                "user %d may not write to %s: %s is kept in %s, which ends with the container if "
+                "this is one; `chown %d` the directory on its disk, or run as its owner (--user)",
+                *(os.getuid(), self._cache_dir, self._repo_id, elsewhere, os.getuid()),
+            )
+            self._use(elsewhere)
+            cached = self._cached_snapshot()
         if cached is not None and cached.name == self._revision:
             return _found(cached)  # a commit never changes, so the hub needn't be asked
         try:
@@ -144,6 +159,9 @@ class _HubModel:
         try:
             return self._complete(commit, files, cached)
         except Exception as error:
+            if cached is not None and isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
+                logger.info("%s", self._explained(error))
+                return _found(cached)
             raise self._explained(error) from error
 
     def _cached_snapshot(self) -> Path | None:
@@ -301,6 +319,12 @@ class _HubModel:
             return error
         hub = self._api.endpoint
         return DownloadError(explain(error, self._repo_id, self._revision, hub, self._cache_dir))
+
+
+def _can_be_written(cache_dir: Path) -> bool:
+    """False where the permissions forbid this user to create a directory there."""
+    there = next(path for path in (cache_dir, *cache_dir.parents) if path.exists())
+    return not there.is_dir() or os.access(there, os.W_OK | os.X_OK)
 
 
 def _found(snapshot: Path) -> Path:

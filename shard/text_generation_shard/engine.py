@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from text_generation_shard import kernels, memory
+from text_generation_shard.arrays import Ints
 from text_generation_shard.attention.registry import create_backend
 from text_generation_shard.batch import CachedBatch, RowRequest
 from text_generation_shard.choosing import Chooser
@@ -26,13 +27,7 @@ from text_generation_shard.ragged import Spans, plain_spans
 from text_generation_shard.rows import RowTable
 from text_generation_shard.runner import Step, StepRunner
 from text_generation_shard.speculation import Guesser
-from text_generation_shard.step import (
-    Advance,
-    FinishReason,
-    StepResult,
-    WarmupLimits,
-    WarmupResult,
-)
+from text_generation_shard.step import Advance, StepResult, WarmupLimits, WarmupResult
 from text_generation_shard.warmup import StepCosts, measure, rehearse
 from text_generation_shard.weights import Parameters
 
@@ -196,7 +191,7 @@ class Engine:
             for request in requests:
                 rows.append(self._table.take(request))
                 self._guesser.forget(rows[-1])
-            batch = CachedBatch(batch_id, [item.id for item in requests], torch.tensor(rows))
+            batch = CachedBatch(batch_id, [item.id for item in requests], np.array(rows))
             plain: Spans | None = None
             inputs: dict[int, tuple[int, int]] = {}
             if cached is not None and advance is not None:
@@ -267,7 +262,7 @@ class Engine:
                 self._table.release(batch.rows.tolist())
 
     def _use_table(self, capacity: int, max_total_tokens: int) -> None:
-        self._table = RowTable(capacity, max_total_tokens, self.block_size, self.device)
+        self._table = RowTable(capacity, max_total_tokens, self.block_size)
         self._guesser = Guesser(capacity)
         self._runner = StepRunner(
             self._model,
@@ -305,7 +300,7 @@ class Engine:
             inputs[row] = (start, start + count)
         rows = batch.rows
         is_unfinished = table.is_unfinished(rows)
-        if bool(is_unfinished.any()):
+        if np.count_nonzero(is_unfinished):
             rows = rows[~is_unfinished]
         if not len(rows):
             return None, inputs
@@ -318,24 +313,25 @@ class Engine:
             return plain_spans(rows, starts), inputs
         return Spans(rows, starts, counts + 1, counts + 1), inputs
 
-    def _guess(self, rows: Tensor, longest: int, num_tokens: int) -> Tensor | None:
+    def _guess(self, rows: Ints, longest: int, num_tokens: int) -> Ints | None:
         """How many tokens are guessed of each row, None: of none; they stand behind those it knows.
         The step has `num_tokens` without them."""
         table, costs, limit = self._table, self._costs, self._model.rotary.recompute_at
         # A guess must give as many tokens for its time as the step does without it.
         price = len(rows) * costs.token_ns / (costs.single_ns + num_tokens * costs.token_ns)
 
-        def limits_of(asked: Tensor) -> Tensor:
+        def limits_of(asked: Ints) -> Ints:
             lens = table.lens[asked]
             # Blocks, and tokens the request may still get: one comes without a guess.
-            room = torch.minimum(
+            room = np.minimum(
                 table.covered(asked) - lens,
-                table.max_new_tokens[asked] + table.prompt_lens[asked] - lens - 1,
+                table.longest[asked] - lens - 1,
             )
             if limit is not None:
                 # A row is computed anew between two steps.
-                room = torch.where(lens < limit, torch.minimum(room, limit - lens), room)
-            return (room - 1).clamp(0, longest)
+                room = np.where(lens < limit, np.minimum(room, limit - lens), room)
+            limits: Ints = np.clip(room - 1, 0, longest)
+            return limits
 
         return self._guesser.guess(table, rows, limits_of, price)
 
@@ -349,11 +345,9 @@ class Engine:
         result = StepResult([], [], [], [])
         if (chosen := step.chosen) is not None:
             result, choices = chosen.result, step.choices
-            table.token_ids[choices.rows[chosen.is_taken], choices.known[chosen.is_taken]] = (
-                chosen.token_ids.to(torch.int32)
-            )
-            table.lens[choices.owners] = chosen.known - 1
+            table.token_ids[chosen.rows, chosen.positions] = chosen.token_ids
             if not choices.is_single:
+                table.lens[choices.owners] = choices.known[choices.firsts] + chosen.counts - 1
                 guessed = choices.ends - choices.firsts - 1
                 self._guesser.learn(choices.owners, guessed, chosen.counts - 1)
             if table.prompt_logprobs:
@@ -363,10 +357,9 @@ class Engine:
                     if row in table.prompt_logprobs:
                         values = table.prompt_logprobs.pop(row)
                         result.prefill_logprobs.append((request_id, values))
-            ended = choices.owners[chosen.reasons != int(FinishReason.NONE)]
-            if len(ended):
-                table.release(ended.tolist())
-                batch.keep((~torch.isin(batch.rows, ended)).nonzero()[:, 0].tolist())
+            if chosen.ended:
+                table.release(chosen.ended)
+                batch.keep(np.flatnonzero(~np.isin(batch.rows, chosen.ended)).tolist())
         if batch.request_ids:
             self._batches[batch.id] = batch
         else:

@@ -355,15 +355,14 @@ class StepGrammars:
             )
             first += count
 
-    def settle(self, choice: Choice, token_ids: Tensor) -> None:
-        """Write the chosen tokens [S] of the host into the texts, of each row as many as are as
+    def settle(self, choice: Choice) -> None:
+        """Write the chosen tokens [S] into the texts, of each row as many as are as
         guessed and the one behind them; forced ones replace them."""
         for row in self._rows:
             for place, guess in enumerate((*row.guesses, None), row.place):
-                chosen = int(token_ids[place])
+                chosen = int(choice.token_ids[place])
                 token = row.constraint.settle(chosen)
                 if token != chosen:
-                    token_ids[place] = token
                     choice.force(place, token)
                 if token != guess or row.constraint.failure:
                     break

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from text_generation_shard import cgroup
 from text_generation_shard.attention.base import MAX_GATHER_TOKENS
 from text_generation_shard.errors import ModelError
 from text_generation_shard.kv_cache import CacheShape
@@ -13,7 +14,6 @@ from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.runner import LOGPROB_ROWS
 from text_generation_shard.step import WarmupLimits
 
-_CGROUP = Path("/sys/fs/cgroup")
 # What sampling with every parameter takes per choice and vocabulary entry: some float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
@@ -49,16 +49,8 @@ def available_cpu_bytes() -> int:
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    # Version 2 of the cgroup interface, then version 1.
-    for limit_name, used_name, stat_prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
-    ):
-        limit, used = _read(_CGROUP / limit_name), _read(_CGROUP / used_name)
-        if limit is not None and used is not None:
-            stat = (_CGROUP / limit_name).parent / "memory.stat"
-            available = min(available, max(0, limit - used + _file_cache(stat, stat_prefix)))
-    return available
+    group = cgroup.memory_limit()
+    return available if group is None else min(available, group.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +111,6 @@ def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimit
     # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
     return max(passing + prompts, sampling_bytes(config, limits))
-
-
-def _file_cache(stat: Path, prefix: str) -> int:
-    """Bytes of file pages, which the kernel counts as used but gives up when memory is short."""
-    names = (f"{prefix}inactive_file", f"{prefix}active_file")
-    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
-
-
-def _read(path: Path) -> int | None:
-    if not path.exists():
-        return None
-    text = path.read_text(encoding="ascii").strip()
-    return int(text) if text.isdigit() else None
 
 
 def available_cuda_bytes(device: torch.device, fraction: float) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Rows into the ragged inputs of forward passes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.rows import RowTable
 
@@ -15,34 +16,34 @@ from text_generation_shard.rows import RowTable
 class Spans:
     """What one forward pass computes of R rows: `lengths` tokens of each, from `starts` on.
 
-    A token is chosen after each of a row's last `choices` tokens. All are host tensors [R].
+    A token is chosen after each of a row's last `choices` tokens. All are [R].
     """
 
-    rows: Tensor
-    starts: Tensor
-    lengths: Tensor
-    choices: Tensor
+    rows: Ints
+    starts: Ints
+    lengths: Ints
+    choices: Ints
     # Every row has one token, and a choice after it.
     is_plain: bool = False
+    # Where the tokens of each row end.
+    ends: Ints = field(init=False)
 
-    @property
-    def ends(self) -> Tensor:
-        """Where the tokens of each row end."""
-        return self.starts + self.lengths
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", self.starts + self.lengths)
 
     def and_then(self, other: "Spans") -> "Spans":
         """One pass for these rows and those."""
         return Spans(
-            torch.cat((self.rows, other.rows)),
-            torch.cat((self.starts, other.starts)),
-            torch.cat((self.lengths, other.lengths)),
-            torch.cat((self.choices, other.choices)),
+            np.concatenate((self.rows, other.rows)),
+            np.concatenate((self.starts, other.starts)),
+            np.concatenate((self.lengths, other.lengths)),
+            np.concatenate((self.choices, other.choices)),
         )
 
 
-def plain_spans(rows: Tensor, starts: Tensor) -> Spans:
+def plain_spans(rows: Ints, starts: Ints) -> Spans:
     """One token of each row, and a choice after it."""
-    ones = torch.ones_like(rows)
+    ones = np.ones(len(rows), dtype=np.int64)
     return Spans(rows, starts, ones, ones, is_plain=True)
 
 
@@ -51,12 +52,12 @@ class Choices:
     """Where a step chooses tokens: S places, those of one row one after another."""
 
     # [S] the row of each place and how many tokens are known there: the chosen one's position.
-    rows: Tensor
-    known: Tensor
+    rows: Ints
+    known: Ints
     # [R] rows that choose, and the first and one past the last of their places.
-    owners: Tensor
-    firsts: Tensor
-    ends: Tensor
+    owners: Ints
+    firsts: Ints
+    ends: Ints
     # Every row has one place.
     is_single: bool
 
@@ -65,32 +66,23 @@ def choices_of(passes: Sequence[Spans]) -> Choices:
     """The places of a step that takes these passes one after another."""
     if len(passes) == 1 and passes[0].is_plain:
         spans = passes[0]
-        firsts = torch.arange(len(spans.rows))
-        return Choices(spans.rows, spans.ends, spans.rows, firsts, firsts + 1, True)
-    counts = torch.cat([spans.choices for spans in passes])
+        places = np.arange(len(spans.rows) + 1)
+        return Choices(spans.rows, spans.ends, spans.rows, places[:-1], places[1:], True)
+    counts = np.concatenate([spans.choices for spans in passes])
     is_choosing = counts > 0
     counts = counts[is_choosing]
-    owners = torch.cat([spans.rows for spans in passes])[is_choosing]
-    known = torch.cat([spans.ends for spans in passes])[is_choosing]
-    ends = counts.cumsum(0)
+    owners = np.concatenate([spans.rows for spans in passes])[is_choosing]
+    known = np.concatenate([spans.ends for spans in passes])[is_choosing]
+    ends = counts.cumsum()
     firsts = ends - counts
-    rows, known = repeated(owners, counts), _last_ones(known + 1, counts)
+    rows, known = np.repeat(owners, counts), _last_ones(known + 1, counts)
     return Choices(rows, known, owners, firsts, ends, len(rows) == len(owners))
 
 
-def repeated(values: Tensor, counts: Tensor) -> Tensor:
-    """Each of the values [R], on the host, as often as counts [R] say.
-
-    torch's own repeat_interleave starts all threads for a handful of numbers: milliseconds where
-    the machine is busy.
-    """
-    return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-
-
-def _last_ones(ends: Tensor, counts: Tensor) -> Tensor:
+def _last_ones(ends: Ints, counts: Ints) -> Ints:
     """The last `counts` numbers before each of `ends`, one after another."""
-    shifts = repeated(ends - counts.cumsum(0), counts)
-    return torch.arange(len(shifts)) + shifts
+    shifts: Ints = np.repeat(ends - counts.cumsum(), counts)
+    return shifts + np.arange(len(shifts))
 
 
 def cut(
@@ -114,9 +106,9 @@ def cut(
 
 
 def _to_spans(piece: list[tuple[int, int, int]], table: RowTable) -> Spans:
-    rows, starts, lengths = torch.tensor(piece).unbind(1)
+    rows, starts, lengths = np.array(piece, dtype=np.int64).T.copy()
     is_complete = starts + lengths == table.input_lens[rows]
-    return Spans(rows, starts, lengths, is_complete.long())
+    return Spans(rows, starts, lengths, is_complete.astype(np.int64))
 
 
 class RaggedBuilder:
@@ -127,36 +119,42 @@ class RaggedBuilder:
 
     def __init__(self, table: RowTable, device: torch.device, length_rule: str | None) -> None:
         self._table = table
-        self._device = device
+        # What leaves arrays where they are still takes time.
+        self._device = None if device.type == "cpu" else device
         self._length_rule = length_rule
 
     def batch(self, spans: Spans) -> ForwardBatch:
         """The inputs of the pass that computes `spans`."""
-        table, device = self._table, self._device
+        table = self._table
         contexts = spans.ends.tolist()
         if spans.is_plain:
             rows, positions, wanted = spans.rows, spans.starts, None
             offsets = tuple(range(len(contexts) + 1))
         else:
-            rows = repeated(spans.rows, spans.lengths)
+            rows = np.repeat(spans.rows, spans.lengths)
             positions = _last_ones(spans.ends, spans.lengths)
-            ends = spans.lengths.cumsum(0)
-            wanted = _last_ones(ends, spans.choices).to(device)
+            ends = spans.lengths.cumsum()
+            wanted = self._send(_last_ones(ends, spans.choices))
             offsets = (0, *ends.tolist())
         return ForwardBatch(
-            input_ids=table.token_ids[rows, positions].to(device, torch.int64),
-            positions=positions.to(device),
+            input_ids=self._send(table.token_ids[rows, positions].astype(np.int64)),
+            positions=self._send(positions),
             rope_lens=self._rope_lens(rows, positions),
-            slots=table.slots(rows, positions).to(device),
-            block_tables=table.tables(spans.rows, max(contexts)).to(device),
-            context_lens=spans.ends.to(device),
+            slots=self._send(table.slots(rows, positions)),
+            block_tables=self._send(table.tables(spans.rows, max(contexts))),
+            context_lens=self._send(spans.ends),
             cu_seqlens_q=offsets,
             host_context_lens=tuple(contexts),
             logits_indices=wanted,
             is_decode=spans.is_plain,
         )
 
-    def _rope_lens(self, rows: Tensor, positions: Tensor) -> Tensor | None:
+    def _send(self, values: Ints) -> Tensor:
+        """To the device."""
+        sent = torch.from_numpy(values)
+        return sent if self._device is None else sent.to(self._device)
+
+    def _rope_lens(self, rows: Ints, positions: Ints) -> Tensor | None:
         """The length each token's rope goes by; see RotaryEmbedding."""
         table, rule = self._table, self._length_rule
         if rule is None:
@@ -164,10 +162,10 @@ class RaggedBuilder:
         own = positions + 1
         if rule == "prompt":
             prompt_lens = table.prompt_lens[rows]
-            lens = torch.where(positions < prompt_lens, prompt_lens, own)
+            lens = np.where(positions < prompt_lens, prompt_lens, own)
         else:
             # A prompt's tokens go by the whole input, however it is cut; those of a row that is
             # computed anew by its present length.
-            lens = torch.maximum(table.input_lens[rows], table.lens[rows] + 1)
-            lens = torch.maximum(lens, own)
-        return lens.to(self._device)
+            lens = np.maximum(table.input_lens[rows], table.lens[rows] + 1)
+            lens = np.maximum(lens, own)
+        return self._send(lens)

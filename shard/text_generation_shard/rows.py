@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.columns import SamplingTable
 from text_generation_shard.errors import BatchError
@@ -12,35 +12,35 @@ from text_generation_shard.grammar import Constraint
 
 
 class RowTable:
-    """Owns the state of every running request, one row each, in host tensors of fixed size.
+    """Owns the state of every running request, one row each, in arrays of fixed size.
 
     Of a row with n = lens[row]: the KV of n tokens is in the cache. While n < input_lens[row] its
     input is not computed yet; afterwards token_ids[row, :n + 1] are known, and the last of them is
     the input of the next step. block_tables covers what is written.
     """
 
-    def __init__(
-        self, capacity: int, max_total_tokens: int, block_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, capacity: int, max_total_tokens: int, block_size: int) -> None:
         self.block_size = block_size
         self.max_total_tokens = max_total_tokens
         width = -(-(max_total_tokens + 1) // block_size)
-        self.lens = torch.zeros(capacity, dtype=torch.int64)
-        self.input_lens = torch.zeros(capacity, dtype=torch.int64)
-        self.prompt_lens = torch.zeros(capacity, dtype=torch.int64)
-        self.token_ids = torch.zeros(capacity, max_total_tokens + 1, dtype=torch.int32)
-        self.block_tables = torch.zeros(capacity, width, dtype=torch.int64)
-        self.max_new_tokens = torch.zeros(capacity, dtype=torch.int64)
-        self.min_new_tokens = torch.zeros(capacity, dtype=torch.int64)
-        self.ignore_eos = torch.zeros(capacity, dtype=torch.bool)
-        self.top_n_tokens = torch.zeros(capacity, dtype=torch.int64)
-        self.sampling = SamplingTable(capacity, device)
+        self.lens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.input_lens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.prompt_lens: Ints = np.zeros(capacity, dtype=np.int64)
+        # Tokens of the input and the output together, at most.
+        self.longest: Ints = np.zeros(capacity, dtype=np.int64)
+        self.token_ids: Tokens = np.zeros((capacity, max_total_tokens + 1), dtype=np.int32)
+        self.block_tables: Ints = np.zeros((capacity, width), dtype=np.int64)
+        self.min_new_tokens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.ignore_eos: Flags = np.zeros(capacity, dtype=np.bool_)
+        self.sampling = SamplingTable(capacity)
+        # Of the rows that want it, how many of the best tokens are told.
+        self.top_n_tokens: dict[int, int] = {}
         # Of the rows whose output must follow a grammar.
         self.constraints: dict[int, Constraint] = {}
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, list[float]] = {}
         self._requests: list[RowRequest | None] = [None] * capacity
-        self._num_blocks = torch.zeros(capacity, dtype=torch.int64)
+        self._num_blocks: Ints = np.zeros(capacity, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
 
@@ -54,8 +54,8 @@ class RowTable:
         makes no sense."""
         self._check(request)
         known, blocks = len(request.input_ids), len(request.block_table)
-        token_ids = torch.tensor(request.input_ids, dtype=torch.int32)
-        block_table = torch.tensor(request.block_table, dtype=torch.int64)
+        token_ids = np.array(request.input_ids, dtype=np.int32)
+        block_table = np.array(request.block_table, dtype=np.int64)
         constraint = request.constraint()
         row = self._free.pop()
         self._rows[request.id] = row
@@ -66,11 +66,12 @@ class RowTable:
         self.token_ids[row, :known] = token_ids
         self.block_tables[row, :blocks] = block_table
         self._num_blocks[row] = blocks
-        self.max_new_tokens[row] = request.max_new_tokens
+        self.longest[row] = request.num_prompt_tokens + request.max_new_tokens
         # A grammar decides by itself when its text may end.
         self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
         self.ignore_eos[row] = request.ignore_eos_token and not constraint
-        self.top_n_tokens[row] = request.top_n_tokens
+        if request.top_n_tokens:
+            self.top_n_tokens[row] = request.top_n_tokens
         self.sampling.set(row, request.sampling)
         if constraint:
             self.constraints[row] = constraint
@@ -119,6 +120,7 @@ class RowTable:
             assert request is not None, "a row is released once"
             del self._rows[request.id]
             self._requests[row] = None
+            self.top_n_tokens.pop(row, None)
             self.constraints.pop(row, None)
             self.prompt_logprobs.pop(row, None)
             self._free.append(row)
@@ -142,26 +144,26 @@ class RowTable:
         self.block_tables[row, held] = block
         self._num_blocks[row] += 1
 
-    def covered(self, rows: Tensor) -> Tensor:
+    def covered(self, rows: Ints) -> Ints:
         """How many tokens the blocks of each row hold: [R]."""
         return self._num_blocks[rows] * self.block_size
 
-    def check_covered(self, rows: Tensor, ends: Tensor) -> None:
+    def check_covered(self, rows: Ints, ends: Ints) -> None:
         """BatchError unless each row's table has room for its tokens before `ends` [R]."""
         uncovered = ends > self.covered(rows)
-        if bool(uncovered.any()):
+        if np.count_nonzero(uncovered):
             ids = self.ids(rows[uncovered].tolist())
             raise BatchError(f"requests {ids} have no block for their next token")
 
-    def is_unfinished(self, rows: Tensor) -> Tensor:
+    def is_unfinished(self, rows: Ints) -> Flags:
         """Whether the input of each row is not computed yet: [R]."""
         return self.lens[rows] < self.input_lens[rows]
 
-    def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Where the tokens at `positions` of `rows` (both [T]) are written."""
-        blocks = self.block_tables[rows, positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
+        block, within = np.divmod(positions, self.block_size)
+        return self.block_tables[rows, block] * self.block_size + within
 
-    def tables(self, rows: Tensor, longest: int) -> Tensor:
+    def tables(self, rows: Ints, longest: int) -> Ints:
         """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""
         return self.block_tables[rows, : -(-longest // self.block_size)]

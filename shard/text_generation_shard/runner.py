@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.choosing import Chooser, ChosenTokens
 from text_generation_shard.errors import BatchError
 from text_generation_shard.models.llama import LlamaModel
@@ -48,7 +49,7 @@ class StepRunner:
         self._model = model
         self._table = table
         self._chooser = chooser
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._max_prefill_tokens = max_prefill_tokens
         self._builder = RaggedBuilder(table, device, model.rotary.length_rule)
         self._is_stopping = is_stopping
@@ -104,12 +105,13 @@ class StepRunner:
             targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
             values = logprobs.setdefault(row, [])
             for first in range(0, len(targets), LOGPROB_ROWS):
-                wanted = targets[first : first + LOGPROB_ROWS].to(self._device, torch.int64)
+                part_of = torch.from_numpy(targets[first : first + LOGPROB_ROWS])
+                wanted = part_of.to(self._device, torch.int64)
                 logits = self._model.logits(part[first : first + len(wanted)])
                 scores = torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])
                 values += scores[:, 0].tolist()
 
-    def _recompute(self, rows: Tensor) -> None:
+    def _recompute(self, rows: Ints) -> None:
         """Longrope: a row that outgrows the original context gets all its KV with the long factors,
         as transformers' Phi-3 does, so that a row's state depends on its tokens alone."""
         limit = self._model.rotary.recompute_at
@@ -122,5 +124,5 @@ class StepRunner:
 
     def _synchronize(self) -> None:
         """So that forward_ns is device time."""
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self._device)

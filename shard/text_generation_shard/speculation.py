@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.rows import RowTable
 
 # Tokens at the end of a row that must have occurred before: at most, at least, and at least where
@@ -39,7 +38,6 @@ class Guesser:
     """
 
     def __init__(self, capacity: int) -> None:
-        # In numpy: what is asked of a few rows in every step takes it a fifth of torch's time.
         self._trust = np.full(capacity, _FIRST_TRUST)
         # Steps a row has still to rest, how long it rested last for wrong guesses, and how often in
         # a row nothing was found to guess.
@@ -53,29 +51,25 @@ class Guesser:
         self._rest[row] = self._last_rest[row] = self._misses[row] = 0
 
     def guess(
-        self, table: RowTable, rows: Tensor, limits_of: Callable[[Tensor], Tensor], price: float
-    ) -> Tensor | None:
+        self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
+    ) -> Ints | None:
         """Write guesses behind what is known of each row into the table; how many of each [R], or
         None: none at all.
 
         `limits_of` says of some rows how many at most; a guess pays if it is right with a
         probability of `price`.
         """
-        own = rows.numpy()
-        rest = self._rest[own]
+        rest = self._rest[rows]
         places = np.flatnonzero(rest == 0)
-        self._rest[own] = np.maximum(rest - 1, 0)
+        self._rest[rows] = np.maximum(rest - 1, 0)
         if not len(places):
             return None
-        own, asked = own[places], rows[torch.from_numpy(places)]
-        limits, trust = (
-            limits_of(asked).numpy(),
-            np.clip(self._trust[own], _LEAST_TRUST, _MOST_TRUST),
-        )
+        own = rows[places]
+        limits, trust = limits_of(own), np.clip(self._trust[own], _LEAST_TRUST, _MOST_TRUST)
         # The n-th guess is right if all before it are: trust ** n >= price.
         paying = (math.log(min(price, 1.0)) / np.log(trust)).astype(np.int64)
         limits = np.minimum(limits, np.maximum(paying, 1))
-        found, guesses = _continuations(table, asked, max(1, int(limits.max())))
+        found, guesses = _continuations(table, own, max(1, int(limits.max())))
         needed = np.where(trust < _DOUBTED, _SHORTEST_DOUBTED, _SHORTEST)
         has_found = found >= needed
         # Where nothing repeats, even looking for it every time is too much.
@@ -88,18 +82,18 @@ class Guesser:
         if not wanted.any():
             return None
         row, step = np.nonzero(np.arange(guesses.shape[1]) < wanted[:, None])
-        known = table.lens.numpy()[own] + 1
-        table.token_ids.numpy()[own[row], known[row] + step] = guesses[row, step]
+        known = table.lens[own] + 1
+        table.token_ids[own[row], known[row] + step] = guesses[row, step]
         if table.constraints:
             _cut_forbidden(table, own, wanted)
         counts = np.zeros(len(rows), dtype=np.int64)
         counts[places] = wanted
-        return torch.from_numpy(counts) if wanted.any() else None
+        return counts if wanted.any() else None
 
-    def learn(self, rows: Tensor, guessed: Tensor, right: Tensor) -> None:
+    def learn(self, rows: Ints, guessed: Ints, right: Ints) -> None:
         """Of `guessed` [R] tokens of each row, the first `right` [R] were."""
-        places = np.flatnonzero(guessed.numpy() > 0)
-        own, tries, hits = (item.numpy()[places] for item in (rows, guessed, right))
+        places = np.flatnonzero(guessed)
+        own, tries, hits = rows[places], guessed[places], right[places]
         # Those behind the first wrong one were not tried.
         share = hits / np.minimum(hits + 1, tries)
         trust = self._trust[own] + _WEIGHT * (share - self._trust[own])
@@ -111,12 +105,12 @@ class Guesser:
         self._last_rest[own] = np.where(hits > 0, 0, last)
 
 
-def _continuations(table: RowTable, rows: Tensor, width: int) -> tuple[Any, Any]:
+def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
     """What followed the latest of the longest earlier occurrences of each row's last tokens:
     how many tokens were the same [R], up to _LONGEST, and the guesses [R, width]."""
-    known = table.lens[rows].numpy() + 1
+    known = table.lens[rows] + 1
     longest = int(known.max())
-    token_ids = table.token_ids[rows, :longest].numpy()
+    token_ids = table.token_ids[rows, :longest]
     row = np.arange(len(rows))
     # How many of the last tokens stand before and at each place but the last [R, longest].
     is_same = np.arange(longest) < known[:, None] - 1

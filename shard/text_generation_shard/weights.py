@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from text_generation_shard import cgroup
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class Parameters:
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
         files = _weight_files(directory)
+        self._check_room()
         total, done, spoke = len(self._slots), 0, time.monotonic()
         missing = set(self._slots)
         unexpected: list[str] = []
@@ -142,6 +145,28 @@ class Parameters:
         self._after_load.clear()
         if self.quantize is not None:
             self._log_quantised()
+
+    def _check_room(self) -> None:
+        """ModelError if the weights alone are more than this process's control group has left: the
+        kernel would kill it while they are read, without a word."""
+        group = cgroup.memory_limit() if self.device.type == "cpu" else None
+        needed = self._least_bytes()
+        if group is not None and needed > group.free:
+            kind = self.quantize or str(self.dtype).removeprefix("torch.")
+            smaller = "" if kind == "int4" else ", choose a smaller --dtype or --quantize"
+            raise ModelError(
+                f"the weights take {needed / 1e9:.2f} GB in {kind}, and of the memory limit of "
+                f"{group.limit / 1e9:.2f} GB that this process runs under (a container's --memory) "
+                f"{group.free / 1e9:.2f} GB are left: raise the limit{smaller}, or serve a smaller "
+                "model"
+            )
+
+    def _least_bytes(self) -> int:
+        """What the tensors take once they are loaded; scales of quantised ones are left out."""
+        # A matrix that can not be quantised as asked is larger.
+        bits = {"int8": 8, "int4": 4}.get(self.quantize or "", self.dtype.itemsize * 8)
+        matrices = {id(stack): stack for stack in self._stacks.values()}.values()
+        return self.nbytes + sum(math.prod(stack.shape) for stack in matrices) * bits // 8
 
     def _fill(self, name: str, tensor: Tensor, path: Path) -> None:
         slot = self._slots[name]

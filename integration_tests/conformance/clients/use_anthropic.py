@@ -31,7 +31,10 @@ def messages() -> None:
     (block,) = answer.content
     equal((block.type, block.text), ("text", ANSWER))
     equal(answer.usage.output_tokens, 20)
-    assert answer.usage.input_tokens > 9
+    length = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    again = client.messages.create(**GREEDY).usage
+    assert again.cache_read_input_tokens > 0
+    equal(again.input_tokens + again.cache_read_input_tokens, length)
 
 
 @check

@@ -1,12 +1,14 @@
 """One answer to a Messages request, as the events that Anthropic's clients expect."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 
+from text_generation_router.api import sse
 from text_generation_router.api.ids import make_id
 from text_generation_router.api.messages_input import conversation_of
 from text_generation_router.api.messages_output import ContentWriter, Json
 from text_generation_router.api.messages_schemas import MessagesRequest
-from text_generation_router.chat.service import ChatGeneration
+from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
 
@@ -34,22 +36,29 @@ class MessageRun:
         }
 
     async def events(self, is_stream: bool) -> AsyncGenerator[list[Json]]:
-        """The events, those together that are ready together. Raises RouterError."""
+        """The events, those together that are ready together. Raises RouterError.
+
+        The first tells how much of the prompt was cached, and waits a while for that to be known;
+        what comes too late for it is in the last but one, which counts.
+        """
         writer = ContentWriter()
         async with self._chat.start(self._conversation, is_stream) as (generation,):
-            usage = {
-                "input_tokens": generation.prompt_tokens,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
-                "output_tokens": 0,
-            }
-            yield [{"type": "message_start", "message": {**self.message, "usage": usage}}]
+            first = asyncio.ensure_future(anext(generation))
+            try:
+                await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
+                if first.done():
+                    first.result()
+                message = {**self.message, "usage": _usage(generation, 0)}
+                yield [{"type": "message_start", "message": message}]
+                yield _told(writer, await first)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
             async for steps in generation:
-                events = (event for step in steps for event in step.events)
-                if batch := [told for event in events for told in writer.feed(event)]:
-                    yield batch
+                if told := _told(writer, steps):
+                    yield told
         assert generation.ending is not None
-        usage = {**usage, "output_tokens": generation.ending.generated.generated_tokens}
+        usage = _usage(generation, generation.ending.generated.generated_tokens)
         delta = _stop(generation)
         told = list(writer.finish())
         self.message |= {"content": writer.blocks, **delta, "usage": usage}
@@ -58,6 +67,20 @@ class MessageRun:
             {"type": "message_delta", "delta": delta, "usage": usage},
             {"type": "message_stop"},
         ]
+
+
+def _told(writer: ContentWriter, steps: Sequence[ChatStep]) -> list[Json]:
+    return [told for step in steps for event in step.events for told in writer.feed(event)]
+
+
+def _usage(generation: ChatGeneration, output_tokens: int) -> Json:
+    """`input_tokens` are those that had to be computed: clients add up all three kinds."""
+    return {
+        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": generation.cached_tokens,
+        "output_tokens": output_tokens,
+    }
 
 
 def _stop(generation: ChatGeneration) -> Json:

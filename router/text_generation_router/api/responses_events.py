@@ -73,7 +73,10 @@ class ResponseRun:
             "output": writer.items,
             "usage": {
                 "input_tokens": generation.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": generation.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": generated.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": generation.prompt_tokens + generated.generated_tokens,

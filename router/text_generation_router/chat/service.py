@@ -76,6 +76,11 @@ class ChatGeneration:
         return self._generation.prompt_tokens
 
     @property
+    def cached_tokens(self) -> int:
+        """How much of it others had computed; known as soon as there is a step."""
+        return self._generation.cached_tokens
+
+    @property
     def ending(self) -> Ending | None:
         """How the generation ended well, once it has."""
         return self._generation.ending

@@ -47,6 +47,9 @@ class Entry:
         """How many tokens it had when it was admitted; it decodes once all of them are computed."""
         self.num_cached_tokens = 0
         """How many of those were in shared blocks, or are written there by its first step."""
+        self.num_reused_tokens: int | None = None
+        """How many of its prompt were cached when it was first admitted: what its client is told.
+        None before."""
         self.chunk_len = 0
         """How many tokens behind those its first step computes."""
         self.num_computed = 0

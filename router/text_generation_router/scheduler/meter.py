@@ -39,6 +39,8 @@ class Meter:
         for entry in plan.admitted:
             metrics.prefix_cache_queried_tokens.inc(entry.num_inputs)
             metrics.prefix_cache_hit_tokens.inc(entry.num_cached_tokens)
+            if entry.num_reused_tokens is None:
+                entry.num_reused_tokens = entry.num_cached_tokens
         if plan.advance is not None:
             patient = "backpressure" if planner.is_patient else "wait_exceeded"
             metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else patient)

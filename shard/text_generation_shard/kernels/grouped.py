@@ -1,4 +1,9 @@
-"""`tile` for weights of 4 bits, with a scale and a zero for each group of 32 inputs."""
+"""`tile` for weights of 4 bits, with a scale and a zero for each group of 32 inputs.
+
+16 outputs of a group are a block: four vectors of numbers, four in each 16 bits, then one of
+scales and zeros. A number becomes a bfloat16 by a table of 16, which takes one shift and one
+permutation for 32 of them; all that is needed of a block lies side by side.
+"""
 
 from typing import Any, Final
 
@@ -11,8 +16,7 @@ from numba.extending import intrinsic
 from text_generation_shard.kernels.llvm import (
     FLOAT,
     FLOATS,
-    INT8,
-    INT16,
+    INT32,
     INT64,
     INTS,
     LANES,
@@ -25,27 +29,23 @@ from text_generation_shard.kernels.llvm import (
     constant,
     load,
 )
-from text_generation_shard.kernels.tile import Form, accumulate, add_pairs, grid_addresses
+from text_generation_shard.kernels.tile import add_pairs, grid_addresses
+from text_generation_shard.kernels.vector import STEP_BYTES
 
 GROUP: Final = 32
 """Inputs that share a scale and a zero."""
+STEPS: Final = GROUP // 2
+"""Pairs of inputs of a group."""
+PLACES: Final = 4
+"""Numbers in 16 bits: those of as many steps, the first of them lowest."""
+VECTORS: Final = STEPS // PLACES + 1
+"""Of a block."""
+BLOCK_BYTES: Final = VECTORS * VECTOR_BYTES
 
-
-def _load_nibbles(builder: Any, address: Any) -> Any:
-    """32 numbers from -8 to 7, of half a byte each, as pairs of bfloat16 by a table."""
-    numbers = load(builder, address, ir.VectorType(INT8, LANES), LANES)
-    low = builder.zext(numbers, INTS)
-    places = builder.or_(low, builder.shl(low, constant(12)))
-    # Of each 16 bits the lowest 5 count: a number, and one bit that may be anything.
-    values = [float(number) for number in range(-8, 8)] * 2
-    bits = (np.array(values, np.float32).view(np.uint32) >> 16).tolist()
-    places = builder.and_(builder.bitcast(places, SHORTS), ir.Constant(SHORTS, [31] * 2 * LANES))
-    name = "llvm.x86.avx512.permvar.hi.512"
-    looked_up = call(builder, name, SHORTS, ir.Constant(SHORTS, bits), places)
-    return builder.bitcast(looked_up, INTS)
-
-
-_NIBBLES: Final = Form(VECTOR_BYTES // 4, _load_nibbles, add_pairs)
+_BITS: Final = 4
+# Of each 16 bits the lowest 5 count: a number, and one bit of its neighbour that may be anything.
+_NUMBERS: Final = np.tile(np.arange(-8, 8, dtype=np.float32), 2).view(np.uint32) >> 16
+_TABLE: Final = ir.Constant(SHORTS, _NUMBERS.tolist())
 
 
 @intrinsic(prefer_literal=True)
@@ -53,8 +53,7 @@ def grouped_tile(
     typingctx: Any,
     rows: Any,
     columns: Any,
-    vectors: Any,
-    scales: Any,
+    blocks: Any,
     inputs: Any,
     input_stride: Any,
     input_sums: Any,
@@ -66,74 +65,92 @@ def grouped_tile(
     """`tile` for numbers of 4 bits, where each output has a scale and a zero for each group of 32
     inputs: w = scale * number + zero.
 
-    scales: a tuple of addresses; for each group 16 scales and 16 zeros in bfloat16. input_sums:
-    the sums of the inputs of each group, float32.
+    blocks: a tuple of `columns` addresses, each of `groups` blocks. input_sums: the sums of the
+    inputs of each group, float32. Only the products of one group are kept in registers.
     """
     literal = types.IntegerLiteral
     if not (isinstance(rows, literal) and isinstance(columns, literal)):
         return None
     size = rows.literal_value, columns.literal_value
     starts_type = types.UniTuple(types.int64, size[1])
-    signature = types.void(rows, columns, starts_type, starts_type, *(types.int64,) * 7)
+    signature = types.void(rows, columns, starts_type, *(types.int64,) * 7)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        starts = cgutils.unpack_tuple(builder, arguments[2], size[1])
-        scales = cgutils.unpack_tuple(builder, arguments[3], size[1])
-        inputs, input_stride, input_sums, input_sums_stride, groups = arguments[4:9]
+        inputs, input_stride, input_sums, input_sums_stride, groups = arguments[3:8]
+        addresses = grid_addresses(builder, arguments[8], arguments[9], size)
+        for address in addresses:
+            builder.store(ZEROS, address, align=4)
         before = builder.block
         body, end = (builder.append_basic_block(name) for name in ("group", "groups_end"))
         builder.branch(body)
         builder.position_at_end(body)
         group = builder.phi(INT64)
         group.add_incoming(INT64(0), before)
-        totals = [builder.phi(FLOATS) for _ in range(size[0] * size[1])]
-        for phi in totals:
-            phi.add_incoming(ZEROS, before)
-        steps = INT64(GROUP // 2)
-        offset = builder.mul(group, INT64(GROUP // 2 * _NIBBLES.step_bytes))
-        first = builder.add(inputs, builder.mul(group, INT64(GROUP * 2)))
-        zeros = [ZEROS] * len(totals)
-        products = accumulate(
-            builder,
-            size,
-            [builder.add(start, offset) for start in starts],
-            first,
-            input_stride,
-            steps,
-            zeros,
-            _NIBBLES,
-        )
-        offset = builder.mul(group, INT64(VECTOR_BYTES))
-        factors = [_load_halves(builder, builder.add(start, offset)) for start in scales]
+        offset = builder.mul(group, INT64(BLOCK_BYTES))
+        starts = [
+            builder.add(start, offset)
+            for start in cgutils.unpack_tuple(builder, arguments[2], size[1])
+        ]
+        offset = builder.mul(group, INT64(STEPS * STEP_BYTES))
+        products = _multiply(builder, starts, _rows(builder, inputs, input_stride, offset, size[0]))
         offset = builder.mul(group, INT64(4))
-        next_totals = []
-        for row in range(size[0]):
-            start = builder.add(input_sums, builder.mul(input_sums_stride, INT64(row)))
-            value = broadcast(builder, load(builder, builder.add(start, offset), FLOAT, 4))
-            for column, (scale, zero) in enumerate(factors):
-                place = row * size[1] + column
-                total = add_product(builder, totals[place], scale, products[place])
-                next_totals.append(add_product(builder, total, zero, value))
+        at_sums = _rows(builder, input_sums, input_sums_stride, offset, size[0])
+        _add(builder, starts, at_sums, products, addresses)
         next_group = builder.add(group, INT64(1))
         group.add_incoming(next_group, builder.block)
-        for phi, value in zip(totals, next_totals, strict=True):
-            phi.add_incoming(value, builder.block)
         builder.cbranch(builder.icmp_signed("<", next_group, groups), body, end)
         builder.position_at_end(end)
-        addresses = grid_addresses(builder, arguments[9], arguments[10], size)
-        for total, address in zip(next_totals, addresses, strict=True):
-            builder.store(total, address, align=4)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-def _load_halves(builder: Any, address: Any) -> tuple[Any, Any]:
-    """Two times 16 bfloat16 as float32."""
-    halves = []
-    for place in (0, 1):
-        start = builder.add(address, INT64(place * VECTOR_BYTES // 2))
-        numbers = load(builder, start, ir.VectorType(INT16, LANES), LANES)
-        wide = builder.shl(builder.zext(numbers, INTS), constant(16))
-        halves.append(builder.bitcast(wide, FLOATS))
-    return halves[0], halves[1]
+def _rows(builder: Any, base: Any, stride: Any, offset: Any, count: int) -> list[Any]:
+    """The addresses at an offset in rows of `stride` bytes."""
+    first = builder.add(base, offset)
+    return [builder.add(first, builder.mul(stride, INT64(row))) for row in range(count)]
+
+
+def _multiply(builder: Any, blocks: list[Any], inputs: list[Any]) -> list[Any]:
+    """The products of a group, row by row: 16 sums for each block, without scale and zero."""
+    products = [ZEROS] * (len(inputs) * len(blocks))
+    for vector in range(VECTORS - 1):
+        offset = INT64(vector * VECTOR_BYTES)
+        words = [load(builder, builder.add(at, offset), SHORTS, VECTOR_BYTES) for at in blocks]
+        for place in range(PLACES):
+            columns = [_look_up(builder, word, place) for word in words]
+            offset = INT64((vector * PLACES + place) * STEP_BYTES)
+            for row, start in enumerate(inputs):
+                value = load(builder, builder.add(start, offset), INT32, 4)
+                value = broadcast(builder, value)
+                for at, column in enumerate(columns, row * len(blocks)):
+                    products[at] = add_pairs(builder, products[at], column, value)
+    return products
+
+
+def _look_up(builder: Any, words: Any, place: int) -> Any:
+    """The numbers at one of the places of each 16 bits, as pairs of bfloat16."""
+    if place:
+        words = builder.lshr(words, ir.Constant(SHORTS, [_BITS * place] * 2 * LANES))
+    looked_up = call(builder, "llvm.x86.avx512.permvar.hi.512", SHORTS, _TABLE, words)
+    return builder.bitcast(looked_up, INTS)
+
+
+def _add(
+    builder: Any, blocks: list[Any], input_sums: list[Any], products: list[Any], totals: list[Any]
+) -> None:
+    """What lies at `totals` grows by the products of a group, with scale and zero."""
+    offset = INT64((VECTORS - 1) * VECTOR_BYTES)
+    factors = []
+    for start in blocks:
+        # A bfloat16 is the upper half of a float32.
+        pairs = load(builder, builder.add(start, offset), INTS, VECTOR_BYTES)
+        scale = builder.shl(pairs, constant(16))
+        zero = builder.and_(pairs, constant(-(2**16)))
+        factors.append((builder.bitcast(scale, FLOATS), builder.bitcast(zero, FLOATS)))
+    for row, address in enumerate(input_sums):
+        value = broadcast(builder, load(builder, address, FLOAT, 4))
+        for at, (scale, zero) in enumerate(factors, row * len(blocks)):
+            total = builder.load(totals[at], align=4)
+            total = add_product(builder, total, scale, products[at])
+            builder.store(add_product(builder, total, zero, value), totals[at], align=4)

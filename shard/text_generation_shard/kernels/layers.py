@@ -12,7 +12,7 @@ import numpy as np
 from numba import float32, from_dtype, int64, njit, types
 
 from text_generation_shard.kernels.attention import attend, store
-from text_generation_shard.kernels.linear import multiply, multiply_gated
+from text_generation_shard.kernels.grouped_linear import gated_product, product
 from text_generation_shard.kernels.pointwise import add_bias, normalize, turn
 from text_generation_shard.kernels.vector import STEP_BYTES, itemsize
 
@@ -177,7 +177,7 @@ def _attend(
 def _feed_forward(
     weight_kind: Any, kind: Any, layer: Any, rows: int, sizes: Any, buffers: Any
 ) -> None:
-    multiply_gated(
+    gated_product(
         weight_kind,
         kind,
         layer.gate_up,
@@ -206,6 +206,6 @@ def _project(
 ) -> None:
     """weight: addresses of the packed numbers, of scales and of a bias."""
     steps = num_inputs * itemsize(kind) // STEP_BYTES
-    multiply(weight_kind, kind, weight[0], weight[1], inputs, out, rows, steps, num_outputs)
+    product(weight_kind, kind, weight[0], weight[1], inputs, out, rows, steps, num_outputs)
     if weight[2]:
         add_bias(kind, out, weight[2], rows, num_outputs)

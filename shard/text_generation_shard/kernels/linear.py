@@ -47,9 +47,9 @@ def pack(weight: Tensor) -> Tensor:
     """weight [N, K] as [N / 16, steps, 16, numbers per step], aligned to vectors.
 
     Rows are filled up to a multiple of 16, inputs to one of a step, with zeros. What is int8 is
-    multiplied by bfloat16, two in a step.
+    multiplied by bfloat16: see `_in_turns`.
     """
-    per_step = numbers_per_step(torch.bfloat16 if weight.dtype == torch.int8 else weight.dtype)
+    per_step = _numbers_at_once(weight.dtype)
     outputs, inputs = weight.shape
     panels, steps = -(-outputs // LANES), -(-inputs // per_step)
     packed = aligned(panels * steps * LANES * per_step, weight.dtype)
@@ -58,7 +58,27 @@ def pack(weight: Tensor) -> Tensor:
         padded = weight.new_zeros(panels * LANES, steps * per_step)
         padded[:outputs, :inputs] = weight
         weight = padded
-    return packed.copy_(weight.view(panels, LANES, steps, per_step).transpose(1, 2))
+    ordered = weight.view(panels, LANES, steps, per_step).transpose(1, 2)
+    if weight.dtype == torch.int8:
+        packed, ordered = packed.view(panels, steps, 4, 2, 4, 2), _in_turns(ordered)
+    return packed.copy_(ordered)
+
+
+def _numbers_at_once(dtype: torch.dtype) -> int:
+    """How many numbers of an output lie side by side."""
+    return 4 if dtype == torch.int8 else numbers_per_step(dtype)
+
+
+def _in_turns(numbers: Tensor) -> Tensor:
+    """int8 [panels, steps, 16, 4] as `tile` takes two steps of pairs at once: signed magnitudes,
+    where of four outputs two numbers each are followed by their next two, [..., 4, 2, 4, 2]."""
+    panels, steps = numbers.shape[:2]
+    return signed(numbers).view(panels, steps, 4, 4, 2, 2).transpose(3, 4)
+
+
+def signed(numbers: Tensor) -> Tensor:
+    """int8 from -127 to 127 as a sign and a magnitude of 7 bits, or back."""
+    return torch.where(numbers < 0, -128 - numbers, numbers)
 
 
 def aligned(size: int, dtype: torch.dtype) -> Tensor:
@@ -83,8 +103,8 @@ class PackedWeight:
         self._kind = marker(self._dtype)
         self._address = self._packed.data_ptr()
         self._scales_address = 0 if scales is None else scales.data_ptr()
-        self._steps = self._packed.shape[1]
-        self._padding = -self._num_inputs % numbers_per_step(self._dtype)
+        self._padding = -self._num_inputs % _numbers_at_once(weight.dtype)
+        self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
         self._multiply = multiply
         self.nbytes = self._packed.nbytes + (0 if scales is None else scales.nbytes)
 
@@ -97,7 +117,11 @@ class PackedWeight:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""
-        rows = self._packed[ids // LANES, :, ids % LANES]
+        panels, lanes = ids // LANES, ids % LANES
+        if self._packed.dtype == torch.int8:
+            rows = signed(self._packed[panels, :, lanes // 4, :, lanes % 4])
+        else:
+            rows = self._packed[panels, :, lanes]
         return rows.flatten(1)[:, : self._num_inputs]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -294,6 +318,14 @@ def _multiply_pair(
         tile(kind, 8, 2, pair, inputs, row_bytes, steps, sums, stride)
     elif rows == 4:
         tile(kind, 4, 2, pair, inputs, row_bytes, steps, sums, stride)
+    elif bytes_per_step(kind) == VECTOR_BYTES:
+        # One stream, as in `multiply`.
+        for half in range(2):
+            one, to = (weights + half * panel_bytes,), sums + half * VECTOR_BYTES
+            if rows == 2:
+                tile(kind, 2, 1, one, inputs, row_bytes, steps, to, stride)
+            else:
+                tile(kind, 1, 1, one, inputs, row_bytes, steps, to, stride)
     elif rows == 2:
         tile(kind, 2, 2, pair, inputs, row_bytes, steps, sums, stride)
     else:

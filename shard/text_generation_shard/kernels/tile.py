@@ -6,9 +6,10 @@ lanes: two bfloat16 or one float32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
@@ -16,13 +17,12 @@ from numba.extending import intrinsic
 
 from text_generation_shard.kernels.llvm import (
     BFLOATS,
+    FLOAT,
     FLOATS,
     INT8,
     INT32,
     INT64,
     INTS,
-    LANES,
-    SHORTS,
     VECTOR_BYTES,
     ZEROS,
     add_product,
@@ -35,15 +35,38 @@ from text_generation_shard.kernels.vector import STEP_BYTES
 
 # Whether this processor multiplies pairs of bfloat16 (AVX512_BF16).
 _HAS_BFLOAT16_PRODUCTS = bool(binding.get_host_cpu_features().get("avx512bf16"))
+# Whether it looks up bytes in tables of 128 (AVX512_VBMI).
+_HAS_BYTE_TABLES = bool(binding.get_host_cpu_features().get("avx512vbmi"))
+
+# Rows up to which reading the vectors is what takes time.
+_FEW_ROWS: Final = 2
+
+BYTES = ir.VectorType(INT8, VECTOR_BYTES)
+
+
+def _magnitudes() -> list[list[Any]]:
+    """Tables of the lower and the upper bytes of the bfloat16 of 0 to 127, two vectors each."""
+    bits = np.arange(128, dtype=np.float32).view(np.uint32) >> 16
+    tables = (np.split(part & 255, 2) for part in (bits, bits >> 8))
+    return [[ir.Constant(BYTES, half.tolist()) for half in halves] for halves in tables]
+
+
+_MAGNITUDES: Final = _magnitudes()
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the vectors of one step lie in memory, and how they are multiplied."""
+    """How the vectors of some steps lie in memory, and how those of one are multiplied."""
 
+    # Bytes of one step, and how many steps `load` takes from an address, which is one vector of
+    # each; the number of steps of a column is a multiple of it.
     step_bytes: int
-    load: Callable[[Any, Any], Any]
+    steps: int
+    load: Callable[[Any, Any], list[Any]]
     multiply: Callable[[Any, Any, Any, Any], Any]
+    # Whether a tile of few rows has what the tile behind it will read fetched meanwhile. Worth it
+    # where several columns are read at once, each too short a stream for the processor to do so.
+    fetches_ahead: bool = False
 
 
 @intrinsic(prefer_literal=True)
@@ -81,12 +104,34 @@ def tile(
         addresses = grid_addresses(builder, sums, sums_stride, size)
         initial = [ZEROS] * (num_rows * num_columns)
         form = FORMS[kind]
+        if form.fetches_ahead and num_rows <= _FEW_ROWS and num_columns > 1:
+            # Columns lie one behind the other, and so do tiles.
+            ahead = builder.mul(builder.sub(starts[1], starts[0]), INT64(num_columns))
+            form = replace(form, load=_fetching(form.load, ahead))
         totals = accumulate(builder, size, starts, inputs, input_stride, steps, initial, form)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _fetching(load: Callable[[Any, Any], Any], ahead: Any) -> Callable[[Any, Any], Any]:
+    """`load` that also has the vector so many bytes further on brought into the cache; beyond the
+    end of the memory that does nothing."""
+
+    def load_and_fetch(builder: Any, address: Any) -> Any:
+        _fetch(builder, builder.add(address, ahead))
+        return load(builder, address)
+
+    return load_and_fetch
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Have what lies at an address brought into the second-level cache."""
+    pointer = builder.inttoptr(address, INT8.as_pointer())
+    is_read, locality, is_data = INT32(0), INT32(2), INT32(1)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, is_read, locality, is_data)
 
 
 @intrinsic(prefer_literal=True)
@@ -184,15 +229,21 @@ def accumulate(
         phi.add_incoming(value, before)
     offset = builder.mul(step, INT64(form.step_bytes))
     columns = [form.load(builder, builder.add(start, offset)) for start in starts]
-    offset = builder.mul(step, INT64(STEP_BYTES))
-    next_sums = []
-    for row in range(size[0]):
-        address = builder.add(builder.add(inputs, builder.mul(input_stride, INT64(row))), offset)
-        value = broadcast(builder, load(builder, address, INT32, 4))
-        for column in range(size[1]):
-            total = sums[row * size[1] + column]
-            next_sums.append(form.multiply(builder, total, columns[column], value))
-    next_step = builder.add(step, INT64(1))
+    rows = [
+        builder.add(
+            builder.add(inputs, builder.mul(input_stride, INT64(row))),
+            builder.mul(step, INT64(STEP_BYTES)),
+        )
+        for row in range(size[0])
+    ]
+    next_sums = list(sums)
+    for part in range(form.steps):
+        for row, start in enumerate(rows):
+            address = builder.add(start, INT64(part * STEP_BYTES))
+            value = broadcast(builder, load(builder, address, INT32, 4))
+            for place, vectors in enumerate(columns, row * size[1]):
+                next_sums[place] = form.multiply(builder, next_sums[place], vectors[part], value)
+    next_step = builder.add(step, INT64(form.steps))
     step.add_incoming(next_step, body)
     for phi, value in zip(sums, next_sums, strict=True):
         phi.add_incoming(value, body)
@@ -222,29 +273,59 @@ def add_pairs(builder: Any, total: Any, column: Any, value: Any) -> Any:
     return total
 
 
-def _load_vector(builder: Any, address: Any) -> Any:
-    return load(builder, address, INTS, VECTOR_BYTES)
+def _load_vector(builder: Any, address: Any) -> list[Any]:
+    return [load(builder, address, INTS, VECTOR_BYTES)]
 
 
-def _load_bytes(builder: Any, address: Any) -> Any:
-    """32 whole numbers of a byte as pairs of bfloat16, which hold them exactly."""
+def _load_bytes(builder: Any, address: Any) -> list[Any]:
+    """64 whole numbers of a byte, as `linear.pack` lays them out, in two vectors of pairs of
+    bfloat16, which hold them exactly."""
+    numbers = load(builder, address, BYTES, VECTOR_BYTES)
+    lower, upper = (_look_up if _HAS_BYTE_TABLES else _convert)(builder, numbers)
+    # The lower and the upper bytes of the first 8 of every 16 numbers, then of the others.
     halves = []
-    for place in (0, 1):
-        start = builder.add(address, INT64(place * LANES))
-        numbers = load(builder, start, ir.VectorType(INT8, LANES), LANES)
-        halves.append(builder.sitofp(builder.sext(numbers, INTS), FLOATS))
-    # The upper half of a float32 is a bfloat16, and of these nothing is in the lower.
-    bits = [builder.bitcast(half, SHORTS) for half in halves]
-    upper = ir.Constant(
-        ir.VectorType(INT32, 2 * LANES), [2 * place + 1 for place in range(2 * LANES)]
+    for first in (0, 8):
+        places = [
+            side * VECTOR_BYTES + quarter + number
+            for quarter in range(0, VECTOR_BYTES, 16)
+            for number in range(first, first + 8)
+            for side in (0, 1)
+        ]
+        order = ir.Constant(ir.VectorType(INT32, VECTOR_BYTES), places)
+        halves.append(builder.bitcast(builder.shuffle_vector(lower, upper, order), INTS))
+    return halves
+
+
+def _look_up(builder: Any, numbers: Any) -> tuple[Any, Any]:
+    """The lower and the upper bytes of the bfloat16 that signed magnitudes stand for."""
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    lower, upper = (
+        # Of an index the lower 7 bits count.
+        call(builder, name, BYTES, table[0], numbers, table[1])
+        for table in _MAGNITUDES
     )
-    return builder.bitcast(builder.shuffle_vector(*bits, upper), INTS)
+    signs = builder.and_(numbers, ir.Constant(BYTES, [-128] * VECTOR_BYTES))
+    return lower, builder.or_(upper, signs)
+
+
+def _convert(builder: Any, numbers: Any) -> tuple[Any, Any]:
+    """`_look_up` where AVX512_VBMI is missing."""
+    magnitudes = builder.and_(numbers, ir.Constant(BYTES, [127] * VECTOR_BYTES))
+    signs = builder.and_(numbers, ir.Constant(BYTES, [-128] * VECTOR_BYTES))
+    floats = builder.uitofp(magnitudes, ir.VectorType(FLOAT, VECTOR_BYTES))
+    bits = builder.bitcast(floats, ir.VectorType(INT32, VECTOR_BYTES))
+    # A bfloat16 is the upper half of a float32.
+    lower, upper = (
+        builder.trunc(builder.lshr(bits, ir.Constant(bits.type, [shift] * VECTOR_BYTES)), BYTES)
+        for shift in (16, 24)
+    )
+    return lower, builder.or_(upper, signs)
 
 
 FORMS: Final = {
-    types.uint16: Form(VECTOR_BYTES, _load_vector, add_pairs),
-    types.float32: Form(VECTOR_BYTES, _load_vector, _add_floats),
-    types.int8: Form(VECTOR_BYTES // 2, _load_bytes, add_pairs),
+    types.uint16: Form(VECTOR_BYTES, 1, _load_vector, add_pairs),
+    types.float32: Form(VECTOR_BYTES, 1, _load_vector, _add_floats),
+    types.int8: Form(VECTOR_BYTES // 2, 2, _load_bytes, add_pairs, fetches_ahead=True),
 }
 
 

@@ -25,6 +25,8 @@ FLOAT32: Final = np.float32(0)
 ADDRESS: Final = np.int64(0)
 INT8: Final = np.int8(0)
 """As weights of a bfloat16 product: whole numbers, a byte each."""
+INT4: Final = np.uint8(0)
+"""Likewise: see `grouped`."""
 
 
 def marker(dtype: torch.dtype) -> Any:

@@ -90,10 +90,10 @@ def hold_gated(
             weight = weight.to(dtype)
             name = str(dtype).removeprefix("torch.")
             return TiledMatrix(weight, is_gated=True), Held(name, weight.nbytes)
-        is_int8 = quantize == "int8" and not TiledInt8Matrix.obstacle(weight)
-        if is_int8 and _are_tiled(dtype, weight.device):
-            matrix = TiledInt8Matrix(weight, dtype, is_gated=True)
-            return matrix, Held(matrix.kind, matrix.nbytes)
+        form = TiledInt8Matrix if quantize == "int8" else TiledInt4Matrix
+        if not form.obstacle(weight) and _are_tiled(dtype, weight.device):
+            quantised = form(weight, dtype, is_gated=True)
+            return quantised, Held(quantised.kind, quantised.nbytes)
     held_as, held = hold(weight, dtype, quantize)
     return GatedMatrix(held_as, activation), held
 

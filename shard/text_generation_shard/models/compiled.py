@@ -34,10 +34,10 @@ def compiled_layers(
     if backend.name != "packed":
         return None
     from text_generation_shard.attention.packed import PackedAttention
-    from text_generation_shard.kernels.vector import INT8, marker
+    from text_generation_shard.kernels.vector import INT4, INT8, marker
 
     assert isinstance(backend, PackedAttention)
-    kind = {None: marker(dtype), "int8": INT8}.get(quantize)
+    kind = {None: marker(dtype), "int8": INT8, "int4": INT4}.get(quantize)
     fields = [layer.fields(kind) for layer in layers]
     if any(item is None for item in fields):
         return None

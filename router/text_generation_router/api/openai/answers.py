@@ -17,12 +17,19 @@ def stream_of(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
+class PromptTokensDetails(BaseModel):
+    """Tokens of the prompt that an earlier request had computed already."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of the prompt, counted once, and of all that was generated."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class _Answer(BaseModel):

@@ -72,12 +72,13 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
                 steps[index] += new
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
+    cached_tokens = generations[0].cached_tokens
     answer = envelope("chatcmpl", "chat.completion", services) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
         ],
-        "usage": usage(prompt_tokens, generated_tokens(generations)),
+        "usage": usage(prompt_tokens, cached_tokens, generated_tokens(generations)),
     }
     return Response(
         orjson.dumps(answer),
@@ -104,7 +105,8 @@ async def _stream(
                 yield chunk_writer.chunks(writers[index].choices(steps))
         last = b""
         if body.includes_usage:
-            totals = usage(generations[0].prompt_tokens, generated_tokens(generations))
+            first = generations[0]
+            totals = usage(first.prompt_tokens, first.cached_tokens, generated_tokens(generations))
             last = event(head | {"choices": [], "usage": totals})
     yield last + DONE
 

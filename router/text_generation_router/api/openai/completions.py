@@ -146,11 +146,14 @@ def _answer(
             choices.append(_choice(len(choices), body, prompt, result, services))
     everything = [result for candidates in results for result in candidates]
     prompt_tokens = sum(candidates[0].prompt_tokens for candidates in results)
+    cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
     characters = sum(len(prompt.text) for prompt in prompts)
     completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
     answer = envelope("cmpl", "text_completion", services) | {
         "choices": choices,
-        "usage": usage(prompt_tokens, 0 if body.max_tokens == 0 else completion_tokens),
+        "usage": usage(
+            prompt_tokens, cached_tokens, 0 if body.max_tokens == 0 else completion_tokens
+        ),
     }
     return Response(
         orjson.dumps(answer),
@@ -257,12 +260,13 @@ async def _stream(
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         writers: list[_ChoiceStream] = []
-        prompt_tokens = 0
+        # Of each prompt the first, which computes it.
+        firsts: list[Generation] = []
         for prompt in prompts:
             started = await stack.enter_async_context(
                 services.infer.start_many(prompt.asked, body.num_sequences)
             )
-            prompt_tokens += started[0].prompt_tokens
+            firsts.append(started[0])
             for generation in started:
                 writers.append(_ChoiceStream(len(writers), body, prompt, services.tokenizer))
                 generations.append(generation)
@@ -273,7 +277,11 @@ async def _stream(
         last = b""
         if body.includes_usage:
             completion_tokens = 0 if body.max_tokens == 0 else generated_tokens(generations)
-            totals = usage(prompt_tokens, completion_tokens)
+            totals = usage(
+                sum(generation.prompt_tokens for generation in firsts),
+                sum(generation.cached_tokens for generation in firsts),
+                completion_tokens,
+            )
             last = event(head | {"choices": [], "usage": totals})
     yield last + DONE
 

@@ -50,12 +50,13 @@ class ChunkWriter:
         return b"".join([b"%b%b]}\n\n" % (self._before, orjson.dumps(one)) for one in choices])
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
     """The `usage` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

@@ -1,0 +1,48 @@
+#!/opt/pytgi/bin/python
+"""HEALTHCHECK of the image: exit code 0 once the server that is process 1 answers GET /health."""
+
+import os
+import sys
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from text_generation_launcher.command_line import read_options, split_mode
+from text_generation_launcher.options import Mode
+from text_generation_launcher.supervisor import reachable_host
+
+TIMEOUT_S = 4.0
+
+
+def address() -> tuple[str, int] | None:
+    """Where process 1 was told to listen, by its flags or the container's environment; None: it is
+    no server, but answers a batch or runs shards alone."""
+    words = Path("/proc/1/cmdline").read_bytes().decode().split("\0")[:-1]
+    script = next(i for i, word in enumerate(words) if word.endswith("text-generation-launcher"))
+    mode, flags = split_mode(words[script + 1 :])
+    if mode is not Mode.SERVE:
+        return None
+    values = read_options(flags, dict(os.environ), mode)
+    port = values.get("aip-http-port", values["port"])[0]
+    return reachable_host(values["hostname"][0]), int(port)
+
+
+def main() -> int:
+    """Returns the exit code, and prints why."""
+    server = address()
+    if server is None:
+        print("process 1 is no server")
+        return 0
+    host, port = server
+    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
+        print(f"no answer on {host} port {port}: {error}")
+        return 1
+    print(f"GET /health on {host} port {port}: {status}")
+    return 0 if status == 200 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

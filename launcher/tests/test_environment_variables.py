@@ -1,0 +1,149 @@
+"""All of TGI's environment variables, as `docker run -e` sets them: each gets where it belongs."""
+
+import pytest
+from text_generation_launcher.command_line import read_options
+from text_generation_launcher.config import LauncherConfig, create_config
+from text_generation_launcher.options import InvalidOptions, notes
+
+from launcher.tests.test_options import TGI_FLAGS
+
+# Variable, value, and the argument with which the router gets it.
+TO_ROUTER = [
+    ("REVISION", "v1", "--revision=v1"),
+    ("SPECULATE", "3", "--speculate=3"),
+    ("VALIDATION_WORKERS", "4", "--validation-workers=4"),
+    ("MAX_CONCURRENT_REQUESTS", "7", "--max-concurrent-requests=7"),
+    ("MAX_BEST_OF", "3", "--max-best-of=3"),
+    ("MAX_STOP_SEQUENCES", "5", "--max-stop-sequences=5"),
+    ("MAX_TOP_N_TOKENS", "6", "--max-top-n-tokens=6"),
+    ("MAX_INPUT_TOKENS", "100", "--max-input-tokens=100"),
+    ("MAX_INPUT_LENGTH", "100", "--max-input-tokens=100"),
+    ("MAX_TOTAL_TOKENS", "200", "--max-total-tokens=200"),
+    ("WAITING_SERVED_RATIO", "1.5", "--waiting-served-ratio=1.5"),
+    ("MAX_BATCH_PREFILL_TOKENS", "300", "--max-batch-prefill-tokens=300"),
+    ("MAX_BATCH_TOTAL_TOKENS", "4000", "--max-batch-total-tokens=4000"),
+    ("MAX_WAITING_TOKENS", "9", "--max-waiting-tokens=9"),
+    ("MAX_BATCH_SIZE", "8", "--max-batch-size=8"),
+    ("MAX_CLIENT_BATCH_SIZE", "2", "--max-client-batch-size=2"),
+    ("PAYLOAD_LIMIT", "1000", "--payload-limit=1000"),
+    ("HOSTNAME", "127.0.0.1", "--hostname=127.0.0.1"),
+    ("PORT", "81", "--port=81"),
+    ("PROMETHEUS_PORT", "9100", "--prometheus-port=9100"),
+    ("CORS_ALLOW_ORIGIN", "https://a.b", "--cors-allow-origin=https://a.b"),
+    ("TOKENIZER_CONFIG_PATH", "/t.json", "--tokenizer-config-path=/t.json"),
+    ("DISABLE_GRAMMAR_SUPPORT", "true", "--disable-grammar-support"),
+    ("GRACEFUL_TERMINATION_TIMEOUT", "30", "--graceful-termination-timeout=30"),
+]
+TO_SHARD = [
+    ("DTYPE", "bfloat16", "--dtype=bfloat16"),
+    ("QUANTIZE", "int8", "--quantize=int8"),
+    ("ROPE_SCALING", "linear", "--rope-scaling=linear"),
+    ("ROPE_FACTOR", "2.0", "--rope-factor=2.0"),
+    ("CUDA_MEMORY_FRACTION", "0.5", "--cuda-memory-fraction=0.5"),
+    ("WATERMARK_GAMMA", "0.4", "--watermark-gamma=0.4"),
+    ("WATERMARK_DELTA", "1.5", "--watermark-delta=1.5"),
+    ("SHARD_UDS_PATH", "/tmp/x", "--uds-path=/tmp/x"),
+]
+TO_DOWNLOAD = [
+    ("MODEL_ID", "a/b", "a/b"),
+    ("REVISION", "v1", "--revision=v1"),
+    ("HUGGINGFACE_HUB_CACHE", "/data", "--huggingface-hub-cache=/data"),
+]
+REFUSED = [
+    ("NUM_SHARD", "2"),
+    ("SHARDED", "true"),
+    ("QUANTIZE", "awq"),
+    ("KV_CACHE_DTYPE", "fp8_e5m2"),
+    ("TRUST_REMOTE_CODE", "true"),
+    ("WEIGHTS_CACHE_OVERRIDE", "/w"),
+    ("LORA_ADAPTERS", "a/b"),
+    ("CUDA_GRAPHS", "1,2"),
+    ("OTLP_ENDPOINT", "http://x"),
+    ("OTLP_SERVICE_NAME", "x"),
+    ("NGROK", "true"),
+    ("NGROK_AUTHTOKEN", "x"),
+    ("NGROK_EDGE", "x"),
+]
+WITHOUT_EFFECT = [
+    ("MASTER_ADDR", "x"),
+    ("MASTER_PORT", "29501"),
+    ("DISABLE_CUSTOM_KERNELS", "true"),
+    ("ENABLE_PREFILL_LOGPROBS", "true"),
+    ("USAGE_STATS", "on"),
+]
+# Each has a test of its own below, but `--env`, which is no variable in TGI either.
+OTHERS = {"API_KEY", "JSON_OUTPUT", "ENV"}
+
+
+def create(**environment: str) -> LauncherConfig:
+    """With a model from the hub, as a container is told."""
+    environment = {"MODEL_ID": "some/model", **environment}
+    return create_config(read_options([], environment), environment)
+
+
+def test_the_tables_hold_every_variable_of_tgi() -> None:
+    tables = (TO_ROUTER, TO_SHARD, TO_DOWNLOAD, REFUSED, WITHOUT_EFFECT)
+    named = {row[0] for table in tables for row in table}
+    assert named | OTHERS == {flag.upper().replace("-", "_") for flag in TGI_FLAGS}
+
+
+@pytest.mark.parametrize(("variable", "value", "argument"), TO_ROUTER)
+def test_the_router_gets_it(variable: str, value: str, argument: str) -> None:
+    router = create(**{variable: value}).router
+    assert router is not None
+    assert argument in router.argv
+
+
+@pytest.mark.parametrize(("variable", "value", "argument"), TO_SHARD)
+def test_the_shard_gets_it(variable: str, value: str, argument: str) -> None:
+    assert argument in create(**{variable: value}).shards[0].argv
+
+
+@pytest.mark.parametrize(("variable", "value", "argument"), TO_DOWNLOAD)
+def test_the_download_gets_it(variable: str, value: str, argument: str) -> None:
+    download = create(**{variable: value}).download
+    assert download is not None
+    assert argument in download.argv
+
+
+@pytest.mark.parametrize(("variable", "value"), REFUSED)
+def test_it_is_refused_with_its_name(variable: str, value: str) -> None:
+    with pytest.raises(InvalidOptions, match=f"--{variable.lower().replace('_', '-')} "):
+        create(**{variable: value})
+
+
+@pytest.mark.parametrize(("variable", "value"), WITHOUT_EFFECT)
+def test_it_is_said_to_have_no_effect(variable: str, value: str) -> None:
+    said = notes(read_options([], {variable: value}))
+    assert [note.split()[0] for note in said] == [f"--{variable.lower().replace('_', '-')}"]
+
+
+def test_api_keys_reach_the_router_and_nobody_else() -> None:
+    config = create(API_KEY="sesame")
+    assert config.router is not None and config.download is not None
+    assert config.has_api_key
+    assert "sesame" in config.router.environment.values()
+    for command in (config.download, *config.shards):
+        assert "sesame" not in (*command.argv, *command.environment.values())
+
+
+@pytest.mark.parametrize("variable", ["HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN"])
+def test_the_token_reaches_the_download_and_nobody_else(variable: str) -> None:
+    config = create(**{variable: "hf_x"})
+    assert config.router is not None and config.download is not None
+    assert config.download.environment["HF_TOKEN"] == "hf_x"
+    for command in (config.router, *config.shards):
+        assert "hf_x" not in command.environment.values()
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"])
+def test_what_children_read_themselves_is_inherited(variable: str) -> None:
+    config = create(**{variable: "1"})
+    assert config.router is not None and config.download is not None
+    for command in (config.download, config.router, *config.shards):
+        assert command.environment[variable] == "1"
+
+
+def test_logs() -> None:
+    assert read_options([], {"JSON_OUTPUT": "true"})["json-output"] == ("true",)
+    assert "DEBUG" in create(LOG_LEVEL="debug").shards[0].argv

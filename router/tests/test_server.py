@@ -1,0 +1,261 @@
+"""The server around the application: its port, and how it ends: what runs may, nothing begins."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from text_generation_router import cli
+from text_generation_router.config import RouterConfig
+from text_generation_router.scheduler import watch
+from text_generation_router.server import bind, multiplied
+from text_generation_router.services import Services, StartError
+
+from router.tests.serving import ScriptedShards, assemble_scripted
+
+LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
+SHUTTING_DOWN = "The server is shutting down; send the request to another"
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Stopping:
+    """A router that runs what `main` runs, on scripted shards."""
+
+    def __init__(self, services: Services, client: httpx.AsyncClient) -> None:
+        assert isinstance(services.shards, ScriptedShards)
+        self.services = services
+        self.shards = services.shards
+        self.client = client
+        self.code: int | None = None
+
+    async def stop(self) -> None:
+        """Asks it to, and waits until it has heard."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        while (await self.client.get("/health")).status_code == 200:
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def until_it_ends(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> AsyncIterator[Stopping]:
+    """Serves inside the block, and until the server has ended by itself; then nothing is lost."""
+    services = assemble_scripted(directory, hostname="127.0.0.1", port=0, **options)
+
+    @asynccontextmanager
+    async def start(config: RouterConfig) -> AsyncIterator[Services]:
+        yield services
+
+    ports: list[int] = []
+
+    @contextmanager
+    def told(hostname: str, port: int) -> Iterator[socket.socket]:
+        with bind(hostname, port) as listener:
+            ports.append(listener.getsockname()[1])
+            yield listener
+
+    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(cli, "bind", told)
+    serving = asyncio.create_task(cli.serve(services.config))
+    await asyncio.sleep(0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", verify=False) as client:
+        stopping = Stopping(services, client)
+        stopping.shards.delay_s = 0.02
+        while True:
+            try:
+                await client.get("/health")
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.02)
+        yield stopping
+        stopping.code = await asyncio.wait_for(serving, 10)
+        with pytest.raises(httpx.ConnectError):
+            await client.get("/health")
+    services.batcher.integrity()
+    assert services.infer.free_permits == services.config.max_concurrent_requests
+
+
+async def events_of(lines: AsyncIterator[str]) -> list[dict[str, Any]]:
+    """The rest of a stream."""
+    return [json.loads(line.removeprefix("data:")) async for line in lines if line]
+
+
+async def test_running_streams_end_and_newcomers_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 60}}
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+        async with it.client.stream("POST", "/generate_stream", json=request) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            whole = asyncio.create_task(it.client.post("/generate", json=request))
+            while len(it.shards.rows) < 2:
+                await asyncio.sleep(0.005)
+            await it.stop()
+            for path in ("/generate", "/generate_stream", "/health", "/v2/health/ready"):
+                method = "GET" if "health" in path else "POST"
+                refused = await it.client.request(method, path, json=request)
+                assert refused.status_code == 503
+                told = {"error": SHUTTING_DOWN, "error_type": "shutting_down"}
+                assert refused.json() == told
+            for path in ("/v1/chat/completions", "/v1/messages"):
+                refused = await it.client.post(path, json={})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["message"] == SHUTTING_DOWN
+            metrics = (await it.client.get("/metrics")).text
+            assert "tgi_batch_current_size 2" in metrics
+            rest = await events_of(lines)
+        assert rest[-1]["generated_text"] == "hello " * 10
+        assert (await whole).json()["generated_text"] == "hello " * 10
+    assert it.code == 0
+
+
+async def test_late_requests_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"graceful_termination_timeout": 1.0}
+    async with until_it_ends(tmp_path, monkeypatch, **options) as it:
+        waiting = asyncio.create_task(it.client.post("/generate", json=LONG))
+        async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await it.stop()
+            *_, last = await events_of(lines)
+        assert last == {
+            "error": "Incomplete generation stream",
+            "error_type": "incomplete_generation_stream",
+        }
+        answer = await waiting
+        assert answer.status_code == 500
+        assert answer.json() == {
+            "error": "Incomplete generation",
+            "error_type": "incomplete_generation",
+        }
+    assert it.code == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
+) -> None:
+    async with (
+        until_it_ends(tmp_path, monkeypatch) as it,
+        it.client.stream("POST", "/generate_stream", json=LONG) as response,
+    ):
+        lines = response.aiter_lines()
+        await anext(lines)
+        await it.stop()
+        os.kill(os.getpid(), second)
+        with suppress(httpx.RemoteProtocolError):  # cut off, or told just before
+            *_, last = await events_of(lines)
+            assert last["error_type"] == "incomplete_generation_stream"
+    assert it.code == 1
+
+
+async def test_an_idle_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert it.code == 0
+
+
+async def test_shards_that_hang_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.05)
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+        async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            it.shards.delay_s = 3600
+            it.shards.is_stuck = True
+            *_, last = await events_of(lines)
+        assert last["error_type"] == "generation"
+        assert "The shards have not answered for" in last["error"]
+    assert it.code == 1
+    assert caplog.records[-1].levelname == "ERROR"
+    assert "The shards have not answered for" in caplog.records[-1].message
+
+
+@pytest.mark.parametrize(("is_multiplied", "most"), [(False, 80), (True, 12)])
+def test_connections_taken_in_one_turn(is_multiplied: bool, most: int) -> None:
+    """Of 64 that wait; the first case is why there is a second."""
+
+    async def count_turns(listener: socket.socket) -> int:
+        made: list[asyncio.BaseTransport] = []
+
+        class Taken(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                made.append(transport)
+
+        listeners = multiplied(listener) if is_multiplied else [listener]
+        loop = asyncio.get_running_loop()
+        servers = [await loop.create_server(Taken, sock=one, backlog=100) for one in listeners]
+        with ExitStack() as stack:
+            for _ in range(64):
+                client = stack.enter_context(socket.socket())
+                client.connect(listener.getsockname())
+            num_turns = 0
+            while len(made) < 64:
+                num_turns += 1
+                await asyncio.sleep(0)
+        for server in servers:
+            server.close()
+        return num_turns
+
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        num_turns = uvloop.run(count_turns(listener))
+    assert num_turns <= most
+    assert is_multiplied or num_turns >= 64
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_two_routers_do_not_start_on_one_port() -> None:
+    with bind("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    with (
+        bind("127.0.0.1", port),
+        pytest.raises(StartError, match=f"port {port}: another router is starting there; choose"),
+        bind("127.0.0.1", port),
+    ):
+        pytest.fail("both have it")
+    with bind("127.0.0.1", port) as again:
+        again.listen()
+
+
+async def test_another_program_takes_the_port_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = assemble_scripted(tmp_path, hostname="127.0.0.1", port=0)
+
+    @asynccontextmanager
+    async def start(config: RouterConfig) -> AsyncIterator[Services]:
+        yield services
+
+    @contextmanager
+    def taken(hostname: str, port: int) -> Iterator[socket.socket]:
+        with bind(hostname, port) as listener, socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(listener.getsockname())
+            other.listen()
+            yield listener
+
+    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(cli, "bind", taken)
+    with pytest.raises(StartError, match="another program has taken the port"):
+        await cli.serve(services.config)

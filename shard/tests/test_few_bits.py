@@ -1,0 +1,77 @@
+"""Weights of 8 and 4 bits in the processor's own kernels: gates, tables, and who calls them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numba import njit
+from text_generation_shard.kernels import are_vectors_wide, linear
+from text_generation_shard.kernels import tile as tile_module
+from text_generation_shard.kernels.grouped_linear import gated_product, product
+from text_generation_shard.kernels.vector import BFLOAT16, INT8
+from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
+
+pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 40, 300])
+def test_gated_in_4_bits(rows: int) -> None:
+    weight, hidden = torch.randn(160, 96), torch.randn(rows, 96, dtype=torch.bfloat16)
+    gate, up = TiledInt4Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
+    gated = TiledInt4Matrix(weight, torch.bfloat16, is_gated=True)
+    out = gated(hidden)
+    torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=0.03, atol=0.1)
+    assert torch.equal(gated(hidden[-1:]), out[-1:])
+
+
+def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
+    """255 inputs of a single 1, one for each number; 17 outputs, which do not fill the panels."""
+    numbers = torch.arange(-127, 128, dtype=torch.int8).expand(17, 255)
+    weight = linear.PackedWeight(numbers, torch.full((17,), 0.5))
+    out = weight(torch.eye(255, dtype=torch.bfloat16))
+    assert torch.equal(out.T.float(), numbers.bfloat16().float() / 2)
+    assert torch.equal(weight.rows(torch.tensor([0, 16])), numbers[:2])
+
+
+def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, and so the same bits, compiled as where AVX512_VBMI is missing."""
+    monkeypatch.setattr(tile_module, "_HAS_BYTE_TABLES", False)
+
+    @njit
+    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
+        tile_module.tile(INT8, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
+
+    numbers = torch.randint(-127, 128, (16, 64), dtype=torch.int8)
+    hidden, sums = torch.randn(4, 64).bfloat16(), torch.empty(4, 16)
+    packed = linear.pack(numbers)
+    multiply(packed.data_ptr(), hidden.data_ptr(), 128, 32, sums.data_ptr())
+    assert "vpermi2b" not in next(iter(multiply.inspect_asm().values()))
+    expected = linear.PackedWeight(numbers, torch.ones(16))(hidden)
+    assert torch.equal(sums.bfloat16(), expected)
+
+
+@njit
+def _call(is_gated, weight_kind, weights, scales, inputs, out, rows, steps, outputs):  # type: ignore[no-untyped-def]
+    if is_gated:
+        gated_product(weight_kind, BFLOAT16, weights, scales, inputs, out, rows, steps, outputs)
+    else:
+        product(weight_kind, BFLOAT16, weights, scales, inputs, out, rows, steps, outputs)
+
+
+@pytest.mark.parametrize("form", [TiledInt8Matrix, TiledInt4Matrix])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_compiled_code_multiplies_by_any_kind(
+    form: type[TiledInt8Matrix | TiledInt4Matrix], is_gated: bool
+) -> None:
+    matrix = form(torch.randn(96, 64), torch.bfloat16, is_gated=is_gated)
+    hidden = torch.randn(5, 64, dtype=torch.bfloat16)
+    expected, place = matrix(hidden), matrix.place
+    assert place is not None
+    out = torch.zeros_like(expected)
+    addresses = place.weight, place.scales, hidden.data_ptr(), out.data_ptr()
+    _call(is_gated, place.kind, *addresses, 5, 32, out.shape[1])
+    assert torch.equal(out, expected)
