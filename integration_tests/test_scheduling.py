@@ -133,7 +133,7 @@ async def _tokens_of_others_meanwhile(server: LauncherHandle, prompt: str) -> tu
 
 def test_a_long_prompt_does_not_stop_the_others(tiny_model_path: Path, launch: Launch) -> None:
     """With a target that no step can meet, a prompt is computed a block at a time."""
-    server = launch(tiny_model_path, "--dtype", "float32", "--inter-token-latency-target-ms", "1")
+    server = launch(tiny_model_path, "--dtype", "float32", "--inter-token-latency-target-ms", "0.01")
     server.wait_until_ready()
     prompt = text(130, seed=4)
     num_blocks = len(server.client.post("/tokenize", json={"inputs": prompt}).json()) // 16

@@ -13,9 +13,10 @@ from shard.tests.driver import Driver, load_engine
 FLOAT32 = {"dtype": "float32"}
 BFLOAT16 = {"dtype": "bfloat16"}
 INT8 = {"dtype": "bfloat16", "quantize": "int8"}
+INT4 = {"dtype": "bfloat16", "quantize": "int4"}
 # Biases, windows, layers without rotation, heads that are rotated in part, multipliers.
 CASES = [
-    *(("llama3", form) for form in (FLOAT32, BFLOAT16, INT8)),
+    *(("llama3", form) for form in (FLOAT32, BFLOAT16, INT8, INT4)),
     *((family, FLOAT32) for family in ("llama-bias", "mistral", "smollm3", "granite")),
     *((family, BFLOAT16) for family in ("qwen2", "phi3")),
     ("qwen3", FLOAT32),
@@ -36,7 +37,9 @@ def answers(engine: Engine) -> list[list[float]]:
 
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) -> None:
-    engine = load_engine(write_checkpoint(family, tmp_path, mlp_bias=False), **form)
+    # Sizes that int4 can have.
+    path = write_checkpoint(family, tmp_path, mlp_bias=False, intermediate_size=128)
+    engine = load_engine(path, **form)
     assert ("quantize" in form and not are_vectors_wide()) == (engine._model._compiled is None)
     compiled = answers(engine)
     engine._model._compiled = None

@@ -12,7 +12,7 @@ from text_generation_shard.columns import Watermark
 from text_generation_shard.grammar import ConstrainedRow, GrammarMasks, StepGrammars
 from text_generation_shard.ragged import Choices
 from text_generation_shard.rows import RowTable
-from text_generation_shard.sampling import Choice, TokenHistory, sampler, top_tokens
+from text_generation_shard.sampling import Choice, Sampler, TokenHistory, sample, top_tokens
 from text_generation_shard.step import FinishReason, StepResult
 
 _NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
@@ -43,7 +43,7 @@ class Chooser:
         self._end_ids: Ints = np.array(eos_ids, dtype=np.int64)
         self._ends = frozenset(eos_ids)
         self._watermark = watermark
-        self._sample = sampler(device)
+        self._sample = _sampler(device)
 
     def start(self, table: RowTable, choices: Choices) -> StepGrammars | None:
         """Begin with what the device is not needed for; the table holds the guesses."""
@@ -115,6 +115,15 @@ class Chooser:
             is_last = known[place] + 1 >= longest
             reasons.append(_LENGTH if is_last else _EOS_TOKEN if is_end else _NONE)
         return counts, reasons
+
+
+def _sampler(device: torch.device) -> Sampler:
+    """What chooses tokens from scores on this device."""
+    if device.type != "cpu":
+        return sample
+    from text_generation_shard import compiled_sampling
+
+    return compiled_sampling.sample
 
 
 def _chosen(

@@ -112,15 +112,6 @@ def sample(
 Sampler = Callable[[Tensor, SamplingTable, TokenHistory, Ints, Watermark], Choice]
 
 
-def sampler(device: torch.device) -> Sampler:
-    """What chooses tokens from scores on this device."""
-    if device.type != "cpu":
-        return sample
-    from text_generation_shard import compiled_sampling
-
-    return compiled_sampling.sample
-
-
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
     """One number in [0, 1) for each (seed, position), float64: splitmix64 (Steele et al. 2014)."""
     state = _mix(seeds.cpu()) + positions.cpu() * -0x61C8864680B583EB
