@@ -132,14 +132,15 @@ async def _tokens_of_others_meanwhile(server: LauncherHandle, prompt: str) -> tu
 
 
 def test_a_long_prompt_does_not_stop_the_others(tiny_model_path: Path, launch: Launch) -> None:
-    """With a target that no step can meet, a prompt is computed a block at a time."""
-    server = launch(tiny_model_path, "--dtype", "float32", "--inter-token-latency-target-ms", "0.01")
+    """In a step of at most 1 ms a fast machine computes some 50 tokens of this model's prompts."""
+    server = launch(tiny_model_path, "--dtype", "float32", "--inter-token-latency-target-ms", "1")
     server.wait_until_ready()
     prompt = text(130, seed=4)
     num_blocks = len(server.client.post("/tokenize", json={"inputs": prompt}).json()) // 16
     assert num_blocks > 12
     meanwhile, answer = asyncio.run(_tokens_of_others_meanwhile(server, prompt))
-    assert meanwhile >= num_blocks - 2
+    # In one piece it would be one token, or two.
+    assert meanwhile >= num_blocks // 4
     whole = server.generate(prompt, max_new_tokens=1, decoder_input_details=True)
     assert token_ids(answer) == token_ids(whole)
     server.assert_idle()
