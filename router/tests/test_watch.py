@@ -64,6 +64,21 @@ async def test_a_long_call_is_left_alone_while_the_shards_answer() -> None:
     assert watched.verdict is None
 
 
+async def test_a_question_that_fails_in_any_way_is_not_answered() -> None:
+    """It must not end the watch: nobody waits for the task that asks."""
+    shards = Stub(3600.0)
+
+    async def fail() -> None:
+        shards.num_questions += 1
+        raise RuntimeError("no such channel")
+
+    shards.health = fail  # type: ignore[method-assign]
+    watched = WatchedShards(shards)
+    with pytest.raises(LostStepError, match="The shards have not answered for"):
+        await asyncio.wait_for(watched.clear_cache(None), 100 * PATIENCE_S)
+    assert shards.num_questions == watch.NUM_QUESTIONS
+
+
 async def test_one_late_answer_proves_nothing() -> None:
     """As when the whole machine was asleep."""
     shards = Stub(5 * PATIENCE_S, (3600.0, 0.0))

@@ -50,7 +50,8 @@ class MessageRun:
                     first.result()
                 message = {**self.message, "usage": _usage(generation, 0)}
                 yield [{"type": "message_start", "message": message}]
-                yield _told(writer, await first)
+                if told := _told(writer, await first):
+                    yield told
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)

@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.pace import StepCosts
 from text_generation_router.scheduler.shards import (
@@ -135,8 +134,11 @@ class WatchedShards:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await self._shards.health()
-            except (GenerationError, TimeoutError) as error:
-                logger.warning("A step takes long, and the shards are silent: %s", error)
+            except Exception as error:
+                # Whatever went wrong, they have not answered. Nobody waits for this task: a failure
+                # that it did not count would end the watch, and requests could wait for ever.
+                what = str(error) or type(error).__name__
+                logger.warning("A step takes long, and the shards are silent: %s", what)
             else:
                 return True
         return False

@@ -177,21 +177,12 @@ def _multiply_tile(
     sums: int,
 ) -> None:
     width = _TILE_WIDTH * 4
-    one, two, three = (at,), (at, at + panel), (at, at + panel, at + 2 * panel)
+    one, three = (at,), (at, at + panel, at + 2 * panel)
     if columns == 3:
         if rows == 8:
             grouped_tile(8, 3, three, inputs, row, input_sums, stride, groups, sums, width)
         else:
             grouped_tile(4, 3, three, inputs, row, input_sums, stride, groups, sums, width)
-    elif columns == 2:
-        if rows == 8:
-            grouped_tile(8, 2, two, inputs, row, input_sums, stride, groups, sums, width)
-        elif rows == 4:
-            grouped_tile(4, 2, two, inputs, row, input_sums, stride, groups, sums, width)
-        elif rows == 2:
-            grouped_tile(2, 2, two, inputs, row, input_sums, stride, groups, sums, width)
-        else:
-            grouped_tile(1, 2, two, inputs, row, input_sums, stride, groups, sums, width)
     elif rows == 8:
         grouped_tile(8, 1, one, inputs, row, input_sums, stride, groups, sums, width)
     elif rows == 4:
@@ -202,6 +193,7 @@ def _multiply_tile(
         grouped_tile(1, 1, one, inputs, row, input_sums, stride, groups, sums, width)
 
 
+# Names for compiled code: numba puts what `overload` returns in the place of these.
 def product(weight_kind: Any, kind: Any, *where: int) -> None:
     """`multiply` for weights of any kind, INT4 too; for compiled code."""
     raise NotImplementedError

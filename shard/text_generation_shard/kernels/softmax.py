@@ -2,8 +2,8 @@
 
 Online normaliser calculation (Milakov & Gimelshein 2018): per row a score near the best so far, and
 the sum of the numerators relative to it. Written in LLVM's own terms because a compiler that may
-not reorder sums makes scalar code of the maximum, and knows nothing of the two instructions that
-take 2 ** x apart and put it together: with them attention of a long prompt is 1.3 times as fast.
+not reorder sums makes scalar code of the maximum, and knows nothing of the instructions that take
+2 ** x apart and put it together.
 """
 
 from typing import Any, Final
@@ -49,7 +49,7 @@ _SERIES: Final = {
     ),
 }
 # Numerators up to e ** 8 are as exact as those up to 1, and so the reference seldom has to move
-# (as in FlashAttention 4); finding the maximum within a vector took a sixth of attention.
+# (as in FlashAttention 4), for which the maximum within a vector must be found.
 _HEADROOM: Final = 8.0
 _LOG2_E: Final = 1.4426950408889634
 # Where 2 ** x is the smallest normal number.
