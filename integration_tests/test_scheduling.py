@@ -1,6 +1,7 @@
 """What the scheduler does to be fast changes no token, with the real shard in float32."""
 
 import asyncio
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,36 @@ def test_deterministic_is_a_parameter_of_every_route(server: LauncherHandle) -> 
     assert server.client.post("/v1/completions", json=body).status_code == 200
     body = {"inputs": prompt, "parameters": {"deterministic": "perhaps"}}
     assert server.client.post("/generate", json=body).status_code == 422
+
+
+def test_steps_launched_ahead_change_no_token(
+    server: LauncherHandle, tiny_model_path: Path, launch: Launch
+) -> None:
+    """With a core to spare for the router; some end early, leave, or stop at a word."""
+    all_cores = str(len(os.sched_getaffinity(0)))
+    without = launch(tiny_model_path, "--dtype", "float32", OMP_NUM_THREADS=all_cores)
+    without.wait_until_ready()
+    said = [
+        one.client.get("/info").json()["features"]["async_scheduling"] for one in (server, without)
+    ]
+    assert said[0] == "on" and said[1].startswith("off: the model computes on every core")
+    asked = [
+        (
+            text(4 + seed, seed),
+            {
+                "max_new_tokens": 5 + 7 * (seed % 9),
+                "ignore_eos_token": bool(seed % 2),
+                "stop": ["e"] if seed % 5 == 0 else [],
+                "do_sample": seed % 3 == 0,
+                "seed": seed,
+            },
+        )
+        for seed in range(24)
+    ]
+    answers = asyncio.run(ask_all(server, asked))
+    assert answers == [without.generate(inputs, **parameters) for inputs, parameters in asked]
+    body = {"inputs": "the cat", "parameters": {"max_new_tokens": 60, "ignore_eos_token": True}}
+    with server.client.stream("POST", "/generate_stream", json=body) as stream:
+        next(stream.iter_lines())
+    server.assert_idle()
+    without.stop()

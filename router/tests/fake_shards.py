@@ -99,24 +99,39 @@ class FakeShards:
     calls: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     passes: list[dict[int, int]] = field(default_factory=list)
     advances: list[Advance | None] = field(default_factory=list)
-    is_busy: bool = False
+    # Turns of the event loop that a call takes.
+    turns: int = 1
+    # The calls under way: two while a step was launched ahead, else one.
+    num_under_way: int = 0
     num_computed: int = 0
     # By request, the place of the token at which it fails, alone.
     failing: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[int, int], int] = field(default_factory=dict)
+    device: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        return self.num_under_way > 0
 
     @asynccontextmanager
-    async def _call(self, method: str, ids: Sequence[int]) -> AsyncIterator[None]:
-        assert not self.is_busy, f"{method} while another call is under way"
+    async def _call(
+        self, method: str, ids: Sequence[int], is_ahead: bool = False
+    ) -> AsyncIterator[None]:
+        most = 1 if is_ahead else 0
+        assert self.num_under_way <= most, f"{method} while another call is under way"
+        assert not (self.num_under_way and self.calls[-1][0] != "decode"), "ahead of what?"
         self.calls.append((method, tuple(ids)))
-        self.is_busy = True
+        self.num_under_way += 1
         try:
-            await asyncio.sleep(0)
-            if self.hook is not None:
-                await self.hook(method)
-            yield
+            async with self.device:
+                for _ in range(self.turns):
+                    await asyncio.sleep(0)
+                if self.hook is not None:
+                    await self.hook(method)
+                yield
         finally:
-            self.is_busy = False
+            self.num_under_way -= 1
 
     async def prefill(
         self,
@@ -143,10 +158,13 @@ class FakeShards:
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         [batch_id] = batch_ids
-        self._grow(advance, self.batches[batch_id])
-        async with self._call("decode", list(batch_ids)):
+        async with self._call("decode", list(batch_ids), advance.is_ahead):
             self.advances.append(advance)
-            parts = self._apply(advance, self.batches[batch_id])
+            rows = self.batches.get(batch_id, {}) if advance.is_ahead else self.batches[batch_id]
+            self._grow(advance, rows)
+            if advance.is_ahead and not rows:
+                return StepResult([], [], [], [], None)
+            parts = self._apply(advance, rows)
             return self._step(batch_id, parts, advance.speculate)
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
@@ -193,8 +211,9 @@ class FakeShards:
     def _grow(self, advance: Advance, rows: dict[int, Row]) -> None:
         """What is grown stays so, even if the step fails."""
         for request_id, block_id in advance.grown_blocks:
-            assert block_id not in rows[request_id].table
-            rows[request_id].table.append(block_id)
+            if not (advance.is_ahead and request_id not in rows):
+                assert block_id not in rows[request_id].table
+                rows[request_id].table.append(block_id)
 
     def _apply(self, advance: Advance, rows: dict[int, Row]) -> dict[int, int]:
         """How many tokens each row computes. Nobody is named that is not there."""

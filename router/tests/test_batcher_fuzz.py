@@ -55,7 +55,8 @@ _LIMITS = st.fixed_dictionaries(
         "max_batch_prefill_tokens": st.sampled_from([1, 3, 4, 7, 16, 100]),
         "chunks_prompts": st.booleans(),
         "shares_prefixes": st.booleans(),
-        "speculate": st.sampled_from([0, 0, 1, 3, 8]),
+        "speculate": st.sampled_from([0, 0, 0, 1, 3, 8]),
+        "runs_ahead": st.booleans(),
         # Of steps that take 1.1 µs: parts of 1 block, of 2 to 4, or whatever fits.
         "costs": st.sampled_from([StepCosts(), StepCosts(1100, 1, 100), StepCosts(1100, 1, 1000)]),
         "recompute_at": st.sampled_from([None, None, 9, 18]),
@@ -74,17 +75,21 @@ def expected(request: Request) -> list[int]:
     return ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids
 
 
+# How many turns of the event loop a step takes: with many, the next one is launched before its end.
+_TURNS = st.sampled_from([1, 1, 5, 8])
+
+
 @settings(max_examples=1500, deadline=None)
-@given(st.lists(_EVENT, min_size=3, max_size=30), _NUM_BLOCKS, _LIMITS)
+@given(st.lists(_EVENT, min_size=3, max_size=30), _NUM_BLOCKS, _LIMITS, _TURNS)
 def test_every_request_gets_its_ending(
-    events: list[tuple], num_blocks: int, limits: dict[str, Any]
+    events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int
 ) -> None:
     if limits["recompute_at"] is not None:
         limits["speculate"] = 0  # the fake does not guess across the limit
-    asyncio.run(_play(events, num_blocks, limits))
+    asyncio.run(_play(events, num_blocks, limits, turns))
 
 
-async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any]) -> None:
+async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int) -> None:
     failing: set[str] = set()
     # The only errors there may be: those that were provoked.
     excuses: set[str] = {"Server error: the shard answered for other requests"}
@@ -93,6 +98,7 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any]) ->
         max_rows=limits["max_batch_size"],
         script=script,
         recompute_at=limits["recompute_at"],
+        turns=turns,
         token_ns=limits["costs"].prefill_token_ns,
     )
 

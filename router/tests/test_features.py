@@ -25,6 +25,8 @@ def test_as_it_starts(tmp_path: Path) -> None:
         "prefix_caching": "on",
         "prefill_chunking": "on",
         "speculation": "off: start with --speculate N",
+        "async_scheduling": "off: the model computes on every core, and the router's work would "
+        "delay it",
         "quantization": "off: start with --quantize",
         "deterministic": ("off: this device's operators round differently in other batches"),
         "grammars": "on",
@@ -41,6 +43,8 @@ def test_as_it_starts(tmp_path: Path) -> None:
         ("prefix_caching", {"prompt_scaled_at": 512}, {}, "on: but prompts of more than 512 tok"),
         ("prefill_chunking", {}, {"disable_prefill_chunking": True}, "off: --disable-prefill-ch"),
         ("speculation", {}, {"speculate": 3}, "on: up to 3 guessed tokens"),
+        ("async_scheduling", {"spares_core": True}, {}, "on$"),
+        ("async_scheduling", {"spares_core": True}, {"speculate": 3}, "off: not together with"),
         ("quantization", {"quantize": "int8"}, {}, "on: int8"),
         ("deterministic", {"deterministic": True}, {}, "on$"),
         ("grammars", {}, {"disable_grammar_support": True}, "off: --disable-grammar-support "),

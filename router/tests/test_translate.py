@@ -43,7 +43,7 @@ def make_entry() -> Entry:
     return entry
 
 
-ADVANCE = Advance(grown_blocks=[(11, 7), (12, 8)], chunks=[(13, 16), (14, 2)], speculate=3)
+ADVANCE = Advance([(11, 7), (12, 8)], [(13, 16), (14, 2)], speculate=3, is_ahead=True)
 
 
 def unset_fields(message: Message) -> set[str]:
@@ -92,7 +92,7 @@ def test_decode() -> None:
 def check_advance(advance: pb.Advance) -> None:
     assert list(advance.grown_request_ids) == [11, 12] and list(advance.grown_block_ids) == [7, 8]
     assert list(advance.chunk_request_ids) == [13, 14] and list(advance.chunk_lens) == [16, 2]
-    assert advance.speculate == 3
+    assert advance.speculate == 3 and advance.is_ahead
     assert unset_fields(advance) == set()
 
 
@@ -190,6 +190,7 @@ def test_info() -> None:
         quantize="int8",
         deterministic=True,
         prompt_scaled_at=8192,
+        spares_core=True,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()

@@ -118,6 +118,7 @@ def assemble(
         shares_prefixes=not config.disable_prefix_caching,
         chunks_prompts=not config.disable_prefill_chunking,
         speculate=config.speculate,
+        runs_ahead=info.spares_core,
         costs=StepCosts(
             warmup.decode_step_ns, min(WARMUP_ROWS, config.batch_rows), warmup.prefill_token_ns
         ),

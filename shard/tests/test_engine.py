@@ -11,7 +11,7 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.step import Advance, FinishReason, WarmupLimits
+from text_generation_shard.step import Advance, FinishReason, StepResult, WarmupLimits
 
 from shard.tests.driver import Driver, load_engine
 
@@ -312,3 +312,21 @@ def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
     result = engine.warmup(WarmupLimits(64, 4))
     assert result.max_total_tokens == 512 and result.max_input_tokens == 511
     assert result.num_blocks == 4 * 512 // engine.block_size
+
+
+def test_a_step_sent_ahead_passes_over_who_has_ended(driver: Driver) -> None:
+    driver.add([driver.request(1, [5, 6, 7], max_new_tokens=3), driver.request(2, [8, 9])])
+    engine, batch_id = driver.engine, driver.batch_id
+    assert batch_id is not None
+    first, second = driver.advance({}), Advance([(1, driver.free.pop())], is_ahead=True)
+    assert engine.decode([batch_id], first).running_ids == [1, 2]
+    assert engine.decode([batch_id], Advance(is_ahead=True)).running_ids == [2]
+    # Request 1 ended meanwhile, and its table can not grow any more.
+    result = engine.decode([batch_id], second)
+    assert result.request_ids == [2] and result.running_ids == [2]
+    with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
+        engine.decode([batch_id], Advance(second.grown))
+    engine.clear(batch_id)
+    assert engine.decode([batch_id], Advance(is_ahead=True)) == StepResult([], [], [], [])
+    with pytest.raises(BatchError, match=f"Batch ID {batch_id} not found in cache."):
+        engine.decode([batch_id], Advance())

@@ -19,11 +19,16 @@ def num_compute_threads(
     Quotas are rounded down: with 1.5 cores two threads would both stand still for a quarter of the
     time, and wherever one does the other waits.
     """
+    whole = num_cores(cgroups, own_cgroups)
+    return max(1, whole - 1 if whole >= _CORES_TO_SPARE else whole)
+
+
+def num_cores(cgroups: Path = cgroup.GROUPS, own_cgroups: Path = cgroup.OWN_GROUPS) -> int:
+    """Whole cores that this process may use; 0 if its quota is less than one."""
     cores = float(len(os.sched_getaffinity(0)))
     folders = cgroup.folders("cpu", cgroups, own_cgroups)
     quotas = [quota for folder in folders for quota in _quota_in(folder)]
-    whole = int(min([cores, *quotas]))
-    return max(1, whole - 1 if whole >= _CORES_TO_SPARE else whole)
+    return int(min([cores, *quotas]))
 
 
 def _quota_in(folder: Path) -> list[float]:

@@ -18,6 +18,7 @@ from text_generation_shard.batch import CachedBatch, RowRequest
 from text_generation_shard.choosing import Chooser
 from text_generation_shard.columns import Watermark
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.cores import num_cores
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.layers import matrix
@@ -49,8 +50,11 @@ class Engine:
         )
         self.dtype = _dtype(config, self.model_config.dtype, self.device)
         self._config = config
+        num_threads = torch.get_num_threads()
+        self.spares_core = self.device.type != "cpu" or num_threads < num_cores()
+        """Whether a core is left to others while a step is computed."""
         if kernels.are_used(self.dtype, self.device):
-            kernels.prepare(self.dtype, config.quantize, torch.get_num_threads())
+            kernels.prepare(self.dtype, config.quantize, num_threads)
         self._backend = create_backend("auto", self.model_config, self.dtype, self.device)
         if config.deterministic and not self.is_deterministic:
             raise ModelError(
@@ -219,6 +223,8 @@ class Engine:
         start = time.perf_counter_ns()
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
+        if advance.is_ahead and not self._batches.keys() & set(batch_ids):
+            return StepResult([], [], [], [])
         batches = [self._batch(batch_id) for batch_id in dict.fromkeys(batch_ids)]
         batch = batches[0]
         concat_ns = None
@@ -285,7 +291,8 @@ class Engine:
         row → [start, end) of the others that go on."""
         table = self._table
         for request_id, block in advance.grown:
-            table.grow(request_id, block)
+            if not (advance.is_ahead and table.row(request_id) is None):
+                table.grow(request_id, block)
         inputs: dict[int, tuple[int, int]] = {}
         for request_id, count in advance.chunks:
             row = table.row(request_id)

@@ -58,6 +58,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             world_size=self._config.world_size,
             recompute_at=engine.recompute_at,
             prompt_scaled_at=engine.prompt_scaled_at,
+            spares_core=engine.spares_core,
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,
         )
@@ -134,12 +135,46 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
     ) -> AsyncIterator[pb.StepResponse]:
-        """Advance the running requests, once for each message."""
-        async for request in requests:
-            advance = _to_advance(request.advance)
-            yield _to_response(
-                await self._on_device(self._engine.decode, list(request.batch_ids), advance)
-            )
+        """Advance the running requests, once for each message.
+
+        Messages are read and handed to the device thread while it computes, so that it goes from
+        one step to the next without waiting for an answer to be sent.
+        """
+        steps: asyncio.Queue[asyncio.Future[StepResult] | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read_steps(requests, steps))
+        try:
+            while (step := await steps.get()) is not None:
+                yield _to_response(await step)
+            await reader
+        finally:
+            reader.cancel()
+            while not steps.empty():
+                if (step := steps.get_nowait()) is not None:
+                    step.add_done_callback(_forget)
+                    step.cancel()
+
+    async def _read_steps(
+        self,
+        requests: AsyncIterator[pb.DecodeRequest],
+        steps: "asyncio.Queue[asyncio.Future[StepResult] | None]",
+    ) -> None:
+        """Queues a step for each message, and None behind the last."""
+        loop = asyncio.get_running_loop()
+        try:
+            async for request in requests:
+                batch_ids, advance = list(request.batch_ids), _to_advance(request.advance)
+                decode = self._engine.decode
+                steps.put_nowait(
+                    loop.run_in_executor(self._device_thread, decode, batch_ids, advance)
+                )
+        finally:
+            steps.put_nowait(None)
+
+
+def _forget(step: "asyncio.Future[StepResult]") -> None:
+    """Takes note of how a step ended behind one that failed: nobody asks for it any more."""
+    if not step.cancelled():
+        step.exception()
 
 
 def _given(request: pb.WarmupRequest, name: Any) -> int | None:
@@ -151,6 +186,7 @@ def _to_advance(message: pb.Advance) -> Advance:
         grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
         chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
         speculate=message.speculate,
+        is_ahead=message.is_ahead,
     )
 
 

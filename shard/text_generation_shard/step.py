@@ -47,6 +47,7 @@ class Advance:
     # (request id, tokens of its input).
     chunks: Sequence[tuple[int, int]] = ()
     speculate: int = 0
+    is_ahead: bool = False
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class InfoResponse(_message.Message):
     QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCALED_AT_FIELD_NUMBER: _ClassVar[int]
+    SPARES_CORE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -58,7 +59,8 @@ class InfoResponse(_message.Message):
     quantize: str
     deterministic: bool
     prompt_scaled_at: int
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ...) -> None: ...
+    spares_core: bool
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -221,18 +223,20 @@ class WarmupResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
-    __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate")
+    __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate", "is_ahead")
     GROWN_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_LENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATE_FIELD_NUMBER: _ClassVar[int]
+    IS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     grown_request_ids: _containers.RepeatedScalarFieldContainer[int]
     grown_block_ids: _containers.RepeatedScalarFieldContainer[int]
     chunk_request_ids: _containers.RepeatedScalarFieldContainer[int]
     chunk_lens: _containers.RepeatedScalarFieldContainer[int]
     speculate: int
-    def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ...) -> None: ...
+    is_ahead: bool
+    def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ..., is_ahead: bool = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("batch", "cached_batch_id", "advance")

@@ -131,8 +131,9 @@ class TextGenerationServiceServicer(object):
 
     def Decode(self, request_iterator, context):
         """Advances the given batches, which become one: a token or more for every request whose prompt is
-        computed, a part of the prompt for the others. The call stays open: each message is answered
-        before the next is read, which takes half the time of a call for each.
+        computed, a part of the prompt for the others. The call stays open, which takes half the time
+        of a call for each, and a message may be sent before the one before is answered: the device
+        goes on with it at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -138,27 +138,31 @@ class DecodeCall:
     """Owns the call to one rank that decode steps go through, opened when one is needed.
 
     A message over an open call takes half the time of a call of its own: with a step of 7 ms
-    between, 0.46 ms for both ways instead of 0.96.
+    between, 0.46 ms for both ways instead of 0.96. Several may be under way.
     """
 
     def __init__(self, stub: pb_grpc.TextGenerationServiceStub) -> None:
         self._stub = stub
         self._call: Any = None
+        # gRPC writes one message and reads one at a time. Who comes first goes first, so that
+        # answers are read in the order in which their steps were asked for.
+        self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
         """One step. A call that has failed, or was given up, is not used again."""
-        call, self._call = self._call, None
-        if call is None or call.done():
-            call = self._stub.Decode()
+        if self._call is None or self._call.done():
+            self._call = self._stub.Decode()
+        call = self._call
         try:
-            await call.write(request)
-            response = await call.read()
+            async with self._writing:
+                await call.write(request)
+            async with self._reading:
+                response = await call.read()
         except asyncio.CancelledError:
             call.cancel()
             raise
         if not isinstance(response, pb.StepResponse):
             raise LostStepError("Server error: the shard has ended the call without an answer")
-        self._call = call
         return response
 
 

@@ -34,6 +34,7 @@ class ShardInfo:
     quantize: str = ""
     deterministic: bool = False
     prompt_scaled_at: int | None = None
+    spares_core: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def _to_advance(advance: Advance) -> pb.Advance:
         chunk_request_ids=[request_id for request_id, _ in advance.chunks],
         chunk_lens=[num_tokens for _, num_tokens in advance.chunks],
         speculate=advance.speculate,
+        is_ahead=advance.is_ahead,
     )
 
 
@@ -168,6 +170,7 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
         prompt_scaled_at=(
             response.prompt_scaled_at if response.HasField("prompt_scaled_at") else None
         ),
+        spares_core=response.spares_core,
     )
 
 

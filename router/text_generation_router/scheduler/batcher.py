@@ -1,17 +1,19 @@
 """Continuous batching: who computes what next.
 
-One task, `Batcher.run`, drives the shards, one step at a time. The next step is launched before the
-text of the last one is made, so that the router's work hides behind that of the shards. Therefore
-what only the router can see (a stop string, a client that left) takes effect one step late, and the
-token that was computed meanwhile is thrown away.
+One task, `Batcher.run`, drives the shards. The next step is launched before the text of the last
+one is made, so that the router's work hides behind that of the shards. Where they leave the router
+a core and the next step can do without the answer to the last one, it is even launched shortly
+before that comes, and the shards go from one to the other at once. Therefore what only the router
+can see (a stop string, a client that left) takes effect one or two steps late, and what was
+computed meanwhile is thrown away.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -44,6 +46,9 @@ TURNS_TO_SEND = 2
 # Clients that are given their tokens in one turn of the event loop. Then they write, some 2 ms for
 # all of them, and whoever waits for the loop (/health, newcomers) has a turn.
 DELIVERIES_PER_TURN = 64
+# So long before the end of a step the next one is launched, if it can be: the time it takes to be
+# planned and sent. Those who come meanwhile wait for a step more, so it is short.
+AHEAD_S = 0.002
 # For so long a step that succeeded proves that the shards take work.
 FRESH_S = 1.0
 
@@ -93,7 +98,11 @@ class Batcher:
         self._live: dict[int, Entry] = {}
         self._work = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
-        self._call: asyncio.Task[StepResult] | None = None
+        # The calls under way, and the step that was launched behind the one that we wait for.
+        self._calls: set[asyncio.Task[StepResult]] = set()
+        self._ahead: _Step | None = None
+        # How long the last decode took.
+        self._decode_s = 0.0
         self._is_healthy = True
         # When the last step came back.
         self._last_success = -math.inf
@@ -193,9 +202,10 @@ class Batcher:
         self._task = asyncio.current_task()
         try:
             while self._refusal is None:
-                step = await self._launch_next()
+                step, self._ahead = self._ahead or await self._launch_next(), None
                 await self._deliver_reply()
                 if step is not None:
+                    self._ahead = await self._launch_ahead(step)
                     self._reply = await self._receive(step)
                 elif not self._planner.queue:
                     self._work.clear()
@@ -209,8 +219,8 @@ class Batcher:
             raise
         finally:
             self._stop(IncompleteGenerationError)
-            if self._call is not None:
-                self._call.cancel()
+            for call in self._calls:
+                call.cancel()
             self._planner.sweep()
             self._meter.note_load()
             self._task = None
@@ -239,11 +249,33 @@ class Batcher:
             assert batch is not None and plan.advance is not None
             batch_id = batch.id
             call = self._shards.decode([batch_id], plan.advance)
-        self._call = asyncio.create_task(call)
-        step = _Step(plan, batch_id, self._call, time.perf_counter())
-        self._meter.note_launch(step.method)
+        step = self._launch(plan, batch_id, call)
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
+        return step
+
+    async def _launch_ahead(self, step: _Step) -> _Step | None:
+        """Launches the step behind one that is about to be done; None where that can not be.
+
+        Blocks do not change hands here: those who end in `step` have no rows in the next.
+        """
+        if not self._planner.is_steady(step.plan):
+            return None
+        began = max(step.launched, self._last_success)
+        if (wait_s := began + self._decode_s - AHEAD_S - time.perf_counter()) > 0:
+            await asyncio.wait({step.call}, timeout=wait_s)
+        plan = None if step.call.done() else self._planner.plan_ahead(step.plan)
+        if plan is None:
+            return None
+        assert plan.advance is not None
+        return self._launch(plan, step.batch_id, self._shards.decode([step.batch_id], plan.advance))
+
+    def _launch(self, plan: Plan, batch_id: int, call: Coroutine[Any, Any, StepResult]) -> _Step:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        step = _Step(plan, batch_id, task, time.perf_counter())
+        self._meter.note_launch(step.method)
         return step
 
     def _note_admission(self, plan: Plan) -> None:
@@ -260,13 +292,21 @@ class Batcher:
                 raise LostStepError("Server error: the shard answered for other requests")
         except GenerationError as error:
             self._meter.note_failure(step.method)
+            if self._ahead is not None:
+                # Whatever it says, it stands on what has failed.
+                await asyncio.gather(self._ahead.call, return_exceptions=True)
+                self._ahead = None
             await self._fail_step(step, error)
             return None
         self._is_healthy = True
-        self._last_success = time.perf_counter()
+        began, self._last_success = max(step.launched, self._last_success), time.perf_counter()
         self._batch = result.batch
         self._planner.settle(step.plan, result)
-        self._meter.note_step(step.method, time.perf_counter() - step.launched, result)
+        if self._ahead is not None and (ended := result.ended):
+            self._ahead = replace(self._ahead, plan=self._ahead.plan.without(ended))
+        if not step.plan.chunks:
+            self._decode_s = (result.forward_ns + result.decode_ns) / 1e9
+        self._meter.note_step(step.method, self._last_success - began, result)
         return _Reply(step, result)
 
     async def _deliver_reply(self) -> None:

@@ -7,8 +7,8 @@ share whatever they have written or write in it.
 """
 
 import sys
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Set
+from dataclasses import dataclass, field, replace
 
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry, EntryState
@@ -44,6 +44,8 @@ class SchedulerLimits:
     chunks_prompts: bool = True
     # Guessed tokens per request and step at most.
     speculate: int = 0
+    # A step is launched before the one before it is done, where it can do without its tokens.
+    runs_ahead: bool = False
     costs: StepCosts = field(default_factory=StepCosts)
     # From one token of a request to the next; None: as `Pace` decides.
     target_ns: float | None = None
@@ -68,6 +70,11 @@ class Plan:
     def num_decoding(self) -> int:
         """How many were writing before and go on; the others compute their prompts."""
         return len(self.asked - self.chunks.keys())
+
+    def without(self, entry_ids: Set[int]) -> "Plan":
+        """What is left of a plan made ahead, now that we know who ended in the step before."""
+        entries = {i: entry for i, entry in self.entries.items() if i not in entry_ids}
+        return replace(self, entries=entries, asked=self.asked - entry_ids)
 
 
 class Planner:
@@ -145,6 +152,35 @@ class Planner:
         asked = frozenset(entries.keys() - _resting(entries.values(), chunks))
         return Plan(admitted, advance if running else None, entries, chunks, asked)
 
+    def is_steady(self, plan: Plan) -> bool:
+        """Whether the step behind `plan`, which is under way, will be a decode of the same entries
+        less those that end in it: nobody waits, comes or leaves, and nothing is guessed."""
+        limits = self._limits
+        if not limits.runs_ahead or limits.speculate:
+            return False
+        return not (
+            self.queue
+            or plan.admitted
+            or plan.chunks
+            or any(entry.state is EntryState.ENDED for entry in plan.entries.values())
+        )
+
+    def plan_ahead(self, plan: Plan) -> Plan | None:
+        """The step behind `plan`, while that is under way; None if it depends on its answer.
+
+        Who ends in `plan` without our knowing beforehand is in it: see `Plan.without`.
+        """
+        if not self.is_steady(plan):
+            return None
+        going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
+        # Each has a token more by then.
+        growing = [e for e in going_on if not self._has_slots(e, e.num_tokens + 1)]
+        if not going_on or len(growing) > self.allocator.num_free:
+            return None
+        self._steps_since_join += 1
+        grown_blocks = [(entry.id, self._take_block(entry)) for entry in growing]
+        return Plan([], Advance(grown_blocks, is_ahead=True), plan.entries, {}, plan.asked)
+
     def _grow(self) -> list[tuple[int, int]]:
         """Gives every decoding entry room for the token whose KV the next step writes.
 
@@ -153,13 +189,17 @@ class Planner:
         """
         grown_blocks = []
         for entry in list(self.running.values()):
-            # None: it was preempted for an older one, or for itself.
-            while entry.block_table is not None and entry.block_table.num_slots < entry.num_tokens:
+            # Or it was preempted, for an older one or for itself.
+            while entry.id in self.running and not self._has_slots(entry, entry.num_tokens):
                 if self.allocator.num_free:
                     grown_blocks.append((entry.id, self._take_block(entry)))
                 else:
                     self._preempt_newest()
         return [pair for pair in grown_blocks if pair[0] in self.running]
+
+    def _has_slots(self, entry: Entry, num_tokens: int) -> bool:
+        assert entry.block_table is not None
+        return entry.block_table.num_slots >= num_tokens
 
     def _missing(self, entry: Entry, num_guesses: int) -> int:
         """How many blocks it lacks to write its tokens and so many guessed ones."""

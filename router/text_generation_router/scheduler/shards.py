@@ -33,6 +33,9 @@ class Advance:
     chunks: Sequence[tuple[int, int]] = ()
     # Tokens guessed at most for every request that gets one; the tables have room for them.
     speculate: int = 0
+    # The step before is not answered yet: who ends in it is passed over, and if nobody is left the
+    # answer is empty.
+    is_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,16 @@ class StepResult:
             self.logprobs
         ):
             return False
-        columns = zip(self.request_ids, self.finish_reasons, strict=True)
-        finished = {request_id for request_id, reason in columns if reason is not None}
-        finished |= self.errors.keys()
         left = () if self.batch is None else self.batch.request_ids
-        return asked == set(self.request_ids) and running - finished == set(left)
+        return asked == set(self.request_ids) and running - self.ended == set(left)
+
+    @property
+    def ended(self) -> Set[int]:
+        """The requests whose rows are free now."""
+        columns = zip(self.request_ids, self.finish_reasons, strict=True)
+        return {request_id for request_id, reason in columns if reason is not None} | (
+            self.errors.keys()
+        )
 
     @property
     def counts(self) -> Sequence[int]:
@@ -101,7 +109,8 @@ class Shards(Protocol):
     """All shards of the model as one. Every method raises GenerationError when a shard fails, and
     LostStepError when it may have computed something all the same.
 
-    One Prefill, Decode or FilterBatch is under way at a time.
+    One Prefill, Decode or FilterBatch is under way at a time, but for a Decode that is `is_ahead`:
+    it may be asked for while another Decode is under way, and is computed behind it.
     """
 
     async def prefill(

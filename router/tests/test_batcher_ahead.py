@@ -1,0 +1,117 @@
+"""Steps that are launched before the one before is done."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from text_generation_router.request import FinishReason
+
+from router.tests.fake_shards import FakeShards, expected_ids, writes
+from router.tests.scheduling import Failing, Gate, Rig, collect, make_request, running
+
+PROMPT = (1, 2, 3)
+
+
+def slow(**options: Any) -> FakeShards:
+    """Shards whose steps take long enough for the next one to be launched."""
+    return FakeShards(turns=10, **options)
+
+
+def num_ahead(shards: FakeShards) -> int:
+    """Of the steps so far, how many were launched ahead."""
+    return sum(advance is not None and advance.is_ahead for advance in shards.advances)
+
+
+async def test_one_request_alone() -> None:
+    async with running(slow(), runs_ahead=True) as rig:
+        outcome = await rig.outcome(PROMPT, 9)
+        assert outcome.ids == expected_ids(PROMPT, 9)
+        # A Prefill, a Decode behind it, and the others; none is computed for nothing.
+        assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 8
+        assert num_ahead(rig.shards) == 7
+
+
+@pytest.mark.parametrize("limits", [{}, {"runs_ahead": True, "speculate": 2}])
+async def test_never_where_the_next_step_depends_on_the_last(limits: dict[str, Any]) -> None:
+    async with running(slow(), **limits) as rig:
+        assert (await rig.outcome(PROMPT, 9)).ids == expected_ids(PROMPT, 9)
+        assert num_ahead(rig.shards) == 0
+
+
+async def test_an_end_that_nobody_could_foresee() -> None:
+    shards = slow(script=writes("abc"))
+    async with running(shards, runs_ahead=True) as rig:
+        outcome = await rig.outcome(PROMPT, 20)
+        assert outcome.generated is not None
+        assert outcome.generated.finish_reason is FinishReason.EOS_TOKEN
+        await rig.settle()
+        # The last step found nobody, and did nothing.
+        assert len(shards.passes) == 4 and len(shards.advances) == 5
+        assert (await rig.outcome((4, 5), 3)).text == "abc"
+
+
+async def test_one_ends_and_the_others_go_on() -> None:
+    def script(prompt: Any, place: int) -> int:
+        return writes("ab" if prompt[0] == 7 else "abcdefghijklmnopqrst")(prompt, place)
+
+    async with running(slow(script=script), runs_ahead=True) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((first, 2), 30) for first in (7, 8, 9, 7)))
+        long = "abcdefghijklmnopqrst"
+        texts = [o.generated and o.generated.text for o in outcomes]
+        assert texts == ["ab", long, long, "ab"]
+        assert num_ahead(rig.shards) > 10
+
+
+async def test_a_newcomer_is_let_in_at_the_next_step_but_one_at_the_latest() -> None:
+    async with running(slow(), runs_ahead=True) as rig:
+        long = asyncio.create_task(rig.outcome(PROMPT, 40))
+        await rig.until(lambda: num_ahead(rig.shards) == 3)
+        before = len(rig.shards.calls)
+        assert (await rig.outcome((4, 5), 6)).ids == expected_ids((4, 5), 6)
+        methods = [method for method, _ in rig.shards.calls[before:]]
+        assert methods.index("prefill") <= 1
+        assert (await long).ids == expected_ids(PROMPT, 40)
+
+
+async def test_a_client_that_leaves() -> None:
+    async with running(slow(), runs_ahead=True) as rig:
+        entries = [rig.batcher.submit(make_request((n, 2), 40)) for n in range(3)]
+        await rig.until(lambda: num_ahead(rig.shards) == 3)
+        rig.batcher.cancel(entries[1])
+        texts = [(await collect(entry)).ids for entry in (entries[0], entries[2])]
+        assert texts == [expected_ids((0, 2), 40), expected_ids((2, 2), 40)]
+        assert ("filter", (entries[0].id, entries[2].id)) in rig.shards.calls
+
+
+async def test_no_block_is_left_for_it() -> None:
+    """Who could only grow by another's preemption waits for the answer."""
+    shards = slow(num_blocks=8, block_size=4)
+    async with running(shards, runs_ahead=True) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 20) for n in range(3)))
+        assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 20) for n in range(3)]
+        assert num_ahead(shards) and rig.metrics.request_preempted.value()
+
+
+@pytest.mark.parametrize("failing", range(1, 7))
+async def test_a_step_fails(failing: int) -> None:
+    """With the one behind it, if there is one; and the next request is served."""
+    shards = slow(hook=Failing(decode=[failing]))
+    async with running(shards, runs_ahead=True) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((n, 2), 7) for n in range(2)))
+        for n, outcome in enumerate(outcomes):
+            assert str(outcome.error) == f"Server error: decode {failing}"
+            assert outcome.ids == expected_ids((n, 2), failing)
+        assert (await rig.outcome((8, 9), 7)).ids == expected_ids((8, 9), 7)
+
+
+async def test_the_server_stops() -> None:
+    gate = Gate("decode")
+    shards = slow(hook=gate)
+    rig: Rig
+    async with running(shards, runs_ahead=True) as rig:
+        entry = rig.batcher.submit(make_request(PROMPT, 9))
+        await rig.until(lambda: shards.num_under_way == 2)
+        await rig.batcher.close()
+        assert (await collect(entry)).error is not None
+        await rig.until(lambda: not shards.is_busy)
+        shards.batches.clear()
