@@ -256,6 +256,7 @@ async def test_a_step_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
         while not rank.asked:
             await asyncio.sleep(0.001)
         call.cancel()
+        await asyncio.wait({call})
         assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))
 
 

@@ -176,7 +176,17 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
 
 async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
     """The answers of all ranks in order, or the failure of the first that failed."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
+    first, *others = calls
+    if not others:
+        # Gathering one would make a task of it, and every step would wait for a turn more.
+        try:
+            return [await first]
+        except (asyncio.CancelledError, GenerationError, grpc.aio.AioRpcError) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # it is we who are cancelled
+            raise _generation_error(error, is_lost=False) from error
+    answers = await asyncio.gather(first, *others, return_exceptions=True)
     responses = [answer for answer in answers if not isinstance(answer, BaseException)]
     for answer in answers:
         if isinstance(answer, BaseException):

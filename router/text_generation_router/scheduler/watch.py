@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.pace import StepCosts
@@ -24,6 +24,9 @@ NUM_QUESTIONS = 3
 # A call that takes so long is not finished by shards that live, either: their device is stuck.
 STUCK_S = 300.0
 STUCK_FACTOR = 20.0
+
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +58,21 @@ class WatchedShards:
         advance: Advance | None = None,
     ) -> StepResult:
         """See `Shards.prefill`."""
-        async with self._call():
-            return await self._shards.prefill(batch_id, entries, cached_batch_id, advance)
+        return await self._watched(
+            self._shards.prefill, batch_id, entries, cached_batch_id, advance
+        )
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
-        async with self._call():
-            return await self._shards.decode(batch_ids, advance)
+        return await self._watched(self._shards.decode, batch_ids, advance)
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
-        async with self._call():
-            return await self._shards.filter_batch(batch_id, request_ids)
+        return await self._watched(self._shards.filter_batch, batch_id, request_ids)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
-        async with self._call():
-            await self._shards.clear_cache(batch_id)
+        await self._watched(self._shards.clear_cache, batch_id)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
         """See `Shards.compile_grammar`; its time is limited anyway."""
@@ -86,8 +87,12 @@ class WatchedShards:
         if self.verdict is not None:
             raise LostStepError(self.verdict)
 
-    @asynccontextmanager
-    async def _call(self) -> AsyncIterator[None]:
+    async def _watched(
+        self,
+        call: Callable[_Arguments, Awaitable[_Answer]],
+        *arguments: _Arguments.args,
+        **options: _Arguments.kwargs,
+    ) -> _Answer:
         self._check()
         loop = asyncio.get_running_loop()
         # Without a time limit of its own: `_give_up` sets it.
@@ -97,7 +102,7 @@ class WatchedShards:
                 self._calls[scope] = loop.time()
                 if self._timer is None and self._question is None:
                     self._timer = loop.call_later(PATIENCE_S, self._look)
-                yield
+                return await call(*arguments, **options)
         except TimeoutError:
             self._check()
             raise
