@@ -13,7 +13,7 @@ from text_generation_shard.engine import Engine
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.step import Advance, FinishReason, StepResult, WarmupLimits
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import NUM_BLOCKS, Driver, load_engine
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
@@ -136,9 +136,35 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
         engine.decode([driver.batch_id], Advance(grown=[(55, 3)]))
     with pytest.raises(BatchError, match="exceed 400"):
         engine.prefill(7, [driver.request(2, [3], max_new_tokens=500)], None)
+    # Beyond the cache there is memory that belongs to something else.
+    with pytest.raises(BatchError, match="request 1: there is no block 400, the cache has 400"):
+        engine.decode([driver.batch_id], Advance(grown=[(1, NUM_BLOCKS)]))
+    stranger = driver.request(3, [3])
+    stranger = type(stranger)(**{**fields(stranger), "block_table": [NUM_BLOCKS]})
+    with pytest.raises(BatchError, match="request 3: there is no block 400"):
+        engine.prefill(7, [stranger], None)
     engine.clear(None)
     assert engine.num_rows_taken == 0
     engine.clear(12345)
+
+
+def test_a_step_sent_ahead_passes_over_who_has_ended(driver: Driver) -> None:
+    short = driver.request(1, [5, 6, 7], max_new_tokens=3, ignore_eos_token=True)
+    driver.add([short, driver.request(2, [8, 9], ignore_eos_token=True)])
+    engine, batch_id = driver.engine, driver.batch_id
+    assert batch_id is not None
+    first, second = driver.advance({}), Advance([(1, driver.free.pop())], is_ahead=True)
+    assert engine.decode([batch_id], first).running_ids == [1, 2]
+    assert engine.decode([batch_id], Advance(is_ahead=True)).running_ids == [2]
+    # Request 1 ended meanwhile, and its table can not grow any more.
+    result = engine.decode([batch_id], second)
+    assert result.request_ids == [2] and result.running_ids == [2]
+    with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
+        engine.decode([batch_id], Advance(second.grown))
+    engine.clear(batch_id)
+    assert engine.decode([batch_id], Advance(is_ahead=True)) == StepResult([], [], [], [])
+    with pytest.raises(BatchError, match=f"Batch ID {batch_id} not found in cache."):
+        engine.decode([batch_id], Advance())
 
 
 def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Driver) -> None:
@@ -312,21 +338,3 @@ def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:
     result = engine.warmup(WarmupLimits(64, 4))
     assert result.max_total_tokens == 512 and result.max_input_tokens == 511
     assert result.num_blocks == 4 * 512 // engine.block_size
-
-
-def test_a_step_sent_ahead_passes_over_who_has_ended(driver: Driver) -> None:
-    driver.add([driver.request(1, [5, 6, 7], max_new_tokens=3), driver.request(2, [8, 9])])
-    engine, batch_id = driver.engine, driver.batch_id
-    assert batch_id is not None
-    first, second = driver.advance({}), Advance([(1, driver.free.pop())], is_ahead=True)
-    assert engine.decode([batch_id], first).running_ids == [1, 2]
-    assert engine.decode([batch_id], Advance(is_ahead=True)).running_ids == [2]
-    # Request 1 ended meanwhile, and its table can not grow any more.
-    result = engine.decode([batch_id], second)
-    assert result.request_ids == [2] and result.running_ids == [2]
-    with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
-        engine.decode([batch_id], Advance(second.grown))
-    engine.clear(batch_id)
-    assert engine.decode([batch_id], Advance(is_ahead=True)) == StepResult([], [], [], [])
-    with pytest.raises(BatchError, match=f"Batch ID {batch_id} not found in cache."):
-        engine.decode([batch_id], Advance())

@@ -37,7 +37,7 @@ def driver(engine: Engine) -> Driver:
 
 def table_of(*rows: list[int]) -> RowTable:
     """Rows that know these tokens, the last of which is not computed yet."""
-    table = RowTable(len(rows), 200, 16)
+    table = RowTable(len(rows), 200, 16, 12)
     for number, ids in enumerate(rows):
         sampling = SamplingParams()
         row = table.take(RowRequest(number, ids, len(ids), 0, range(12), sampling, 50))

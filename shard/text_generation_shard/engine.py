@@ -84,7 +84,7 @@ class Engine:
         )
         self._is_stopping = threading.Event()
         self._max_prefill_tokens = 1
-        self._use_table(0, 0)
+        self._use_table(0, 0, 0)
         self._batches: dict[int, CachedBatch] = {}
         self._costs = StepCosts(1, 1, 1)
 
@@ -140,7 +140,7 @@ class Engine:
         num_blocks, max_total = memory.cache_size(
             shape, limits, available, self.model_config.max_position
         )
-        self._use_table(limits.max_batch_size, max_total)
+        self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache = self._backend.allocate(shape, num_blocks, self.device)
         self._costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
         ledger = memory.Ledger(
@@ -267,8 +267,8 @@ class Engine:
             if batch is not None:
                 self._table.release(batch.rows.tolist())
 
-    def _use_table(self, capacity: int, max_total_tokens: int) -> None:
-        self._table = RowTable(capacity, max_total_tokens, self.block_size)
+    def _use_table(self, capacity: int, max_total_tokens: int, num_blocks: int) -> None:
+        self._table = RowTable(capacity, max_total_tokens, self.block_size, num_blocks)
         self._guesser = Guesser(capacity)
         self._runner = StepRunner(
             self._model,
@@ -390,10 +390,11 @@ class Engine:
             return max(0, int(available * _CPU_MEMORY_SHARE)), activations
         # The largest pass runs in a cache just large enough for it; its peak is then set aside.
         tokens = limits.max_prefill_tokens
-        self._use_table(1, tokens + 2)
+        num_blocks = tokens // shape.block_size + 2
+        self._use_table(1, tokens + 2, num_blocks)
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            self._backend.allocate(shape, tokens // shape.block_size + 2, self.device)
+            self._backend.allocate(shape, num_blocks, self.device)
             rehearse(self, tokens, tokens + 2)
         except torch.OutOfMemoryError as error:
             raise ModelError(

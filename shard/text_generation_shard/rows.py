@@ -19,8 +19,11 @@ class RowTable:
     the input of the next step. block_tables covers what is written.
     """
 
-    def __init__(self, capacity: int, max_total_tokens: int, block_size: int) -> None:
+    def __init__(
+        self, capacity: int, max_total_tokens: int, block_size: int, num_cache_blocks: int
+    ) -> None:
         self.block_size = block_size
+        self.num_cache_blocks = num_cache_blocks
         self.max_total_tokens = max_total_tokens
         width = -(-(max_total_tokens + 1) // block_size)
         self.lens: Ints = np.zeros(capacity, dtype=np.int64)
@@ -108,10 +111,18 @@ class RowTable:
                 f"{request.first_end} tokens; a request has at most {self.block_tables.shape[1]} "
                 "blocks"
             )
+        self._check_block(request.id, max(request.block_table, default=0))
         if request.id in self._rows:
             raise BatchError(f"request {request.id} is running already")
         if not self._free:
             raise BatchError(f"all {len(self._requests)} rows are taken")
+
+    def _check_block(self, request_id: int, block: int) -> None:
+        if block >= self.num_cache_blocks:
+            raise BatchError(
+                f"request {request_id}: there is no block {block}, the cache has "
+                f"{self.num_cache_blocks}"
+            )
 
     def release(self, rows: Sequence[int]) -> None:
         """Give rows back; what they held is forgotten."""
@@ -141,6 +152,7 @@ class RowTable:
         held = int(self._num_blocks[row])
         if held == self.block_tables.shape[1]:
             raise BatchError(f"request {request_id} has all blocks its longest context needs")
+        self._check_block(request_id, block)
         self.block_tables[row, held] = block
         self._num_blocks[row] += 1
 

@@ -33,6 +33,8 @@ class RotaryEmbedding:
         if config.kind == "longrope":
             self._long_frequencies = 1.0 / (_factors(config, "long_factor", device) * base)
         self.length_rule = {"dynamic": "prompt", "longrope": "total"}.get(config.kind)
+        # [positions, 2, rotary_dim / 2], see `_table`.
+        self._known = torch.empty(0)
 
     @property
     def recompute_at(self) -> int | None:
@@ -45,23 +47,39 @@ class RotaryEmbedding:
         return self._config.max_position if self.length_rule == "prompt" else None
 
     def __call__(
-        self, positions: Tensor, rope_lens: Tensor | None, dtype: torch.dtype
+        self, positions: Tensor, rope_lens: Tensor | None, dtype: torch.dtype, end: int
     ) -> "Rotation":
-        """What turns heads at positions [T]."""
+        """What turns heads at positions [T], all of them below `end`."""
+        uses_kernels = kernels.are_used(dtype, positions.device)
+        if uses_kernels and rope_lens is None:
+            return KernelRotation(self._table(end).index_select(0, positions))
         frequencies = self._frequencies
         if self._long_frequencies is not None and rope_lens is not None:
             is_long = rope_lens > self._config.original_max_position
             frequencies = torch.where(is_long[:, None], self._long_frequencies, frequencies)
         elif self.length_rule == "prompt" and rope_lens is not None:
             frequencies = self._dynamic(rope_lens)
-        angles = positions.float()[:, None] * frequencies
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        if kernels.are_used(dtype, positions.device):
+        cos, sin = self._turns(positions, frequencies)
+        if uses_kernels:
             return KernelRotation(torch.stack((cos, sin), dim=1))
         return TorchRotation(
             torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
             torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
         )
+
+    def _turns(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, rotary_dim / 2], scaled."""
+        angles = positions.float()[:, None] * frequencies
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def _table(self, end: int) -> Tensor:
+        """What positions from 0 to `end` at least turn by, where lengths do not matter. It grows
+        by doubling: 8 bytes for each position and pair of features. Seven operators on a handful of
+        numbers took 0.17 ms of a decode step, in caches that the weights have just swept."""
+        if len(self._known) < end:
+            positions = torch.arange(max(1024, 1 << (end - 1).bit_length()))
+            self._known = torch.stack(self._turns(positions, self._frequencies), dim=1)
+        return self._known
 
     def _dynamic(self, rope_lens: Tensor) -> Tensor:
         """NTK-aware scaling that grows with the length: [T, rotary_dim / 2]."""

@@ -94,7 +94,8 @@ class LlamaModel:
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         plan = self._backend.plan(batch)
-        rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype)
+        end = max(batch.host_context_lens)
+        rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
         hidden = self._embedding(batch.input_ids)
         if self.config.embedding_multiplier != 1.0:
             hidden = hidden * self.config.embedding_multiplier
