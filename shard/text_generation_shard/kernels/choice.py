@@ -4,10 +4,14 @@ What `sampling.sample` does with torch's operators, for one row at a time and wi
 vocabulary. Nothing of a row depends on another one.
 """
 
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from numba import boolean, float32, int32, int64, njit, prange
+from llvmlite import ir
+from numba import boolean, float32, int32, int64, njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from text_generation_shard.kernels.block import BLOCK, largest, weigh
 from text_generation_shard.kernels.vector import FLOAT32, array_at, scratch
@@ -17,23 +21,26 @@ _DEPTH: Final = 8.0
 # Candidates are counted into so many bins until there are few enough to be sorted.
 _BINS: Final = 1024
 _FEW: Final = 48
+# Of float32, as float64.
+_LOWEST: Final = -float(np.finfo(np.float32).max)
 
 _NOTHING: Final = np.float32(-np.inf)
 
 _VALUES, _NUMBERS, _SCORES = float32[::1], int64[::1], float32[:, ::1]
-SIGNATURE: Final = (
+_TAKEN: Final = (
     *(_SCORES, _NUMBERS, _NUMBERS),
     *(int32[:, ::1], _NUMBERS, _NUMBERS, boolean[:, ::1], _SCORES, _NUMBERS),
     *(_NUMBERS, _NUMBERS, _VALUES, _NUMBERS, _NUMBERS, _VALUES),
 )
-"""What `choose` takes."""
+# What the two kernels take: a row's place, or the address of the code for a row, and the rest.
+ONE: Final = (int64, *_TAKEN)
+MANY: Final = (int64, *_TAKEN)
 
 # Of functions that Python never calls: without a way to do that they compile in three quarters of
 # the time.
 _INNER: Final = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-@njit(nogil=True, cache=True)
 def choose(
     scores: Any,
     rows: Any,
@@ -60,23 +67,81 @@ def choose(
     Scores become what was chosen from: for choices that are drawn relative to the best one, over
     the temperature, -inf where nothing can be drawn. Without any score it is token 0, and NaN.
     """
-    choices = rows, lens, token_ids, prompt_lens, min_new_tokens
+    choices = scores, rows, lens, token_ids, prompt_lens, min_new_tokens
     sampling = flags, values, seeds, biased, bias_ids, biases, end_ids
     # For one row, waking a thread takes longer than the row.
     if len(scores) == 1:
-        _choose_one(0, scores, *choices, *sampling, chosen_ids, logprobs)
+        choose_one(0, *choices, *sampling, chosen_ids, logprobs)
     else:
-        _choose_many(scores, *choices, *sampling, chosen_ids, logprobs)
+        choose_many(_address_of_one(), *choices, *sampling, chosen_ids, logprobs)
 
 
-@njit(parallel=True, cache=True, **_INNER)
-def _choose_many(scores: Any, *rest: Any) -> None:
+@cache
+def _address_of_one() -> int:
+    choose_one.compile(ONE)
+    code = choose_one.overloads[ONE]
+    return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def _call(typingctx: Any, code: Any, arguments: Any) -> Any:
+    """Run the code at an address, which takes a tuple of arguments as C does, returning nothing."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in arguments]
+        code = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
+        given = cgutils.unpack_tuple(builder, values[1], len(kinds))
+        builder.call(builder.inttoptr(values[0], code), given)
+        return context.get_dummy_value()
+
+    return types.void(code, arguments), generate
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def choose_many(
+    code: int,
+    scores: Any,
+    rows: Any,
+    lens: Any,
+    token_ids: Any,
+    prompt_lens: Any,
+    min_new_tokens: Any,
+    flags: Any,
+    values: Any,
+    seeds: Any,
+    biased: Any,
+    bias_ids: Any,
+    biases: Any,
+    end_ids: Any,
+    chosen_ids: Any,
+    logprobs: Any,
+) -> None:
+    """`choose` in several threads. Rows are chosen from by the code at an address: inlined here,
+    where a loop in threads makes five copies of its body, it would compile in twice the time."""
     for place in prange(len(scores)):
-        _choose_one(place, scores, *rest)
+        arguments = (
+            np.int64(place),
+            scores,
+            rows,
+            lens,
+            token_ids,
+            prompt_lens,
+            min_new_tokens,
+            flags,
+            values,
+            seeds,
+            biased,
+            bias_ids,
+            biases,
+            end_ids,
+            chosen_ids,
+            logprobs,
+        )
+        _call(code, arguments)
 
 
-@njit(**_INNER)
-def _choose_one(
+@njit(nogil=True, cache=True)
+def choose_one(
     place: int,
     scores: Any,
     rows: Any,
@@ -94,6 +159,7 @@ def _choose_one(
     chosen_ids: Any,
     logprobs: Any,
 ) -> None:
+    """`choose` for one of the scores."""
     own, row, known = scores[place], rows[place], lens[place]
     if flags[row, 3]:
         _penalise(own, token_ids[row, :known], prompt_lens[row], values[row])
@@ -123,7 +189,9 @@ def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
     """Change the scores of the known tokens; only how often they stand in the output counts."""
     repetition, frequency, presence = values[4], values[5], values[6]
     # -1: in the prompt only.
-    counts = np.zeros(len(scores), np.int32)
+    counts = np.empty(len(scores), np.int32)
+    for place in range(len(scores)):
+        counts[place] = 0
     for place in range(len(known)):
         if place < prompt_len:
             counts[known[place]] = -1
@@ -150,15 +218,18 @@ def _drawn(scores: Any, values: Any, number: float) -> Any:
     _weigh_all(scores, weights, sums)
     top_k, top_p, typical_p = values[1], values[2], values[3]
     if 0 < top_k < len(scores):
-        least, _ = reached_at(scores, np.ones(len(scores), np.float32), np.float64(top_k))
+        ones = np.empty(len(scores), np.float32)
+        for place in range(len(scores)):
+            ones[place] = np.float32(1.0)
+        least, _ = reached_at(scores, ones, np.float64(top_k))
         # Ties with the k-th best stay.
         _cut(scores, weights, sums, scores, least, len(scores))
     if top_p < 1.0:
-        least, last = reached_at(scores, weights, top_p * sums.sum())
+        least, last = reached_at(scores, weights, top_p * _total(sums))
         _cut(scores, weights, sums, scores, least, last)
     if typical_p < 1.0:
-        nearness = _nearness(scores, weights, sums.sum())
-        least, _ = reached_at(nearness, weights, typical_p * sums.sum())
+        nearness = _nearness(scores, weights, _total(sums))
+        least, _ = reached_at(nearness, weights, typical_p * _total(sums))
         _cut(scores, weights, sums, nearness, least, len(scores))
     return draw(weights, sums, number)
 
@@ -236,14 +307,20 @@ def _mixed(bits: Any) -> Any:
 def draw(weights: Any, sums: Any, number: float) -> Any:
     """Where a number in [0, 1) falls among weights, whose blocks have these sums; and their
     total."""
-    total = 0.0
-    for block in range(len(sums)):
-        total += sums[block]
+    total = _total(sums)
     target = number * total
     block, before = _first_beyond(sums, 0, len(sums), 0.0, target)
     start = block * BLOCK
     place, _ = _first_beyond(weights, start, start + BLOCK, before, target)
     return place, total
+
+
+@njit(**_INNER)
+def _total(sums: Any) -> float:
+    total = 0.0
+    for block in range(len(sums)):
+        total += sums[block]
+    return total
 
 
 @njit(**_INNER)
@@ -294,7 +371,7 @@ def reached_at(keys: Any, weights: Any, target: float) -> Any:
     places = np.empty(len(keys), np.int32)
     count, total = _candidates(keys, weights, -_DEPTH, places)
     if total < target:
-        count, total = _candidates(keys, weights, -np.finfo(np.float32).max, places)
+        count, total = _candidates(keys, weights, _LOWEST, places)
     before = 0.0
     sums = np.empty(_BINS, np.float64)
     while count > _FEW:
@@ -321,7 +398,7 @@ def reached_at(keys: Any, weights: Any, target: float) -> Any:
     while index < count - 1 and before + weights[places[index]] < target:
         before += weights[places[index]]
         index += 1
-    return keys[places[index]], places[index]
+    return keys[places[index]], np.int64(places[index])
 
 
 @njit(**_INNER)

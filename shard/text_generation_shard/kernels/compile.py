@@ -43,4 +43,5 @@ def _signatures(kind: Any, quantize: str | None) -> Iterator[tuple[Any, tuple[An
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
     weight_kind = kind if quantize is None else forms.get(quantize, kind)
     yield layers.run_layers, layers.signature(weight_kind, kind)
-    yield choice.choose, choice.SIGNATURE
+    yield choice.choose_one, choice.ONE
+    yield choice.choose_many, choice.MANY
