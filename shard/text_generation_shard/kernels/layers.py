@@ -93,7 +93,7 @@ def run_layers(
     """Take the hidden states of T tokens through all layers, in place; what the last one adds to
     them is left in `buffers.delta`. angles [T, 2, half] as in `rotate_`."""
     rows = len(pages.slots)
-    before = 0
+    before = np.int64(0)
     for place in range(len(layers)):
         layer = layers[place]
         _add_norm(kind, before, layer.attention_norm, rows, sizes, constants, buffers)
