@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from numba import njit
-from text_generation_shard.kernels import are_vectors_wide, linear
+from numba import njit, typeof
+from text_generation_shard.kernels import are_vectors_wide, layers, linear
 from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.grouped_linear import gated_product, product
+from text_generation_shard.kernels.grouped_linear import call_product
 from text_generation_shard.kernels.vector import BFLOAT16, INT8
 from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
 
@@ -55,11 +55,9 @@ def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyP
 
 
 @njit
-def _call(is_gated, weight_kind, weights, scales, inputs, out, rows, steps, outputs):  # type: ignore[no-untyped-def]
-    if is_gated:
-        gated_product(weight_kind, BFLOAT16, weights, scales, inputs, out, rows, steps, outputs)
-    else:
-        product(weight_kind, BFLOAT16, weights, scales, inputs, out, rows, steps, outputs)
+def _call(code, weight_kind, weights, scales, inputs, out, rows, steps, outputs, is_gated):  # type: ignore[no-untyped-def]
+    where = weights, scales, inputs, out, rows, steps, outputs
+    call_product(weight_kind, BFLOAT16, code, *where, is_gated)
 
 
 @pytest.mark.parametrize("form", [TiledInt8Matrix, TiledInt4Matrix])
@@ -73,5 +71,7 @@ def test_compiled_code_multiplies_by_any_kind(
     assert place is not None
     out = torch.zeros_like(expected)
     addresses = place.weight, place.scales, hidden.data_ptr(), out.data_ptr()
-    _call(is_gated, place.kind, *addresses, 5, 32, out.shape[1])
+    codes = layers.codes(typeof(place.kind), typeof(BFLOAT16))
+    code = codes.multiply_gated if is_gated else codes.multiply
+    _call(code, place.kind, *addresses, 5, 32, out.shape[1], is_gated)
     assert torch.equal(out, expected)

@@ -54,7 +54,8 @@ class Engine:
         self.spares_core = self.device.type != "cpu" or num_threads < num_cores()
         """Whether a core is left to others while a step is computed."""
         if kernels.are_used(self.dtype, self.device):
-            kernels.prepare(self.dtype, config.quantize, num_threads)
+            free_bytes = memory.available_cpu_bytes()
+            kernels.prepare(self.dtype, config.quantize, num_threads, free_bytes)
         self._backend = create_backend("auto", self.model_config, self.dtype, self.device)
         if config.deterministic and not self.is_deterministic:
             raise ModelError(

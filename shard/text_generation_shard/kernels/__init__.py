@@ -42,15 +42,18 @@ def are_vectors_wide() -> bool:
     return torch.cpu._is_avx512_supported()
 
 
-def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int) -> None:
+def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int, free_bytes: int) -> None:
     """Have every kernel ready; those that the calling thread starts use so many threads, or as many
-    as the process has cores if that is less."""
+    as the process has cores if that is less. free_bytes: memory that processes may take which help
+    compiling."""
     import numba
 
     from text_generation_shard.kernels.compile import compile_all
 
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-    seconds = compile_all(dtype, quantize)
+    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
+    # Processes are copied there, which those that have threads for kernels survive as copies only.
+    seconds = compile_all(dtype, quantize, num_threads, free_bytes)
+    numba.set_num_threads(num_threads)
     if seconds > _COMPILED_S:
         logger.info(
             "compiled the kernels for this processor in %.0f s; they are kept for the next start",

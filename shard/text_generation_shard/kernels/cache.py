@@ -1,14 +1,24 @@
 """Where compiled kernels are kept between starts."""
 
+import fcntl
 import hashlib
 import logging
+import os
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from llvmlite import binding
 from numba.core import config
 
 logger = logging.getLogger(__name__)
+
+# Another server may be compiling; a little longer than that takes on a slow machine.
+_PATIENCE_S = 120.0
+_POLL_S = 0.1
 
 
 def choose_directory() -> None:
@@ -41,3 +51,56 @@ def _candidates() -> Iterator[Path]:
         yield Path(config.CACHE_DIR)
     yield Path(__file__).parent / "__pycache__"
     yield Path.home() / ".cache"
+
+
+@contextmanager
+def filling(content: str) -> Iterator[bool]:
+    """Around reading, or compiling, what `content` names. Whether it has to be compiled: no block
+    like this has ended on such a machine. Meanwhile no other process fills the directory.
+
+    Only an expectation: numba itself looks, and compiles what is missing.
+    """
+    directory = Path(config.CACHE_DIR)
+    machine = f"{sys.implementation.cache_tag}-{binding.get_host_cpu_name()}"
+    filled = directory / f"filled-{machine}-{content}"
+    if filled.exists():
+        yield False
+        return
+    with _alone(directory / "lock"):
+        is_empty = not filled.exists()
+        yield is_empty
+        # The directory may have become one that can not be written.
+        with suppress(OSError):
+            filled.touch()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is here: two servers that start at the same time would compile all
+    twice. Where there are no locks, or another process keeps this one for too long, it goes on."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        yield
+        return
+    try:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not _is_locked(descriptor) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        # Processes forked meanwhile hold it, too.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether the lock is ours, or there can be none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -4,16 +4,13 @@ What `sampling.sample` does with torch's operators, for one row at a time and wi
 vocabulary. Nothing of a row depends on another one.
 """
 
-from functools import cache
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import ir
-from numba import boolean, float32, int32, int64, njit, prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import boolean, float32, int32, int64, njit, prange
 
 from text_generation_shard.kernels.block import BLOCK, largest, weigh
+from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.vector import FLOAT32, array_at, scratch
 
 # How far below the best score tokens are looked at first; almost always that is enough.
@@ -32,9 +29,10 @@ _TAKEN: Final = (
     *(int32[:, ::1], _NUMBERS, _NUMBERS, boolean[:, ::1], _SCORES, _NUMBERS),
     *(_NUMBERS, _NUMBERS, _VALUES, _NUMBERS, _NUMBERS, _VALUES),
 )
-# What the two kernels take: a row's place, or the address of the code for a row, and the rest.
 ONE: Final = (int64, *_TAKEN)
+"""What `choose_one` takes."""
 MANY: Final = (int64, *_TAKEN)
+"""What `choose_many` takes."""
 
 # Of functions that Python never calls: without a way to do that they compile in three quarters of
 # the time.
@@ -73,28 +71,7 @@ def choose(
     if len(scores) == 1:
         choose_one(0, *choices, *sampling, chosen_ids, logprobs)
     else:
-        choose_many(_address_of_one(), *choices, *sampling, chosen_ids, logprobs)
-
-
-@cache
-def _address_of_one() -> int:
-    choose_one.compile(ONE)
-    code = choose_one.overloads[ONE]
-    return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
-
-
-@intrinsic
-def _call(typingctx: Any, code: Any, arguments: Any) -> Any:
-    """Run the code at an address, which takes a tuple of arguments as C does, returning nothing."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kinds = [context.get_value_type(kind) for kind in arguments]
-        code = ir.FunctionType(ir.VoidType(), kinds).as_pointer()
-        given = cgutils.unpack_tuple(builder, values[1], len(kinds))
-        builder.call(builder.inttoptr(values[0], code), given)
-        return context.get_dummy_value()
-
-    return types.void(code, arguments), generate
+        choose_many(address_of(choose_one, ONE), *choices, *sampling, chosen_ids, logprobs)
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -116,8 +93,7 @@ def choose_many(
     chosen_ids: Any,
     logprobs: Any,
 ) -> None:
-    """`choose` in several threads. Rows are chosen from by the code at an address: inlined here,
-    where a loop in threads makes five copies of its body, it would compile in twice the time."""
+    """`choose` in several threads; code: where `choose_one` lies."""
     for place in prange(len(scores)):
         arguments = (
             np.int64(place),
@@ -137,7 +113,7 @@ def choose_many(
             chosen_ids,
             logprobs,
         )
-        _call(code, arguments)
+        call(code, arguments)
 
 
 @njit(nogil=True, cache=True)

@@ -1,47 +1,86 @@
 """Compiling every kernel before the first request needs one."""
 
+import logging
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from numba import boolean, float32, int8, int64, typeof, uint8
+from numba import int8, njit, typeof, uint8
 
-from text_generation_shard.kernels import (
-    are_vectors_wide,
-    attention,
-    choice,
-    grouped_linear,
-    layers,
-    linear,
-    pointwise,
-)
+from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers
+from text_generation_shard.kernels.children import Children
 from text_generation_shard.kernels.vector import marker
 
+logger = logging.getLogger(__name__)
 
-def compile_all(dtype: torch.dtype, quantize: str | None) -> float:
+# What a process that compiles takes beside what it shares with the one that started it.
+_CHILD_BYTES = 256 * 2**20
+# Of more there is too little to do.
+_MOST_CHILDREN = 4
+# No kernel takes so long to compile, even with a tenth of a core.
+_PATIENCE_S = 120.0
+
+
+class Kernel(NamedTuple):
+    """A function, and the arguments it is compiled for."""
+
+    function: Any
+    signatures: list[tuple[Any, ...]]
+
+    def compile(self) -> None:
+        """Or read it from the cache."""
+        for signature in self.signatures:
+            self.function.compile(signature)
+
+
+def compile_all(
+    dtype: torch.dtype, quantize: str | None, num_processes: int, free_bytes: int
+) -> float:
     """Compile what models of this type run, or read it from the cache of an earlier start (numba's,
-    beside the source or in NUMBA_CACHE_DIR). Returns the seconds it took."""
+    beside the source or in NUMBA_CACHE_DIR). Returns the seconds it took.
+
+    The first time on a machine other processes help, as many as asked for, if there is memory.
+    """
     start = time.monotonic()
-    for function, signature in _signatures(typeof(marker(dtype)), quantize):
-        function.compile(signature)
+    kernels = list(_kernels(typeof(marker(dtype)), quantize))
+    count = min(num_processes, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
+    with cache.filling(f"{dtype}-{quantize}") as is_empty:
+        if is_empty:
+            logger.info("compiling the kernels for this processor, once")
+        if is_empty and count > 1:
+            _fill_cache(kernels, count)
+        for kernel in kernels:
+            kernel.compile()
     return time.monotonic() - start
 
 
-def _signatures(kind: Any, quantize: str | None) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    numbers, table = int64[::1], int64[:, ::1]
-    for multiply in (linear.multiply, linear.multiply_gated):
-        yield multiply, (kind, kind, *(int64,) * 7)
-        if quantize is not None:
-            yield multiply, (int8, kind, *(int64,) * 7)
-    if quantize == "int4" and are_vectors_wide():
-        yield grouped_linear.multiply_grouped, (*(int64,) * 6, boolean)
-    yield pointwise.normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)
-    yield pointwise.turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)
-    yield attention.store, (kind, *(int64,) * 6, numbers)
-    yield attention.attend, (kind, *(int64,) * 7, table, table, int64)
+def _fill_cache(kernels: list[Kernel], count: int) -> None:
+    # What numba does before it can compile anything, the children need not do again.
+    njit(_nothing).compile(())
+    with Children([kernel.compile for kernel in kernels], count, _PATIENCE_S) as children:
+        children.wait()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
+    """What takes longest first. A function in all its forms is one kernel: numba's cache has one
+    index of them, which two processes must not write at the same time."""
+    yield Kernel(choice.choose_one, [choice.ONE])
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
     weight_kind = kind if quantize is None else forms.get(quantize, kind)
-    yield layers.run_layers, layers.signature(weight_kind, kind)
-    yield choice.choose_one, choice.ONE
-    yield choice.choose_many, choice.MANY
+    # Some weights are not quantised, and of a model in 4 bits some have 8.
+    weight_kinds = dict.fromkeys(
+        (weight_kind, kind) if quantize is None else (weight_kind, kind, int8)
+    )
+    signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
+    for form in weight_kinds:
+        for function, signature in layers.kernels(form, kind).values():
+            signatures.setdefault(function, {})[signature] = None
+    for function, wanted in signatures.items():
+        yield Kernel(function, list(wanted))
+    yield Kernel(layers.run_layers, [layers.signature(weight_kind, kind)])
+    yield Kernel(choice.choose_many, [choice.MANY])

@@ -10,6 +10,7 @@ from numba.extending import overload
 from torch import Tensor
 
 from text_generation_shard.kernels import Place
+from text_generation_shard.kernels.calls import call
 from text_generation_shard.kernels.grouped import (
     BLOCK_BYTES,
     GROUP,
@@ -18,7 +19,7 @@ from text_generation_shard.kernels.grouped import (
     VECTORS,
     grouped_tile,
 )
-from text_generation_shard.kernels.linear import aligned, multiply, multiply_gated
+from text_generation_shard.kernels.linear import aligned
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.kernels.pointwise import exponential
 from text_generation_shard.kernels.vector import (
@@ -193,33 +194,68 @@ def _multiply_tile(
         grouped_tile(1, 1, one, inputs, row, input_sums, stride, groups, sums, width)
 
 
-# Names for compiled code: numba puts what `overload` returns in the place of these.
-def product(weight_kind: Any, kind: Any, *where: int) -> None:
-    """`multiply` for weights of any kind, INT4 too; for compiled code."""
+# A name for compiled code: numba puts what `overload` returns in its place.
+def call_product(
+    weight_kind: Any,
+    kind: Any,
+    code: int,
+    weights: int,
+    scales: int,
+    inputs: int,
+    out: int,
+    num_rows: int,
+    steps: int,
+    num_outputs: int,
+    is_gated: bool,
+) -> None:
+    """Run `multiply` or `multiply_gated`, or `multiply_grouped` if the weights are INT4: what
+    fits them lies at `code`. For compiled code."""
     raise NotImplementedError
 
 
-def gated_product(weight_kind: Any, kind: Any, *where: int) -> None:
-    """`multiply_gated`, likewise."""
-    raise NotImplementedError
+@overload(call_product)
+def _choose_call(
+    weight_kind: Any,
+    kind: Any,
+    code: int,
+    weights: int,
+    scales: int,
+    inputs: int,
+    out: int,
+    num_rows: int,
+    steps: int,
+    num_outputs: int,
+    is_gated: bool,
+) -> Callable[..., None]:
+    def call_grouped(
+        weight_kind: Any,
+        kind: Any,
+        code: int,
+        weights: int,
+        scales: int,
+        inputs: int,
+        out: int,
+        num_rows: int,
+        steps: int,
+        num_outputs: int,
+        is_gated: bool,
+    ) -> None:
+        call(code, (weights, inputs, out, num_rows, steps // STEPS, num_outputs, is_gated))
 
+    def call_other(
+        weight_kind: Any,
+        kind: Any,
+        code: int,
+        weights: int,
+        scales: int,
+        inputs: int,
+        out: int,
+        num_rows: int,
+        steps: int,
+        num_outputs: int,
+        is_gated: bool,
+    ) -> None:
+        where = weights, scales, inputs, out, num_rows, steps, num_outputs
+        call(code, (weight_kind, kind, *where))
 
-@overload(product)
-def _choose_product(weight_kind: Any, kind: Any, *where: int) -> Callable[..., None]:
-    return _choose(weight_kind, multiply, False)
-
-
-@overload(gated_product)
-def _choose_gated_product(weight_kind: Any, kind: Any, *where: int) -> Callable[..., None]:
-    return _choose(weight_kind, multiply_gated, True)
-
-
-def _choose(weight_kind: Any, other: Any, is_gated: bool) -> Callable[..., None]:
-    def run_grouped(weight_kind: Any, kind: Any, *where: int) -> None:
-        weights, _, inputs, out, num_rows, steps, num_outputs = where
-        multiply_grouped(weights, inputs, out, num_rows, steps // STEPS, num_outputs, is_gated)
-
-    def run_other(weight_kind: Any, kind: Any, *where: int) -> None:
-        other(weight_kind, kind, *where)
-
-    return run_grouped if weight_kind == types.uint8 else run_other
+    return call_grouped if weight_kind == types.uint8 else call_other

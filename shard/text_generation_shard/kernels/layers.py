@@ -9,10 +9,12 @@ so are the numbers.
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import float32, from_dtype, int64, njit, types
+from numba import boolean, float32, from_dtype, int64, njit, types, uint8
 
 from text_generation_shard.kernels.attention import attend, store
-from text_generation_shard.kernels.grouped_linear import gated_product, product
+from text_generation_shard.kernels.calls import address_of, call
+from text_generation_shard.kernels.grouped_linear import call_product, multiply_grouped
+from text_generation_shard.kernels.linear import multiply, multiply_gated
 from text_generation_shard.kernels.pointwise import add_bias, normalize, turn
 from text_generation_shard.kernels.vector import STEP_BYTES, itemsize
 
@@ -70,19 +72,60 @@ class Pages(NamedTuple):
     tasks: Any
 
 
+class Codes(NamedTuple):
+    """Where the kernels lie that the layers call; see `calls`."""
+
+    normalize: int
+    turn: int
+    store: int
+    attend: int
+    add_bias: int
+    multiply: int
+    multiply_gated: int
+
+
+Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
+
+
+def kernels(weight_kind: Any, kind: Any) -> Kernels:
+    """What `Codes` names, and what each takes, for weights and rows of these types; what takes
+    longest to compile first."""
+    numbers, table, product = int64[::1], int64[:, ::1], (weight_kind, kind, *(int64,) * 7)
+    grouped = multiply_grouped, (*(int64,) * 6, boolean)
+    is_grouped = weight_kind == uint8
+    return {
+        "attend": (attend, (kind, *(int64,) * 7, table, table, int64)),
+        "multiply": grouped if is_grouped else (multiply, product),
+        "multiply_gated": grouped if is_grouped else (multiply_gated, product),
+        "turn": (turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
+        "store": (store, (kind, *(int64,) * 6, numbers)),
+        "normalize": (normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)),
+        "add_bias": (add_bias, (kind, *(int64,) * 4)),
+    }
+
+
+def codes(weight_kind: Any, kind: Any) -> Codes:
+    """The kernels for these types, as `run_layers` takes them; compiled if need be."""
+    found = kernels(weight_kind, kind)
+    return Codes(**{name: address_of(*kernel) for name, kernel in found.items()})
+
+
 def signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `run_layers`, for weights and rows of these types."""
     alike = types.NamedUniTuple
     constants = alike(float32, len(Constants._fields), Constants)
     paged = types.NamedTuple((int64, int64, int64, int64[::1], *[int64[:, ::1]] * 2), Pages)
-    sizes, buffers = (alike(int64, len(form._fields), form) for form in (Sizes, Buffers))
-    return weight_kind, kind, LAYERS, sizes, constants, buffers, int64, paged
+    alone, sizes, buffers = (
+        alike(int64, len(form._fields), form) for form in (Codes, Sizes, Buffers)
+    )
+    return weight_kind, kind, alone, LAYERS, sizes, constants, buffers, int64, paged
 
 
 @njit(nogil=True, cache=True)
 def run_layers(
     weight_kind: Any,
     kind: Any,
+    codes: Any,
     layers: Any,
     sizes: Any,
     constants: Any,
@@ -96,35 +139,37 @@ def run_layers(
     before = np.int64(0)
     for place in range(len(layers)):
         layer = layers[place]
-        _add_norm(kind, before, layer.attention_norm, rows, sizes, constants, buffers)
+        _add_norm(kind, codes, before, layer.attention_norm, rows, sizes, constants, buffers)
         cache = pages.cache + place * pages.layer_bytes
-        _attend(weight_kind, kind, layer, rows, sizes, constants, buffers, angles, cache, pages)
-        _add_norm(kind, buffers.delta, layer.mlp_norm, rows, sizes, constants, buffers)
-        _feed_forward(weight_kind, kind, layer, rows, sizes, buffers)
+        _attend(
+            weight_kind, kind, codes, layer, rows, sizes, constants, buffers, angles, cache, pages
+        )
+        _add_norm(kind, codes, buffers.delta, layer.mlp_norm, rows, sizes, constants, buffers)
+        _feed_forward(weight_kind, kind, codes, layer, rows, sizes, buffers)
         before = buffers.delta
 
 
 @njit(inline="always")
 def _add_norm(
-    kind: Any, delta: int, weight: int, rows: int, sizes: Any, constants: Any, buffers: Any
+    kind: Any,
+    codes: Any,
+    delta: int,
+    weight: int,
+    rows: int,
+    sizes: Any,
+    constants: Any,
+    buffers: Any,
 ) -> None:
-    normalize(
-        kind,
-        buffers.hidden,
-        delta,
-        constants.multiplier,
-        weight,
-        constants.eps,
-        buffers.normed,
-        rows,
-        sizes.hidden,
-    )
+    scales = constants.multiplier, weight, constants.eps
+    given = kind, buffers.hidden, delta, *scales, buffers.normed, rows, sizes.hidden
+    call(codes.normalize, given)
 
 
 @njit(inline="always")
 def _attend(
     weight_kind: Any,
     kind: Any,
+    codes: Any,
     layer: Any,
     rows: int,
     sizes: Any,
@@ -137,9 +182,9 @@ def _attend(
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     width, heads = (num_heads + 2 * num_kv_heads) * head_dim, buffers.heads
     weight = layer.qkv, layer.qkv_scales, layer.qkv_bias
-    _project(weight_kind, kind, weight, buffers.normed, heads, rows, sizes.hidden, width)
+    _project(weight_kind, kind, codes, weight, buffers.normed, heads, rows, sizes.hidden, width)
     if layer.is_turned or layer.query_norm or constants.attention_scale != np.float32(1.0):
-        turn(
+        turned = (
             kind,
             heads,
             layer.query_norm,
@@ -154,32 +199,26 @@ def _attend(
             head_dim,
             sizes.half if layer.is_turned else 0,
         )
-    store(kind, heads, num_heads, num_kv_heads, head_dim, cache, pages.num_blocks, pages.slots)
-    attend(
-        kind,
-        heads,
-        buffers.attended,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        cache,
-        pages.num_blocks,
-        pages.block_tables,
-        pages.tasks,
-        layer.window,
-    )
+        call(codes.turn, turned)
+    counts = num_heads, num_kv_heads, head_dim, cache, pages.num_blocks
+    call(codes.store, (kind, heads, *counts, pages.slots))
+    seen = pages.block_tables, pages.tasks, layer.window
+    call(codes.attend, (kind, heads, buffers.attended, *counts, *seen))
     weight = layer.out, layer.out_scales, layer.out_bias
     inputs, out = buffers.attended, buffers.delta
-    _project(weight_kind, kind, weight, inputs, out, rows, num_heads * head_dim, sizes.hidden)
+    _project(
+        weight_kind, kind, codes, weight, inputs, out, rows, num_heads * head_dim, sizes.hidden
+    )
 
 
 @njit(inline="always")
 def _feed_forward(
-    weight_kind: Any, kind: Any, layer: Any, rows: int, sizes: Any, buffers: Any
+    weight_kind: Any, kind: Any, codes: Any, layer: Any, rows: int, sizes: Any, buffers: Any
 ) -> None:
-    gated_product(
+    call_product(
         weight_kind,
         kind,
+        codes.multiply_gated,
         layer.gate_up,
         layer.gate_up_scales,
         buffers.normed,
@@ -187,16 +226,18 @@ def _feed_forward(
         rows,
         sizes.hidden * itemsize(kind) // STEP_BYTES,
         sizes.inner,
+        True,
     )
     weight = layer.down, layer.down_scales, layer.down_bias
     inputs, out = buffers.inner, buffers.delta
-    _project(weight_kind, kind, weight, inputs, out, rows, sizes.inner, sizes.hidden)
+    _project(weight_kind, kind, codes, weight, inputs, out, rows, sizes.inner, sizes.hidden)
 
 
 @njit(inline="always")
 def _project(
     weight_kind: Any,
     kind: Any,
+    codes: Any,
     weight: Any,
     inputs: int,
     out: int,
@@ -206,6 +247,18 @@ def _project(
 ) -> None:
     """weight: addresses of the packed numbers, of scales and of a bias."""
     steps = num_inputs * itemsize(kind) // STEP_BYTES
-    product(weight_kind, kind, weight[0], weight[1], inputs, out, rows, steps, num_outputs)
+    call_product(
+        weight_kind,
+        kind,
+        codes.multiply,
+        weight[0],
+        weight[1],
+        inputs,
+        out,
+        rows,
+        steps,
+        num_outputs,
+        False,
+    )
     if weight[2]:
-        add_bias(kind, out, weight[2], rows, num_outputs)
+        call(codes.add_bias, (kind, out, weight[2], rows, num_outputs))

@@ -58,11 +58,14 @@ class CompiledLayers:
         dtype: torch.dtype,
     ) -> None:
         """`fields` of each layer, all with weights of one kind."""
+        from numba import typeof
+
         from text_generation_shard.kernels import layers
         from text_generation_shard.kernels.vector import marker
 
         self._kernels, self._backend, self._dtype = layers, backend, dtype
         self._kinds = weight_kind, marker(dtype)
+        self._codes = layers.codes(*(typeof(marker) for marker in self._kinds))
         self._layers = np.zeros(len(fields), layers.LAYER)
         for place, layer in enumerate(fields):
             for name in layers.FIELDS:
@@ -88,6 +91,7 @@ class CompiledLayers:
         pages = cache.layer(0), cache.layer_bytes, cache.num_blocks
         self._kernels.run_layers(
             *self._kinds,
+            self._codes,
             self._layers,
             self._sizes,
             self._constants,

@@ -1,0 +1,159 @@
+"""Processes that fill the cache of kernels: what one of them does not do stops nobody."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.kernels import cache, compile
+from text_generation_shard.kernels.children import Children
+
+FOREVER_S = 60.0
+
+
+def note(path: Path) -> None:
+    """One line more, with the process that was here."""
+    with path.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def fail() -> None:
+    raise RuntimeError("not in this process")
+
+
+def pids(path: Path) -> list[int]:
+    return [int(line) for line in path.read_text().splitlines()]
+
+
+def test_each_job_is_done_once_and_in_another_process(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(20)]
+    with Children([partial(note, path) for path in paths], 3, FOREVER_S) as children:
+        assert children.wait()
+    done = [pids(path) for path in paths]
+    assert all(len(one) == 1 for one in done)
+    assert os.getpid() not in {one[0] for one in done}
+
+
+@pytest.mark.parametrize("job", [die, fail])
+def test_a_child_that_ends_leaves_the_rest_to_the_others(
+    job: Callable[[], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "rest"
+    with Children([job, *[partial(note, path)] * 5], 2, FOREVER_S) as children:
+        assert not children.wait()
+        assert len(pids(path)) == 5
+
+
+def test_a_child_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
+    with Children([hang], 1, 0.2) as children:
+        assert not children.wait()
+        (process,) = children._processes
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_where_no_process_can_be_started_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError("too many processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with Children([partial(note, tmp_path / "none")], 2, FOREVER_S) as children:
+        assert not children.wait()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(cache.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_cache_is_empty_until_it_has_been_filled(directory: Path) -> None:
+    with pytest.raises(RuntimeError), cache.filling("one"):
+        fail()
+    for expected in (True, False):
+        with cache.filling("one") as is_empty:
+            assert is_empty == expected
+    with cache.filling("another") as is_empty:
+        assert is_empty
+
+
+def test_two_servers_do_not_fill_one_cache_at_a_time(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def first() -> bool:
+        with cache.filling("one") as is_empty:
+            has_begun.set()
+            may_end.wait()
+            return is_empty
+
+    def second() -> bool:
+        has_begun.wait()
+        with cache.filling("one") as is_empty:
+            return is_empty
+
+    # The first one ends when the second one waits.
+    monkeypatch.setattr(cache.time, "sleep", lambda seconds: may_end.set())
+    with ThreadPoolExecutor(2) as pool:
+        answers = pool.submit(first), pool.submit(second)
+        assert [answer.result() for answer in answers] == [True, False]
+
+
+def test_a_server_that_fills_for_ever_is_not_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_PATIENCE_S", 0.0)
+    with cache.filling("one"), cache.filling("two") as is_empty:
+        assert is_empty
+
+
+class Function:
+    """Stands for one of numba's; notes who compiles it."""
+
+    def __init__(self, path: Path, is_deadly: bool = False) -> None:
+        self._path, self._is_deadly, self._parent = path, is_deadly, os.getpid()
+
+    def compile(self, signature: Any) -> None:
+        if self._is_deadly and os.getpid() != self._parent:
+            die()
+        note(self._path)
+
+
+@pytest.mark.parametrize(
+    ("processes", "free_bytes", "helpers"), [(2, 2**30, 1), (1, 2**30, 0), (2, 2**28, 0)]
+)
+def test_kernels_are_compiled_by_other_processes_first(
+    processes: int,
+    free_bytes: int,
+    helpers: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = [directory / name for name in ("deadly", "usual", "another")]
+    functions = [compile.Kernel(Function(path, path == paths[0]), [()]) for path in paths]
+    monkeypatch.setattr(compile, "_kernels", lambda kind, quantize: functions)
+    for helpers_now in (helpers, 0):
+        for path in paths:
+            path.unlink(missing_ok=True)
+        compile.compile_all(torch.float32, None, processes, free_bytes)
+        # This process looks at all of them, and so compiles what a child did not.
+        assert [pids(path)[-1] for path in paths] == [os.getpid()] * 3
+        assert [len(pids(path)) for path in paths] == [1, 1 + helpers_now, 1 + helpers_now]
