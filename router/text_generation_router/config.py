@@ -32,6 +32,9 @@ class RouterConfig:
     master_shard_uds_path: str = _option(
         "/tmp/text-generation-server-0", "Unix socket of the shard with rank 0."
     )
+    await_shards: bool = _option(
+        False, "Wait for that socket without limit: for whoever starts both, and watches the shard."
+    )
     hostname: str = _option("0.0.0.0", "Address to listen on.")
     port: int = _option(3000, "Port to listen on; 0 takes a free one.", 0)
     prometheus_port: int | None = _option(None, "Serve /metrics on this port as well.", 0)

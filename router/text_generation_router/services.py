@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from text_generation_router.validation import Limits, Validation
 WARMUP_ROWS = 32
 # What the launcher passes on where nobody has chosen a --waiting-served-ratio.
 LAUNCHERS_RATIO = 0.3
+_POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
     # The tokenizer is read while the shards warm up.
     load = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
     try:
+        while config.await_shards and not os.path.exists(config.master_shard_uds_path):
+            await asyncio.sleep(_POLL_S)
         with _explained("connect to the Python model shards"):
             shards = await ShardedClient.connect(config.master_shard_uds_path)
         try:
