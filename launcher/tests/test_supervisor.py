@@ -29,7 +29,7 @@ def errors(lines: list[str]) -> list[str]:
     return [line for line in lines if " ERROR " in line]
 
 
-def test_starts_the_children_in_order_and_stops_them_in_the_opposite_order(launch, free_port):
+def test_starts_the_children_and_stops_them_router_first(launch, free_port):
     launched = launch(download=DOWNLOAD)
     ready = launched.wait_for_line("Ready on")
     assert f"Ready on http://127.0.0.1:{free_port} after " in ready
@@ -37,7 +37,9 @@ def test_starts_the_children_in_order_and_stops_them_in_the_opposite_order(launc
     launched.process.send_signal(signal.SIGTERM)
     code, lines = launched.end()
     assert code == 0
-    assert launched.trace() == [
+    # The router loads while the shard does, and so may be there first.
+    trace = launched.trace()
+    assert [*sorted(trace[:2], reverse=True), *trace[2:]] == [
         "shard started with /models/downloaded",
         "router started with /models/downloaded",
         "router got SIGTERM",
@@ -52,7 +54,7 @@ def test_starts_the_children_in_order_and_stops_them_in_the_opposite_order(launc
 def test_a_known_model_needs_no_download(launch):
     launched = launch()
     launched.wait_for_line("Ready on")
-    assert launched.trace()[0] == "shard started with /models/some"
+    assert "shard started with /models/some" in launched.trace()[:2]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -192,6 +194,7 @@ def test_the_router_dying_ends_the_shard(launch):
 def test_the_child_that_died_first_is_the_one_reported(launch):
     router = """
 import threading
+while not (FOLDER / "shard.pid").exists(): time.sleep(0.01)
 stat = Path("/proc", (FOLDER / "shard.pid").read_text(), "stat")
 def watch():
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z": time.sleep(0.01)

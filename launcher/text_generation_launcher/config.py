@@ -285,7 +285,8 @@ def _with_router(
         return Command("the batch", target, (*batch, *files, *argv), environment, draws=True)
     router = console_script("text-generation-router", "text_generation_router.cli")
     secrets = options.forward_secrets(values, Child.ROUTER)
-    return Command("the router", target, (*router, *argv), {**environment, **secrets})
+    argv = (*router, "--await-shards", *argv)
+    return Command("the router", target, argv, {**environment, **secrets})
 
 
 def _example_request(is_embedded: bool) -> str:

@@ -1,6 +1,6 @@
 """What the launcher does, from the first check to the last child's end.
 
-    check -> download -> shards -> router -> ready -> watch -> shut down
+    check -> download -> shards and router -> ready -> watch -> shut down
 
 In the mode `shards` nothing follows the shards, in the mode `batch` the file's requests do, and the
 end of those is the launcher's.
@@ -88,12 +88,15 @@ class Supervisor:
             self._check_addresses()
             model_path = self._find_model()
             self._start_shards(model_path)
+            if self._config.mode is Mode.SERVE:
+                self._start_router(model_path)
+            self._wait_for_shards()
             if self._config.mode is Mode.BATCH:
                 return self._answer_batch(model_path)
             if self._config.mode is Mode.SHARDS:
                 self._announce_shards(model_path)
             else:
-                self._start_router(model_path)
+                self._wait_for_router()
                 self._announce()
             while True:
                 self._pause(WATCH_POLL_S)
@@ -141,6 +144,8 @@ class Supervisor:
     def _start_shards(self, model_path: Path) -> None:
         for command in self._config.shards:
             self._shards.append(self._start(command, model_path))
+
+    def _wait_for_shards(self) -> None:
         assert self._claim is not None
         for shard, socket_path in zip(self._shards, self._claim.paths, strict=True):
             self._wait_for(shard, Path(socket_path).exists)
@@ -177,8 +182,12 @@ class Supervisor:
         return code
 
     def _start_router(self, model_path: Path) -> None:
+        """At once, for it has half a second of work before it needs the shards."""
         assert self._config.router is not None
         self._router = self._start(self._config.router, model_path)
+
+    def _wait_for_router(self) -> None:
+        assert self._router is not None
         self._wait_for(self._router, self._is_healthy)
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
