@@ -2,7 +2,7 @@
 
 Starts `text-generation-launcher` as a newcomer would, streams one question the moment it is ready,
 then asks 50 more at 8 clients, and prints the peak memory of each process. Several starts; the
-median counts.
+median counts. With --first each of them is the first one on its machine, which compiles.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--model-id", type=Path, default=None, help="default: the embedded model")
-    name = f"start-{datetime.now(UTC):%Y-%m-%d}.json"
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    parser.add_argument("--first", action="store_true", help="nothing is compiled yet")
+    parser.add_argument("--output", type=Path, default=None, help="default: in results")
     options = parser.parse_args()
-    starts = [measure(options.model_id) for _ in range(options.starts)]
+    starts = [measure(options.model_id, options.first) for _ in range(options.starts)]
     report = {
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "command": " ".join(["python", "benchmarks/start.py", *sys.argv[1:]]),
@@ -47,13 +49,22 @@ def main() -> None:
     print(f"ready after {report['ready_s']:.2f} s, first token {report['first_token_s']:.2f} s")
     for program, megabytes in report["peak_rss_mb"].items():
         print(f"{program:30} {megabytes:6.0f} MB at its peak")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    kind = "start-first" if options.first else "start"
+    output = options.output or FOLDER / "results" / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def measure(model: Path | None) -> dict[str, Any]:
+def measure(model: Path | None, is_first: bool) -> dict[str, Any]:
     """One start."""
-    with tempfile.TemporaryDirectory() as folder, running(ours(model), Path(folder)) as handle:
+    with ExitStack() as stack:
+        folder, kernels = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2)
+        )
+        server = ours(model)
+        if is_first:
+            server = replace(server, environment=(("NUMBA_CACHE_DIR", str(kernels)),))
+        handle = stack.enter_context(running(server, folder))
         _first_event(handle.url)
         first_token_s = time.perf_counter() - handle.started
         _ask_many(handle.url)
