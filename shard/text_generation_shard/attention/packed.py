@@ -92,6 +92,7 @@ class PackedAttention:
         out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
         attention.attend(
             kind,
+            attention.task_code(numba.typeof(kind)),
             start,
             out.data_ptr(),
             *sizes,

@@ -13,9 +13,10 @@ see count exactly 0.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit, prange
+from numba import int64, njit, prange
 
 from text_generation_shard.kernels import MAX_HEAD_DIM
+from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.kernels.softmax import CHUNK, NOTHING, soften, soften_part
 from text_generation_shard.kernels.tile import paged_tile, tile
@@ -154,9 +155,20 @@ def _finite(kind: Any, number: Any) -> Any:
     return number if abs(wide) <= np.float32(3.4e38) else rounded(kind, np.float32(0.0))
 
 
+def task_signature(kind: Any) -> tuple[Any, ...]:
+    """What `attend_task` takes, for numbers of this type."""
+    return kind, *(int64,) * 6, int64[::1], int64[::1], int64, int64
+
+
+def task_code(kind: Any) -> int:
+    """Where `attend_task` lies."""
+    return address_of(attend_task, task_signature(kind))
+
+
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def attend(
     kind: Any,
+    code: int,
     heads: int,
     out: int,
     num_heads: int,
@@ -170,30 +182,22 @@ def attend(
 ) -> None:
     """Each task's queries against the tokens they see; their outputs into out [T, H * head_dim].
 
-    heads and layer as in `store`. block_tables [R, width]. tasks [N, 5]: row, first token of the
-    row in this pass and its position, first query vector of the task and number of query vectors of
-    the row; a token's query vectors are those that share a KV head. window: tokens that a query
-    sees, itself counted in; 0: all. Queries are scaled already.
+    code: where `attend_task` lies for this kind, see `calls`. heads and layer as in `store`.
+    block_tables [R, width]. tasks [N, 5]: row, first token of the row in this pass and its
+    position, first query vector of the task and number of query vectors of the row; a token's query
+    vectors are those that share a KV head. window: tokens that a query sees, itself counted in; 0:
+    all. Queries are scaled already.
     """
     for place in prange(len(tasks) * num_kv_heads):
-        task, head = place // num_kv_heads, place % num_kv_heads
-        _attend_task(
-            kind,
-            heads,
-            out,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            layer + head * num_blocks * 2 * head_dim * BLOCK_SIZE * itemsize(kind),
-            block_tables[tasks[task, 0]],
-            tasks[task],
-            head,
-            window,
-        )
+        task, head = place // num_kv_heads, np.int64(place % num_kv_heads)
+        blocks = layer + head * num_blocks * 2 * head_dim * BLOCK_SIZE * itemsize(kind)
+        sizes = num_heads, num_kv_heads, head_dim
+        seen = block_tables[tasks[task, 0]], tasks[task]
+        call(code, (kind, heads, out, *sizes, blocks, *seen, head, window))
 
 
-@njit
-def _attend_task(
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def attend_task(
     kind: Any,
     heads: int,
     out: int,
@@ -206,6 +210,7 @@ def _attend_task(
     head: int,
     window: int,
 ) -> None:
+    """`attend` for one task and one of the KV heads, whose blocks begin at `blocks`."""
     group = num_heads // num_kv_heads
     count = min(TASK_ROWS, task[4] - task[3])
     rows = _padded(count)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import boolean, float32, from_dtype, int64, njit, types, uint8
 
-from text_generation_shard.kernels.attention import attend, store
+from text_generation_shard.kernels.attention import attend, attend_task, store, task_signature
 from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.grouped_linear import call_product, multiply_grouped
 from text_generation_shard.kernels.linear import multiply, multiply_gated
@@ -79,6 +79,7 @@ class Codes(NamedTuple):
     turn: int
     store: int
     attend: int
+    attend_task: int
     add_bias: int
     multiply: int
     multiply_gated: int
@@ -94,7 +95,8 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
     grouped = multiply_grouped, (*(int64,) * 6, boolean)
     is_grouped = weight_kind == uint8
     return {
-        "attend": (attend, (kind, *(int64,) * 7, table, table, int64)),
+        "attend_task": (attend_task, task_signature(kind)),
+        "attend": (attend, (kind, *(int64,) * 8, table, table, int64)),
         "multiply": grouped if is_grouped else (multiply, product),
         "multiply_gated": grouped if is_grouped else (multiply_gated, product),
         "turn": (turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
@@ -203,7 +205,7 @@ def _attend(
     counts = num_heads, num_kv_heads, head_dim, cache, pages.num_blocks
     call(codes.store, (kind, heads, *counts, pages.slots))
     seen = pages.block_tables, pages.tasks, layer.window
-    call(codes.attend, (kind, heads, buffers.attended, *counts, *seen))
+    call(codes.attend, (kind, codes.attend_task, heads, buffers.attended, *counts, *seen))
     weight = layer.out, layer.out_scales, layer.out_bias
     inputs, out = buffers.attended, buffers.delta
     _project(
