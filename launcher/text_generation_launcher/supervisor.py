@@ -245,7 +245,8 @@ class Supervisor:
     def _next_stop_signal(self, seconds: float) -> signal.Signals | None:
         """Waits for a signal; the one that asks to stop, None for any other end."""
         received = signal.sigtimedwait(self._stop_signals | {signal.SIGCHLD}, seconds)
-        if received is None or received.si_signo == signal.SIGCHLD:
+        # Stopped and continued, CPython reports a signal 0 that nobody sent.
+        if received is None or received.si_signo not in self._stop_signals:
             reap_orphans(self._children())
             return None
         return signal.Signals(received.si_signo)
