@@ -72,6 +72,6 @@ def test_compiled_code_multiplies_by_any_kind(
     out = torch.zeros_like(expected)
     addresses = place.weight, place.scales, hidden.data_ptr(), out.data_ptr()
     codes = layers.codes(typeof(place.kind), typeof(BFLOAT16))
-    code = codes.multiply_gated if is_gated else codes.multiply
+    code = codes.multiply
     _call(code, place.kind, *addresses, 5, 32, out.shape[1], is_gated)
     assert torch.equal(out, expected)

@@ -53,7 +53,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) ->
 
 @pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
 @pytest.mark.parametrize("forms", [(TiledInt8Matrix, Int8Matrix), (TiledInt4Matrix, Int4Matrix)])
-@pytest.mark.parametrize("size", [(960, 576), (48, 64), (16, 32), (64, 96), (80, 128)])
+@pytest.mark.parametrize("size", [(960, 576), (48, 64), (16, 32), (64, 96), (80, 128), (64, 3200)])
 def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]) -> None:
     tiled, reference = forms
     weight = torch.randn(size)
@@ -64,7 +64,7 @@ def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]
     together = product(hidden)
     scale = (hidden.double().abs() @ exact.abs()).clamp_min(1)
     assert ((together.double() - hidden.double() @ exact).abs() / scale).max() < 0.01
-    for first, last in [(0, 1), (3, 5), (7, 10), (100, 104), (200, 211)]:
+    for first, last in [(0, 1), (3, 5), (7, 10), (100, 104), (200, 211), (30, 54), (250, 300)]:
         assert torch.equal(product(hidden[first:last]), together[first:last])
 
 

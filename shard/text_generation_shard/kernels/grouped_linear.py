@@ -18,28 +18,31 @@ from text_generation_shard.kernels.grouped import (
     STEPS,
     VECTORS,
     grouped_tile,
+    sum_group,
 )
 from text_generation_shard.kernels.linear import aligned
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
-from text_generation_shard.kernels.pointwise import exponential
+from text_generation_shard.kernels.results import (
+    SUMS_BYTES,
+    SUMS_WIDTH,
+    TILE_ROWS,
+    put_rows,
+)
 from text_generation_shard.kernels.vector import (
     BFLOAT16,
-    FLOAT32,
     INT4,
     STEP_BYTES,
     array_at,
     rounded,
     scratch,
-    widened,
 )
 
-_ROWS_AT_ONCE: Final = 256
-_TILE_ROWS: Final = 8
-_TILE_COLUMNS: Final = 3
-_TILE_WIDTH: Final = _TILE_COLUMNS * LANES
-_TILE_VECTORS: Final = _TILE_ROWS * _TILE_COLUMNS
+_ROWS_AT_ONCE: Final = 240
 # Rows whose groups are summed by all threads.
-_MANY_ROWS: Final = 8
+_SHARED_ROWS: Final = 8
+# Rows of a tile if there are so many; else 8, 4, 2 or 1.
+_MANY_ROWS: Final = 12
+_SUMS_VECTORS: Final = _MANY_ROWS * SUMS_WIDTH
 
 
 class GroupedWeight:
@@ -59,14 +62,26 @@ class GroupedWeight:
                 part.view(2, -1, LANES, part.shape[1]).transpose(0, 1).flatten(0, 2)
                 for part in (numbers, scale, zero)
             )
-        self._packed = aligned(panels * groups * BLOCK_BYTES, torch.uint8)
-        blocks = self._packed.view(torch.int16).view(panels, groups, VECTORS, LANES, 2)
-        places = numbers.view(panels, LANES, groups, VECTORS - 1, PLACES, 2)
+        # Behind an odd number of groups, one more of zeros; of its numbers nothing is kept.
+        pairs, extra = -(-groups // 2), -groups % 2
+        self._packed = aligned(panels * _panel_bytes.py_func(groups), torch.uint8)
+        rows = torch.zeros(panels, pairs * BLOCK_BYTES // 2, dtype=torch.int16)
+        blocks = rows.view(panels, pairs, 2 * (1 + VECTORS), 2 * LANES)
+        zeros, scales = (
+            torch.nn.functional.pad(part, (0, extra))
+            .view(torch.int16)
+            .view(panels, LANES, pairs, 2)
+            for part in (zero, scale)
+        )
+        blocks[:, :, 0] = zeros.transpose(1, 2).flatten(2)
+        blocks[:, :, 1] = scales.permute(0, 2, 3, 1).flatten(2)
+        places = numbers.view(panels, LANES, groups, VECTORS, PLACES, 2)
         shifts = 4 * torch.arange(PLACES, dtype=torch.int32)[:, None]
-        words = (places.int() << shifts).sum(dim=-2)
-        blocks[:, :, :-1] = words.permute(0, 2, 3, 1, 4)
-        factors = torch.stack((scale, zero), dim=-1).view(panels, LANES, groups, 2)
-        blocks[:, :, -1] = factors.transpose(1, 2).view(torch.int16)
+        words = (places.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
+        words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, extra))
+        blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
+        packed = self._packed.view(torch.int16).view(panels, -1)
+        packed.copy_(rows[:, : packed.shape[1]])
         self._size = outputs // 2 if is_gated else outputs, inputs
         self._is_gated = is_gated
         self.nbytes = self._packed.nbytes
@@ -92,14 +107,15 @@ class GroupedWeight:
         return out
 
 
-@njit(fastmath={"reassoc", "nsz"})
+@njit
 def _sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
-    numbers, sums = array_at(BFLOAT16, inputs), array_at(FLOAT32, input_sums)
-    for group in range(row * groups, (row + 1) * groups):
-        total = FLOAT32
-        for place in range(GROUP):
-            total += widened(BFLOAT16, numbers[group * GROUP + place])
-        sums[group] = total
+    """The sums of a row's groups as bfloat16, in pairs."""
+    width = groups + groups % 2
+    sums = array_at(BFLOAT16, input_sums + row * width * 2)
+    sums[width - 1] = BFLOAT16
+    for group in range(groups):
+        total = sum_group(inputs + (row * groups + group) * STEPS * STEP_BYTES)
+        sums[group] = rounded(BFLOAT16, total)
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -112,86 +128,62 @@ def multiply_grouped(
     num_outputs: int,
     is_gated: bool,
 ) -> None:
-    """`multiply`, or `multiply_gated`, for numbers of 4 bits with bfloat16 rows."""
-    input_sums = np.empty(num_rows * groups, np.float32)
-    if num_rows < _MANY_ROWS:
+    """`multiply` for numbers of 4 bits with bfloat16 rows."""
+    pairs = -(-groups // 2)
+    sums_of_groups = np.empty(num_rows * pairs, np.int32)
+    input_sums = sums_of_groups.ctypes.data
+    if num_rows < _SHARED_ROWS:
         for row in range(num_rows):
-            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
+            _sum_groups(inputs, input_sums, row, groups)
     else:
         for row in prange(num_rows):
-            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
-    num_panels = num_outputs // LANES
-    tile_rows = min(num_rows, _TILE_ROWS)
+            _sum_groups(inputs, input_sums, row, groups)
+    # More rows to a tile take a sixteenth less, but some may be computed twice.
+    are_many = num_rows >= _MANY_ROWS and (
+        -num_rows % _MANY_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
+    )
+    tile_rows = min(num_rows, TILE_ROWS)
     while tile_rows & (tile_rows - 1):
         tile_rows &= tile_rows - 1
-    # Of few rows memory is the limit: one panel after another is one stream from front to back.
-    is_stream = is_gated or tile_rows <= 2 or num_panels < _TILE_COLUMNS
-    columns = 1 if is_stream else _TILE_COLUMNS
-    halves, panel_bytes = 2 if is_gated else 1, groups * BLOCK_BYTES
-    row_bytes, sums_bytes = groups * STEPS * STEP_BYTES, groups * 4
-    target = array_at(BFLOAT16, out)
+    tile_rows = _MANY_ROWS if are_many else tile_rows
+    halves = 2 if is_gated else 1
+    panel_bytes, row_bytes = _panel_bytes(groups), groups * STEPS * STEP_BYTES
     for first in range(0, num_rows, _ROWS_AT_ONCE):
         last = min(num_rows, first + _ROWS_AT_ONCE)
-        for place in prange(-(-num_panels // columns)):
-            sums = scratch(_TILE_VECTORS)
-            results = array_at(FLOAT32, sums)
-            panel = min(place * columns, num_panels - columns)
+        for panel in prange(num_outputs // LANES):
+            sums = scratch(_SUMS_VECTORS)
             for wanted in range(first, last, tile_rows):
                 row = min(wanted, num_rows - tile_rows)
+                source = (
+                    inputs + row * row_bytes,
+                    row_bytes,
+                    input_sums + row * pairs * STEP_BYTES,
+                    pairs * STEP_BYTES,
+                )
                 for half in range(halves):
-                    _multiply_tile(
-                        tile_rows,
-                        columns,
-                        weights + (halves * panel + half) * panel_bytes,
-                        panel_bytes,
-                        inputs + row * row_bytes,
-                        row_bytes,
-                        input_sums.ctypes.data + row * sums_bytes,
-                        sums_bytes,
-                        groups,
-                        sums + half * VECTOR_BYTES,
-                    )
-                for place_in_tile in range(tile_rows):
-                    begin = (row + place_in_tile) * num_outputs + panel * LANES
-                    at = place_in_tile * _TILE_WIDTH
-                    if is_gated:
-                        for lane in range(LANES):
-                            gate, up = results[at + lane], results[at + LANES + lane]
-                            silu = gate / (np.float32(1.0) + exponential(-gate))
-                            target[begin + lane] = rounded(BFLOAT16, silu * up)
-                    else:
-                        for column in range(columns * LANES):
-                            target[begin + column] = rounded(BFLOAT16, results[at + column])
+                    blocks = weights + (halves * panel + half) * panel_bytes
+                    _multiply_tile(tile_rows, blocks, source, groups, sums + half * VECTOR_BYTES)
+                where = panel, 1, halves, num_outputs
+                put_rows(BFLOAT16, BFLOAT16, sums, 0, out, row, tile_rows, where)
 
 
 @njit(inline="always")
-def _multiply_tile(
-    rows: int,
-    columns: int,
-    at: int,
-    panel: int,
-    inputs: int,
-    row: int,
-    input_sums: int,
-    stride: int,
-    groups: int,
-    sums: int,
-) -> None:
-    width = _TILE_WIDTH * 4
-    one, three = (at,), (at, at + panel, at + 2 * panel)
-    if columns == 3:
-        if rows == 8:
-            grouped_tile(8, 3, three, inputs, row, input_sums, stride, groups, sums, width)
-        else:
-            grouped_tile(4, 3, three, inputs, row, input_sums, stride, groups, sums, width)
+def _panel_bytes(groups: int) -> int:
+    return groups // 2 * BLOCK_BYTES + groups % 2 * (BLOCK_BYTES - VECTORS * VECTOR_BYTES)
+
+
+@njit(inline="always")
+def _multiply_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) -> None:
+    if rows == 12:
+        grouped_tile(12, blocks, source, groups, sums, SUMS_BYTES)
     elif rows == 8:
-        grouped_tile(8, 1, one, inputs, row, input_sums, stride, groups, sums, width)
+        grouped_tile(8, blocks, source, groups, sums, SUMS_BYTES)
     elif rows == 4:
-        grouped_tile(4, 1, one, inputs, row, input_sums, stride, groups, sums, width)
+        grouped_tile(4, blocks, source, groups, sums, SUMS_BYTES)
     elif rows == 2:
-        grouped_tile(2, 1, one, inputs, row, input_sums, stride, groups, sums, width)
+        grouped_tile(2, blocks, source, groups, sums, SUMS_BYTES)
     else:
-        grouped_tile(1, 1, one, inputs, row, input_sums, stride, groups, sums, width)
+        grouped_tile(1, blocks, source, groups, sums, SUMS_BYTES)
 
 
 # A name for compiled code: numba puts what `overload` returns in its place.
@@ -208,8 +200,8 @@ def call_product(
     num_outputs: int,
     is_gated: bool,
 ) -> None:
-    """Run `multiply` or `multiply_gated`, or `multiply_grouped` if the weights are INT4: what
-    fits them lies at `code`. For compiled code."""
+    """Run `multiply`, or `multiply_grouped` if the weights are INT4: what fits them lies at
+    `code`. For compiled code."""
     raise NotImplementedError
 
 
@@ -256,6 +248,6 @@ def _choose_call(
         is_gated: bool,
     ) -> None:
         where = weights, scales, inputs, out, num_rows, steps, num_outputs
-        call(code, (weight_kind, kind, *where))
+        call(code, (weight_kind, kind, *where, is_gated))
 
     return call_grouped if weight_kind == types.uint8 else call_other

@@ -14,7 +14,7 @@ from numba import boolean, float32, from_dtype, int64, njit, types, uint8
 from text_generation_shard.kernels.attention import attend, attend_task, store, task_signature
 from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.grouped_linear import call_product, multiply_grouped
-from text_generation_shard.kernels.linear import multiply, multiply_gated
+from text_generation_shard.kernels.linear import multiply
 from text_generation_shard.kernels.pointwise import add_bias, normalize, turn
 from text_generation_shard.kernels.vector import STEP_BYTES, itemsize
 
@@ -82,7 +82,6 @@ class Codes(NamedTuple):
     attend_task: int
     add_bias: int
     multiply: int
-    multiply_gated: int
 
 
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
@@ -91,14 +90,13 @@ Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 def kernels(weight_kind: Any, kind: Any) -> Kernels:
     """What `Codes` names, and what each takes, for weights and rows of these types; what takes
     longest to compile first."""
-    numbers, table, product = int64[::1], int64[:, ::1], (weight_kind, kind, *(int64,) * 7)
+    numbers, table, product = int64[::1], int64[:, ::1], (weight_kind, kind, *(int64,) * 7, boolean)
     grouped = multiply_grouped, (*(int64,) * 6, boolean)
     is_grouped = weight_kind == uint8
     return {
         "attend_task": (attend_task, task_signature(kind)),
         "attend": (attend, (kind, *(int64,) * 8, table, table, int64)),
         "multiply": grouped if is_grouped else (multiply, product),
-        "multiply_gated": grouped if is_grouped else (multiply_gated, product),
         "turn": (turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
         "store": (store, (kind, *(int64,) * 6, numbers)),
         "normalize": (normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)),
@@ -220,7 +218,7 @@ def _feed_forward(
     call_product(
         weight_kind,
         kind,
-        codes.multiply_gated,
+        codes.multiply,
         layer.gate_up,
         layer.gate_up_scales,
         buffers.normed,

@@ -12,35 +12,39 @@ gives the same bits in any batch.
 
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
-from text_generation_shard.kernels import Place, are_vectors_wide
+from text_generation_shard.kernels import Place
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
-from text_generation_shard.kernels.pointwise import exponential
-from text_generation_shard.kernels.tile import bytes_per_step, tile
+from text_generation_shard.kernels.results import (
+    SUMS_BYTES,
+    SUMS_WIDTH,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    clear,
+    put_rows,
+)
+from text_generation_shard.kernels.tile import bytes_per_step, paged_tile, spell_out, tile
 from text_generation_shard.kernels.vector import (
-    FLOAT32,
+    ADDRESS,
     INT8,
     STEP_BYTES,
     array_at,
     marker,
     numbers_per_step,
-    rounded,
     scratch,
 )
 
 # Rows whose inputs stay in the second-level cache while the weights pass by.
 _ROWS_AT_ONCE: Final = 256
-# A tile keeps its sums in registers: 8 x 3 of the 32 of AVX-512; what is narrower needs two and has
-# fewer.
-_TILE_ROWS: Final = 8 if are_vectors_wide() else 4
-_TILE_COLUMNS: Final = 3 if are_vectors_wide() else 1
-# Room for the widest tile, whatever is used.
-_TILE_WIDTH: Final = 3 * LANES
-_TILE_VECTORS: Final = _TILE_ROWS * 3
+_SUMS_VECTORS: Final = _ROWS_AT_ONCE * SUMS_WIDTH
+# From so many rows on, whole numbers are made bfloat16 once for all of them ...
+_MANY_ROWS: Final = 32
+# ... this many steps at a time, which with all rows stay in the second-level cache.
+_SPELLED_STEPS: Final = 768
+_SPELLED_VECTORS: Final = SUMS_WIDTH * _SPELLED_STEPS
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -91,9 +95,12 @@ def aligned(size: int, dtype: torch.dtype) -> Tensor:
 class PackedWeight:
     """Owns a weight [N, K] in packed form and multiplies rows with it."""
 
+    _is_gated = False
+
     def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
         """`weight` is bfloat16 or float32; or int8, and the product of bfloat16 rows with it is
         multiplied by `scales` [N], float32."""
+        assert (weight.dtype == torch.int8) == (scales is not None)
         self._packed = pack(weight)
         self._scales = scales
         self._num_outputs, self._num_inputs = weight.shape
@@ -105,7 +112,6 @@ class PackedWeight:
         self._scales_address = 0 if scales is None else scales.data_ptr()
         self._padding = -self._num_inputs % _numbers_at_once(weight.dtype)
         self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
-        self._multiply = multiply
         self.nbytes = self._packed.nbytes + (0 if scales is None else scales.nbytes)
 
     @property
@@ -130,7 +136,7 @@ class PackedWeight:
             hidden = torch.nn.functional.pad(hidden, (0, self._padding))
         rows, outputs = hidden.shape[0], self._num_outputs
         out = torch.empty((rows, outputs), dtype=self._dtype)
-        self._multiply(
+        multiply(
             self._weight_kind,
             self._kind,
             self._address,
@@ -140,6 +146,7 @@ class PackedWeight:
             rows,
             self._steps,
             outputs,
+            self._is_gated,
         )
         return out
 
@@ -151,6 +158,8 @@ class GatedWeight(PackedWeight):
     core has just written: at one row, fetching that took longer than the arithmetic.
     """
 
+    _is_gated = True
+
     def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
         """N is a multiple of 16; the rest is as in PackedWeight."""
 
@@ -161,7 +170,6 @@ class GatedWeight(PackedWeight):
             interleaved(weight), None if scales is None else interleaved(scales).contiguous()
         )
         self._num_outputs //= 2
-        self._multiply = multiply_gated
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -175,48 +183,104 @@ def multiply(
     num_rows: int,
     steps: int,
     num_outputs: int,
+    is_gated: bool,
 ) -> None:
-    """The product of packed weights; scales: 0 for none. All others are addresses and sizes.
+    """The product of packed weights, through its gates if there are any; scales: 0 for none. All
+    others are addresses and sizes.
 
     Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
     """
     num_panels = -(-num_outputs // LANES)
-    tile_rows = min(num_rows, _TILE_ROWS)
+    tile_rows = min(num_rows, TILE_ROWS)
     while tile_rows & (tile_rows - 1):
         tile_rows &= tile_rows - 1
     # Where memory is the limit, one panel after another is one stream from front to back.
     is_stream = tile_rows <= 2 and bytes_per_step(weight_kind) == VECTOR_BYTES
-    columns = 1 if is_stream or num_panels < _TILE_COLUMNS else _TILE_COLUMNS
-    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
-    factors, target = array_at(FLOAT32, scales), array_at(kind, out)
+    columns = 1 if is_stream or num_panels < TILE_COLUMNS else TILE_COLUMNS
+    halves = 2 if is_gated else 1
     for first in range(0, num_rows, _ROWS_AT_ONCE):
         last = min(num_rows, first + _ROWS_AT_ONCE)
         for place in prange(-(-num_panels // columns)):
-            sums = scratch(_TILE_VECTORS)
-            results = array_at(FLOAT32, sums)
             panel = min(place * columns, num_panels - columns)
-            start = panel * LANES
-            width = min(columns * LANES, num_outputs - start)
-            for wanted in range(first, last, tile_rows):
-                row = min(wanted, num_rows - tile_rows)
-                _multiply_tile(
-                    weight_kind,
-                    tile_rows,
-                    columns,
-                    weights + panel * panel_bytes,
-                    panel_bytes,
-                    inputs + row * row_bytes,
-                    row_bytes,
-                    steps,
-                    sums,
-                )
-                for place_in_tile in range(tile_rows):
-                    begin = (row + place_in_tile) * num_outputs + start
-                    for column in range(width):
-                        value = results[place_in_tile * _TILE_WIDTH + column]
-                        if scales != 0:
-                            value *= factors[start + column]
-                        target[begin + column] = rounded(kind, value)
+            _multiply_panels(
+                weight_kind,
+                kind,
+                (panel, columns, halves, num_outputs),
+                (first, last, tile_rows, num_rows),
+                weights + halves * panel * steps * bytes_per_step(weight_kind),
+                scales + halves * panel * VECTOR_BYTES,
+                inputs,
+                out,
+                steps,
+            )
+
+
+@njit(boundscheck=False, error_model="numpy")
+def _multiply_panels(
+    weight_kind: Any,
+    kind: Any,
+    panels: Any,
+    rows: Any,
+    weights: int,
+    scales: int,
+    inputs: int,
+    out: int,
+    steps: int,
+) -> None:
+    """panels: the first panel of outputs, how many, of how many panels of the weight each is made,
+    and all outputs. rows: the first, the end, those of a tile, and how many there are at all."""
+    _, columns, halves, _ = panels
+    first, last, tile_rows, num_rows = rows
+    sums, spelled = scratch(_SUMS_VECTORS), scratch(_SPELLED_VECTORS)
+    is_spelled = bytes_per_step(weight_kind) != VECTOR_BYTES and num_rows >= _MANY_ROWS
+    block = _SPELLED_STEPS if is_spelled else steps
+    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
+    for begin in range(0, steps, block):
+        count = min(block, steps - begin)
+        vectors = weights + begin * bytes_per_step(weight_kind)
+        if is_spelled:
+            for column in range(halves * columns):
+                to = spelled + column * count * VECTOR_BYTES
+                spell_out(weight_kind, vectors + column * panel_bytes, count, to)
+        for wanted in range(first, last, tile_rows):
+            row = min(wanted, num_rows - tile_rows)
+            source = inputs + row * row_bytes + begin * STEP_BYTES
+            at = sums if block >= steps else sums + (wanted - first) * SUMS_BYTES
+            for half in range(halves):
+                to = at + half * columns * VECTOR_BYTES
+                if is_spelled:
+                    if begin == 0:
+                        clear(to, tile_rows, columns)
+                    part = spelled + half * columns * count * VECTOR_BYTES
+                    _add_spelled(kind, columns, part, source, row_bytes, count, to)
+                else:
+                    _multiply_tile(
+                        weight_kind,
+                        tile_rows,
+                        columns,
+                        vectors + half * columns * panel_bytes,
+                        panel_bytes,
+                        source,
+                        row_bytes,
+                        steps,
+                        to,
+                    )
+            if begin + count == steps:
+                put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
+
+
+@njit(inline="always")
+def _add_spelled(
+    kind: Any, columns: int, spelled: int, inputs: int, row_bytes: int, steps: int, sums: int
+) -> None:
+    """Sums of many rows grow by the products of what is spelled out."""
+    stride, panel_bytes = SUMS_BYTES, steps * VECTOR_BYTES
+    pages = scratch(1)
+    array_at(ADDRESS, pages)[0] = spelled
+    if columns == 3:
+        paged_tile(kind, 8, 3, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
+    else:
+        paged_tile(kind, 8, 1, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
 
 
 @njit(inline="always")
@@ -231,7 +295,7 @@ def _multiply_tile(
     steps: int,
     sums: int,
 ) -> None:
-    stride = _TILE_WIDTH * STEP_BYTES
+    stride = SUMS_BYTES
     one = (weights,)
     three = (weights, weights + panel_bytes, weights + 2 * panel_bytes)
     if columns == 3:
@@ -251,82 +315,3 @@ def _multiply_tile(
         tile(kind, 2, 1, one, inputs, row_bytes, steps, sums, stride)
     else:
         tile(kind, 1, 1, one, inputs, row_bytes, steps, sums, stride)
-
-
-@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def multiply_gated(
-    weight_kind: Any,
-    kind: Any,
-    weights: int,
-    scales: int,
-    inputs: int,
-    out: int,
-    num_rows: int,
-    steps: int,
-    num_outputs: int,
-) -> None:
-    """`multiply` where panels take turns: gates, and what they let through."""
-    tile_rows = min(num_rows, _TILE_ROWS)
-    while tile_rows & (tile_rows - 1):
-        tile_rows &= tile_rows - 1
-    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
-    factors, target = array_at(FLOAT32, scales), array_at(kind, out)
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        last = min(num_rows, first + _ROWS_AT_ONCE)
-        for place in prange(num_outputs // LANES):
-            sums = scratch(_TILE_VECTORS)
-            results = array_at(FLOAT32, sums)
-            start = place * LANES
-            for wanted in range(first, last, tile_rows):
-                row = min(wanted, num_rows - tile_rows)
-                _multiply_pair(
-                    weight_kind,
-                    tile_rows,
-                    weights + 2 * place * panel_bytes,
-                    panel_bytes,
-                    inputs + row * row_bytes,
-                    row_bytes,
-                    steps,
-                    sums,
-                )
-                for place_in_tile in range(tile_rows):
-                    begin = (row + place_in_tile) * num_outputs + start
-                    at = place_in_tile * _TILE_WIDTH
-                    for lane in range(LANES):
-                        gate, up = results[at + lane], results[at + LANES + lane]
-                        if scales != 0:
-                            gate *= factors[2 * start + lane]
-                            up *= factors[2 * start + LANES + lane]
-                        silu = gate / (np.float32(1.0) + exponential(-gate))
-                        target[begin + lane] = rounded(kind, silu * up)
-
-
-@njit(inline="always")
-def _multiply_pair(
-    kind: Any,
-    rows: int,
-    weights: int,
-    panel_bytes: int,
-    inputs: int,
-    row_bytes: int,
-    steps: int,
-    sums: int,
-) -> None:
-    stride = _TILE_WIDTH * STEP_BYTES
-    pair = (weights, weights + panel_bytes)
-    if rows == 8:
-        tile(kind, 8, 2, pair, inputs, row_bytes, steps, sums, stride)
-    elif rows == 4:
-        tile(kind, 4, 2, pair, inputs, row_bytes, steps, sums, stride)
-    elif bytes_per_step(kind) == VECTOR_BYTES:
-        # One stream, as in `multiply`.
-        for half in range(2):
-            one, to = (weights + half * panel_bytes,), sums + half * VECTOR_BYTES
-            if rows == 2:
-                tile(kind, 2, 1, one, inputs, row_bytes, steps, to, stride)
-            else:
-                tile(kind, 1, 1, one, inputs, row_bytes, steps, to, stride)
-    elif rows == 2:
-        tile(kind, 2, 2, pair, inputs, row_bytes, steps, sums, stride)
-    else:
-        tile(kind, 1, 2, pair, inputs, row_bytes, steps, sums, stride)

@@ -15,7 +15,6 @@ from text_generation_shard.kernels.vector import (
     array_at,
     itemsize,
     marker,
-    power_of_two,
     rounded,
     widened,
 )
@@ -24,30 +23,6 @@ from text_generation_shard.kernels.vector import (
 _SMALL: Final = 8192
 # May be added in any order: what is summed is split over the lanes of a vector.
 _REORDER: Final = {"reassoc", "contract", "nsz", "arcp"}
-
-_LOG2_E: Final = np.float32(1.4426950408889634)
-_LOWEST: Final = np.float32(-87.0)
-_HIGHEST: Final = np.float32(87.0)
-
-
-@njit(inline="always")
-def exponential(value: Any) -> Any:
-    """e ** value in float32, to 2 units in the last place; beyond +-87 as at +-87.
-
-    2 ** f for f in [-0.5, 0.5] by its series, the whole part by the exponent bits: without a call,
-    so that the loops around it become vector code.
-    """
-    value = min(max(value, _LOWEST), _HIGHEST) * _LOG2_E
-    whole = np.floor(value + np.float32(0.5))
-    part = value - whole
-    series = np.float32(1.5403530393381609e-4)
-    series = series * part + np.float32(1.3333558146428443e-3)
-    series = series * part + np.float32(9.618129107628477e-3)
-    series = series * part + np.float32(5.550410866482158e-2)
-    series = series * part + np.float32(2.402265069591007e-1)
-    series = series * part + np.float32(6.931471805599453e-1)
-    series = series * part + np.float32(1.0)
-    return series * power_of_two(np.int32(whole))
 
 
 def add_norm(

@@ -102,7 +102,7 @@ def _soften(builder: Any, kind: Any, addresses: Any, seen: Any) -> Any:
     total = None
     size = VECTOR_BYTES // 2 if kind == types.uint16 else VECTOR_BYTES
     for place, (value, is_seen) in enumerate(values):
-        weight = _exponential(builder, kind, builder.fsub(value, tops))
+        weight = exponential_vector(builder, kind, builder.fsub(value, tops))
         if is_seen is not None:
             weight = builder.select(is_seen, weight, _floats(0.0))
         total = weight if total is None else builder.fadd(total, weight)
@@ -131,7 +131,7 @@ def _follow(builder: Any, kind: Any, values: Any, best: Any, totals: Any) -> tup
         top = _horizontal_max(builder, peaks)
         builder.store(top, best_pointer)
         tops = broadcast(builder, top)
-        shrinks = _exponential(builder, kind, builder.fsub(befores, tops))
+        shrinks = exponential_vector(builder, kind, builder.fsub(befores, tops))
         totals_pointer = builder.inttoptr(totals, FLOATS.as_pointer())
         shrunk = builder.fmul(builder.load(totals_pointer, align=4), shrinks)
         builder.store(shrunk, totals_pointer, align=4)
@@ -171,7 +171,7 @@ def _horizontal_max(builder: Any, top: Any) -> Any:
     return builder.extract_element(top, INT32(0))
 
 
-def _exponential(builder: Any, kind: Any, value: Any) -> Any:
+def exponential_vector(builder: Any, kind: Any, value: Any) -> Any:
     """e ** value for a vector of values <= 0; exactly 1 for 0."""
     value = builder.fmul(value, _floats(_LOG2_E))
     if are_vectors_wide():

@@ -97,23 +97,68 @@ def tile(
     starts_type = types.UniTuple(types.int64, num_columns)
     signature = types.void(kind, rows, columns, starts_type, *(types.int64,) * 5)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vectors, inputs, input_stride, steps, sums, sums_stride = arguments[3:]
-        starts = cgutils.unpack_tuple(builder, vectors, num_columns)
-        size = (num_rows, num_columns)
+    form, size = FORMS[kind], (num_rows, num_columns)
+
+    def generate_tile(builder: Any, *arguments: Any) -> None:
+        starts = list(arguments[:num_columns])
+        inputs, input_stride, steps, sums, sums_stride = arguments[num_columns:]
         addresses = grid_addresses(builder, sums, sums_stride, size)
         initial = [ZEROS] * (num_rows * num_columns)
-        form = FORMS[kind]
+        used = form
         if form.fetches_ahead and num_rows <= _FEW_ROWS and num_columns > 1:
             # Columns lie one behind the other, and so do tiles.
             ahead = builder.mul(builder.sub(starts[1], starts[0]), INT64(num_columns))
-            form = replace(form, load=_fetching(form.load, ahead))
-        totals = accumulate(builder, size, starts, inputs, input_stride, steps, initial, form)
+            used = replace(form, load=_fetching(form.load, ahead))
+        totals = accumulate(builder, size, starts, inputs, input_stride, steps, initial, used)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        starts = cgutils.unpack_tuple(builder, arguments[3], num_columns)
+        name = f"tile_{kind}_{num_rows}_{num_columns}"
+        call_outlined(builder, name, generate_tile, *starts, *arguments[4:])
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def call_outlined(builder: Any, name: str, generate: Callable[..., None], *arguments: Any) -> None:
+    """What `generate(builder, *arguments)` writes, as a function of its own that is called here.
+
+    Compiled into what is around it, a loop has hundreds of addresses computed in front of it: the
+    compiler moves what does not change out of all loops, for each of the tiles that might be used.
+    """
+    function = builder.module.globals.get(name)
+    if function is None:
+        function_type = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        function = ir.Function(builder.module, function_type, name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block("entry"))
+        generate(inside, *function.args)
+        inside.ret_void()
+    builder.call(function, arguments)
+
+
+@intrinsic
+def spell_out(typingctx: Any, kind: Any, vectors: Any, steps: Any, target: Any) -> Any:
+    """Packed vectors of this kind, so many steps of one column, as those of the rows they are
+    multiplied with: bfloat16 for INT8. A step takes a whole vector then."""
+    form = FORMS[kind]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vectors, steps, target = arguments[1:]
+        count = builder.sdiv(steps, INT64(form.steps))
+        with cgutils.for_range(builder, count) as loop:
+            step = builder.mul(loop.index, INT64(form.steps))
+            at = builder.add(vectors, builder.mul(step, INT64(form.step_bytes)))
+            to = builder.add(target, builder.mul(step, INT64(VECTOR_BYTES)))
+            for place, vector in enumerate(form.load(builder, at)):
+                address = builder.add(to, INT64(place * VECTOR_BYTES))
+                builder.store(vector, builder.inttoptr(address, INTS.as_pointer()), align=64)
+        return context.get_dummy_value()
+
+    return types.void(kind, *(types.int64,) * 3), generate
 
 
 def _fetching(load: Callable[[Any, Any], Any], ahead: Any) -> Callable[[Any, Any], Any]:
@@ -162,9 +207,9 @@ def paged_tile(
     form = FORMS[kind]
     signature = types.void(kind, rows, columns, *(types.int64,) * 9)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pages, num_pages, offset, column_bytes, inputs, input_stride, steps = arguments[3:10]
-        addresses = grid_addresses(builder, arguments[10], arguments[11], size)
+    def generate_tile(builder: Any, *arguments: Any) -> None:
+        pages, num_pages, offset, column_bytes, inputs, input_stride, steps = arguments[:7]
+        addresses = grid_addresses(builder, arguments[7], arguments[8], size)
         before = builder.block
         body, end = (builder.append_basic_block(name) for name in ("page", "pages_end"))
         initial = [builder.load(address, align=4) for address in addresses]
@@ -191,6 +236,10 @@ def paged_tile(
         builder.position_at_end(end)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        name = f"paged_tile_{kind}_{size[0]}_{size[1]}"
+        call_outlined(builder, name, generate_tile, *arguments[3:])
         return context.get_dummy_value()
 
     return signature, generate

@@ -39,17 +39,6 @@ def numbers_per_step(dtype: torch.dtype) -> int:
     return STEP_BYTES // dtype.itemsize
 
 
-@intrinsic
-def power_of_two(typingctx: Any, exponent: Any) -> Any:
-    """2 ** exponent for an int32 from -126 to 127."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        bits = builder.shl(builder.add(arguments[0], INT32(127)), INT32(23))
-        return builder.bitcast(bits, FLOAT)
-
-    return types.float32(types.int32), generate
-
-
 @intrinsic(prefer_literal=True)
 def array_at(typingctx: Any, kind: Any, address: Any) -> Any:
     """A view of numbers of the marker's own type, to be indexed from 0 like a C pointer."""
