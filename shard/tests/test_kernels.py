@@ -92,12 +92,13 @@ def test_products_of_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 40])
-def test_norm_takes_in_and_normalises(dtype: torch.dtype, rows: int) -> None:
-    hidden, delta = torch.randn(rows, 576).to(dtype), torch.randn(rows, 576).to(dtype)
-    weight = torch.rand(576)
+@pytest.mark.parametrize("size", [576, 50, 7])
+def test_norm_takes_in_and_normalises(dtype: torch.dtype, size: int, rows: int) -> None:
+    hidden, delta = torch.randn(rows, size).to(dtype), torch.randn(rows, size).to(dtype)
+    weight = torch.rand(size)
     total = (hidden.float() + 0.5 * delta.float()).to(dtype)
     out = pointwise.add_norm(hidden, delta, 0.5, weight, 1e-5)
-    expected = F.rms_norm(total.float(), (576,), weight, 1e-5)
+    expected = F.rms_norm(total.float(), (size,), weight, 1e-5)
     assert torch.equal(hidden, total)
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
     again = pointwise.add_norm(hidden, None, 1.0, weight, 1e-5)

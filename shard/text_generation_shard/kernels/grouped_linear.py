@@ -130,14 +130,14 @@ def multiply_grouped(
 ) -> None:
     """`multiply` for numbers of 4 bits with bfloat16 rows."""
     pairs = -(-groups // 2)
-    sums_of_groups = np.empty(num_rows * pairs, np.int32)
-    input_sums = sums_of_groups.ctypes.data
+    # Its address is taken where it is used: the array is freed after what uses it last.
+    input_sums = np.empty(num_rows * pairs, np.int32)
     if num_rows < _SHARED_ROWS:
         for row in range(num_rows):
-            _sum_groups(inputs, input_sums, row, groups)
+            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
     else:
         for row in prange(num_rows):
-            _sum_groups(inputs, input_sums, row, groups)
+            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
     # More rows to a tile take a sixteenth less, but some may be computed twice.
     are_many = num_rows >= _MANY_ROWS and (
         -num_rows % _MANY_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
@@ -157,7 +157,7 @@ def multiply_grouped(
                 source = (
                     inputs + row * row_bytes,
                     row_bytes,
-                    input_sums + row * pairs * STEP_BYTES,
+                    input_sums.ctypes.data + row * pairs * STEP_BYTES,
                     pairs * STEP_BYTES,
                 )
                 for half in range(halves):

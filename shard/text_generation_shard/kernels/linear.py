@@ -26,7 +26,7 @@ from text_generation_shard.kernels.results import (
     clear,
     put_rows,
 )
-from text_generation_shard.kernels.tile import bytes_per_step, paged_tile, spell_out, tile
+from text_generation_shard.kernels.tile import bytes_per_step, outlined_tile, paged_tile, spell_out
 from text_generation_shard.kernels.vector import (
     ADDRESS,
     INT8,
@@ -300,18 +300,18 @@ def _multiply_tile(
     three = (weights, weights + panel_bytes, weights + 2 * panel_bytes)
     if columns == 3:
         if rows == 8:
-            tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
+            outlined_tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
         elif rows == 4:
-            tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
+            outlined_tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
         elif rows == 2:
-            tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
+            outlined_tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
         else:
-            tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
+            outlined_tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
     elif rows == 8:
-        tile(kind, 8, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined_tile(kind, 8, 1, one, inputs, row_bytes, steps, sums, stride)
     elif rows == 4:
-        tile(kind, 4, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined_tile(kind, 4, 1, one, inputs, row_bytes, steps, sums, stride)
     elif rows == 2:
-        tile(kind, 2, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined_tile(kind, 2, 1, one, inputs, row_bytes, steps, sums, stride)
     else:
-        tile(kind, 1, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined_tile(kind, 1, 1, one, inputs, row_bytes, steps, sums, stride)

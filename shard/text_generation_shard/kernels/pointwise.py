@@ -11,6 +11,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from text_generation_shard.kernels.norm import normalize_row
 from text_generation_shard.kernels.vector import (
     array_at,
     itemsize,
@@ -70,17 +71,11 @@ def _add_norm_row(
     size: int,
 ) -> None:
     offset = row * size * itemsize(kind)
-    numbers = array_at(kind, hidden + offset)
+    numbers, added, target = hidden + offset, delta + offset, out + offset
     if delta != 0:
-        added = array_at(kind, delta + offset)
-        for place in range(size):
-            total = widened(kind, numbers[place]) + multiplier * widened(kind, added[place])
-            numbers[place] = rounded(kind, total)
-    inverse = _inverse_rms(kind, numbers, size, eps)
-    weights = array_at(np.float32(0), weight)
-    target = array_at(kind, out + offset)
-    for place in range(size):
-        target[place] = rounded(kind, widened(kind, numbers[place]) * inverse * weights[place])
+        normalize_row(kind, 1, numbers, added, multiplier, weight, eps, target, size)
+    else:
+        normalize_row(kind, 0, numbers, added, multiplier, weight, eps, target, size)
 
 
 @njit(nogil=True, cache=True)

@@ -90,36 +90,60 @@ def tile(
     addresses; strides in bytes. Sums are float32. Each adds its products in the order of the steps,
     whatever the size of the tile: a result never depends on what is computed beside it.
     """
+    return _tile_of(kind, rows, columns, _call)
+
+
+@intrinsic(prefer_literal=True)
+def outlined_tile(
+    typingctx: Any,
+    kind: Any,
+    rows: Any,
+    columns: Any,
+    vectors: Any,
+    inputs: Any,
+    input_stride: Any,
+    steps: Any,
+    sums: Any,
+    sums_stride: Any,
+) -> Any:
+    """`tile` as a function of its own: where there is one of many to be chosen."""
+    return _tile_of(kind, rows, columns, call_outlined)
+
+
+def _tile_of(kind: Any, rows: Any, columns: Any, call: Callable[..., None]) -> Any:
+    """What an intrinsic returns; call: how its code is reached."""
     literal = types.IntegerLiteral
     if not (isinstance(rows, literal) and isinstance(columns, literal)):
         return None
-    num_rows, num_columns = rows.literal_value, columns.literal_value
-    starts_type = types.UniTuple(types.int64, num_columns)
+    form, size = FORMS[kind], (rows.literal_value, columns.literal_value)
+    starts_type = types.UniTuple(types.int64, size[1])
     signature = types.void(kind, rows, columns, starts_type, *(types.int64,) * 5)
 
-    form, size = FORMS[kind], (num_rows, num_columns)
-
     def generate_tile(builder: Any, *arguments: Any) -> None:
-        starts = list(arguments[:num_columns])
-        inputs, input_stride, steps, sums, sums_stride = arguments[num_columns:]
+        starts = list(arguments[: size[1]])
+        inputs, input_stride, steps, sums, sums_stride = arguments[size[1] :]
         addresses = grid_addresses(builder, sums, sums_stride, size)
-        initial = [ZEROS] * (num_rows * num_columns)
+        initial = [ZEROS] * len(addresses)
         used = form
-        if form.fetches_ahead and num_rows <= _FEW_ROWS and num_columns > 1:
+        if form.fetches_ahead and size[0] <= _FEW_ROWS and size[1] > 1:
             # Columns lie one behind the other, and so do tiles.
-            ahead = builder.mul(builder.sub(starts[1], starts[0]), INT64(num_columns))
+            ahead = builder.mul(builder.sub(starts[1], starts[0]), INT64(size[1]))
             used = replace(form, load=_fetching(form.load, ahead))
         totals = accumulate(builder, size, starts, inputs, input_stride, steps, initial, used)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        starts = cgutils.unpack_tuple(builder, arguments[3], num_columns)
-        name = f"tile_{kind}_{num_rows}_{num_columns}"
-        call_outlined(builder, name, generate_tile, *starts, *arguments[4:])
+        starts = cgutils.unpack_tuple(builder, arguments[3], size[1])
+        name = f"tile_{kind}_{size[0]}_{size[1]}"
+        call(builder, name, generate_tile, *starts, *arguments[4:])
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _call(builder: Any, name: str, generate: Callable[..., None], *arguments: Any) -> None:
+    generate(builder, *arguments)
 
 
 def call_outlined(builder: Any, name: str, generate: Callable[..., None], *arguments: Any) -> None:
@@ -207,9 +231,9 @@ def paged_tile(
     form = FORMS[kind]
     signature = types.void(kind, rows, columns, *(types.int64,) * 9)
 
-    def generate_tile(builder: Any, *arguments: Any) -> None:
-        pages, num_pages, offset, column_bytes, inputs, input_stride, steps = arguments[:7]
-        addresses = grid_addresses(builder, arguments[7], arguments[8], size)
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pages, num_pages, offset, column_bytes, inputs, input_stride, steps = arguments[3:10]
+        addresses = grid_addresses(builder, arguments[10], arguments[11], size)
         before = builder.block
         body, end = (builder.append_basic_block(name) for name in ("page", "pages_end"))
         initial = [builder.load(address, align=4) for address in addresses]
@@ -236,10 +260,6 @@ def paged_tile(
         builder.position_at_end(end)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        name = f"paged_tile_{kind}_{size[0]}_{size[1]}"
-        call_outlined(builder, name, generate_tile, *arguments[3:])
         return context.get_dummy_value()
 
     return signature, generate
