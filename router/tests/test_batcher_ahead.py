@@ -47,6 +47,9 @@ async def test_an_end_that_nobody_could_foresee() -> None:
         await rig.settle()
         # The last step found nobody, and did nothing.
         assert len(shards.passes) == 4 and len(shards.advances) == 5
+        steps = rig.metrics.batch_inference_success.value(method="decode")
+        assert steps == 4 == rig.metrics.batch_inference_count.value(method="decode")
+        assert rig.metrics.batch_forward_duration.count(method="decode") == 3
         assert (await rig.outcome((4, 5), 3)).text == "abc"
 
 

@@ -71,6 +71,8 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
     load = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
     try:
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
+            if load.done():
+                await load  # if it has failed, nobody needs to wait
             await asyncio.sleep(_POLL_S)
         with _explained("connect to the Python model shards"):
             shards = await ShardedClient.connect(config.master_shard_uds_path)

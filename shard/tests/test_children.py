@@ -39,6 +39,17 @@ def pids(path: Path) -> list[int]:
     return [int(line) for line in path.read_text().splitlines()]
 
 
+def test_where_children_are_not_waited_for(tmp_path: Path) -> None:
+    """SIGCHLD may be ignored since before this process began."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Children([partial(note, tmp_path / "done"), die], 2, FOREVER_S) as children:
+            assert not children.wait()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(pids(tmp_path / "done")) == 1
+
+
 def test_each_job_is_done_once_and_in_another_process(tmp_path: Path) -> None:
     paths = [tmp_path / str(number) for number in range(20)]
     with Children([partial(note, path) for path in paths], 3, FOREVER_S) as children:

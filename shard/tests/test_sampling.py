@@ -301,6 +301,21 @@ def test_a_row_is_chosen_alike_in_any_company() -> None:
         assert torch.equal(alone.scores[0], together.scores[row])
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("filtering", [{"top_p": 0.9}, {"top_k": 5}, {"typical_p": 0.5}])
+def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[str, Any]) -> None:
+    """What a model emits that has overflowed, or penalties at the end of what float32 holds."""
+    infinite = torch.randn(rows, 300)
+    infinite[0, 7] = math.inf
+    params = [SamplingParams(do_sample=True, **filtering)] * rows
+    assert choose(infinite, params).token_ids[0] == 7
+    choose(torch.full((rows, 300), math.nan), params)
+    for penalty in (1e-46, 1e-39, 1e-30, 1e38):
+        strange = [SamplingParams(do_sample=True, repetition_penalty=penalty, **filtering)] * rows
+        chosen = choose(torch.randn(rows, 300), strange, make_history(rows, [3, 4]))
+        assert all(0 <= token < 300 for token in chosen.token_ids.tolist())
+
+
 def test_a_row_without_any_score_gets_a_token_and_no_probability() -> None:
     for score in (float("-inf"), float("nan")):
         scores = torch.full((2, 300), score)

@@ -11,6 +11,8 @@ from text_generation_shard.arrays import Flags, Floats, Ints
 
 # Below it float32 arithmetic may take a temperature for 0.
 _MIN_TEMPERATURE = 1e-30
+# Likewise a penalty, whose reciprocal must be finite, too.
+_LEAST_PENALTY, _MOST_PENALTY = 1e-30, 1e30
 # float32 holds integers up to here exactly; no vocabulary is larger.
 _LARGEST_TOP_K = 1 << 24
 
@@ -113,7 +115,7 @@ class SamplingTable:
             min(params.top_k, _LARGEST_TOP_K),
             params.top_p,
             params.typical_p,
-            params.repetition_penalty,
+            min(max(params.repetition_penalty, _LEAST_PENALTY), _MOST_PENALTY),
             params.frequency_penalty,
             params.presence_penalty,
         )

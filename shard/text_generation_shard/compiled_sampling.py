@@ -25,7 +25,7 @@ def sample(
     for place in table.watermarked(history.rows):
         favour_green(logits[place], watermark, history.previous(place))
     biases, count = table.biases(history.rows), len(history.rows)
-    token_ids, logprobs = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+    token_ids, logprobs = np.full(count, -1), np.empty(count, dtype=np.float32)
     choose(
         logits.numpy(),
         history.rows,
@@ -43,4 +43,6 @@ def sample(
         token_ids,
         logprobs,
     )
+    # In threads, an exception would be lost.
+    assert token_ids.min() >= 0, "the kernel has chosen nothing"
     return Choice(token_ids, logprobs, logits)

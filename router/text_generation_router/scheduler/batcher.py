@@ -294,6 +294,7 @@ class Batcher:
             self._meter.note_failure(step.method)
             if self._ahead is not None:
                 # Whatever it says, it stands on what has failed.
+                self._meter.note_failure(self._ahead.method)
                 await asyncio.gather(self._ahead.call, return_exceptions=True)
                 self._ahead = None
             await self._fail_step(step, error)
@@ -304,7 +305,7 @@ class Batcher:
         self._planner.settle(step.plan, result)
         if self._ahead is not None and (ended := result.ended):
             self._ahead = replace(self._ahead, plan=self._ahead.plan.without(ended))
-        if not step.plan.chunks:
+        if step.plan.entries and not step.plan.chunks:
             self._decode_s = (result.forward_ns + result.decode_ns) / 1e9
         self._meter.note_step(step.method, self._last_success - began, result)
         return _Reply(step, result)

@@ -71,6 +71,8 @@ class Meter:
         """A step succeeded; where its time went."""
         metrics = self._metrics
         metrics.batch_inference_success.inc(method=method)
+        if not (result.request_ids or result.forward_ns):
+            return  # launched ahead, and nobody was left
         metrics.batch_inference_duration.observe(duration_s, method=method)
         metrics.batch_forward_duration.observe(result.forward_ns / 1e9, method=method)
         metrics.batch_decode_duration.observe(result.decode_ns / 1e9, method=method)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numba
 from llvmlite import binding
 from numba.core import config
 
@@ -61,8 +62,10 @@ def filling(content: str) -> Iterator[bool]:
     Only an expectation: numba itself looks, and compiles what is missing.
     """
     directory = Path(config.CACHE_DIR)
-    machine = f"{sys.implementation.cache_tag}-{binding.get_host_cpu_name()}"
-    filled = directory / f"filled-{machine}-{content}"
+    # As numba's index has it: what another version or processor compiled does not count.
+    features = hashlib.sha256(binding.get_host_cpu_features().flatten().encode()).hexdigest()[:8]
+    machine = f"{sys.implementation.cache_tag}-{binding.get_host_cpu_name()}-{features}"
+    filled = directory / f"filled-{numba.__version__}-{machine}-{content}"
     if filled.exists():
         yield False
         return

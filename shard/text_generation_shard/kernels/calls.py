@@ -25,7 +25,8 @@ def address_of(function: Any, signature: tuple[Any, ...]) -> int:
 @intrinsic
 def call(typingctx: Any, code: Any, arguments: Any) -> Any:
     """Run the code at an address with a tuple of arguments, which must have the very types that it
-    was compiled for; what it returns is ignored."""
+    was compiled for; what it returns is ignored. It must not raise: numba prints an exception of
+    code that is called this way, and goes on."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kinds = [context.get_value_type(kind) for kind in arguments]

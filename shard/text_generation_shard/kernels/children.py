@@ -49,8 +49,10 @@ class Children:
         traceback: TracebackType | None,
     ) -> None:
         for process in self._processes:
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+            # Where SIGCHLD is ignored, those that have ended are gone already.
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
         self._processes.clear()
         os.close(self._reports)
 
@@ -70,12 +72,13 @@ def _fork(jobs: Sequence[Callable[[], object]], todo: int, reports: int) -> int:
     with warnings.catch_warnings():
         # Python warns of locks that other threads hold at this moment. See `Children`.
         warnings.simplefilter("ignore", DeprecationWarning)
-        process = os.fork()
+        parent, process = os.getpid(), os.fork()
     if process == 0:
         # Whatever happens, nothing of what the parent would do at its end is done here. What fails
         # says so when the parent does it.
         try:
-            while number := os.read(todo, 1):
+            # Nobody else would end it if the parent is killed.
+            while os.getppid() == parent and (number := os.read(todo, 1)):
                 jobs[number[0]]()
                 os.write(reports, number)
         finally:

@@ -34,9 +34,11 @@ ONE: Final = (int64, *_TAKEN)
 MANY: Final = (int64, *_TAKEN)
 """What `choose_many` takes."""
 
+# Nothing may raise an exception, see `calls.call`: what is divided by 0 is infinite.
+_QUIET: Final = {"nogil": True, "error_model": "numpy"}
 # Of functions that Python never calls: without a way to do that they compile in three quarters of
 # the time.
-_INNER: Final = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_INNER: Final = {**_QUIET, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def choose(
@@ -63,8 +65,10 @@ def choose(
     tokens bias_ids; end_ids can not be chosen too early.
 
     Scores become what was chosen from: for choices that are drawn relative to the best one, over
-    the temperature, -inf where nothing can be drawn. Without any score it is token 0, and NaN.
+    the temperature, -inf where nothing can be drawn. Without any score it is token 0, and NaN; the
+    best one, and NaN, if that is infinite.
     """
+    assert scores.flags.c_contiguous
     choices = scores, rows, lens, token_ids, prompt_lens, min_new_tokens
     sampling = flags, values, seeds, biased, bias_ids, biases, end_ids
     # For one row, waking a thread takes longer than the row.
@@ -116,7 +120,7 @@ def choose_many(
         call(code, arguments)
 
 
-@njit(nogil=True, cache=True)
+@njit(cache=True, **_QUIET)
 def choose_one(
     place: int,
     scores: Any,
@@ -148,7 +152,8 @@ def choose_one(
     best = best_of(own)
     highest = own[best]
     token, mass = best, 0.0
-    if not highest > _NOTHING:
+    if not _NOTHING < highest < np.float32(np.inf):
+        # There is nothing to choose from, or nothing to compare with.
         mass = np.nan
     elif flags[row, 0]:
         _scale(own, highest, values[row, 0])
@@ -279,7 +284,7 @@ def _mixed(bits: Any) -> Any:
     return bits ^ (bits >> np.uint64(31))
 
 
-@njit(nogil=True)
+@njit(**_QUIET)
 def draw(weights: Any, sums: Any, number: float) -> Any:
     """Where a number in [0, 1) falls among weights, whose blocks have these sums; and their
     total."""
@@ -348,6 +353,9 @@ def reached_at(keys: Any, weights: Any, target: float) -> Any:
     count, total = _candidates(keys, weights, -_DEPTH, places)
     if total < target:
         count, total = _candidates(keys, weights, _LOWEST, places)
+    if count == 0:
+        # All are NaN or -inf.
+        return _NOTHING, np.int64(len(keys) - 1)
     before = 0.0
     sums = np.empty(_BINS, np.float64)
     while count > _FEW:

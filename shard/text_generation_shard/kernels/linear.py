@@ -102,6 +102,9 @@ class PackedWeight:
         multiplied by `scales` [N], float32."""
         assert (weight.dtype == torch.int8) == (scales is not None)
         self._packed = pack(weight)
+        if scales is not None:
+            # They are read a vector at a time.
+            scales = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
         self._scales = scales
         self._num_outputs, self._num_inputs = weight.shape
         # All that does not change from call to call: at one row a call takes 20 us.

@@ -78,7 +78,7 @@ def _add_norm_row(
         normalize_row(kind, 0, numbers, added, multiplier, weight, eps, target, size)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _normalize_few(
     kind: Any,
     hidden: int,
@@ -94,7 +94,7 @@ def _normalize_few(
         _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _normalize_many(
     kind: Any,
     hidden: int,
@@ -110,7 +110,7 @@ def _normalize_many(
         _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def normalize(
     kind: Any,
     hidden: int,
@@ -129,7 +129,7 @@ def normalize(
         _normalize_few(kind, hidden, delta, multiplier, weight, eps, out, rows, size)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def add_bias(kind: Any, out: int, bias: int, rows: int, size: int) -> None:
     """out [rows, size] += bias [size], in place."""
     added = array_at(kind, bias)
@@ -202,7 +202,7 @@ def _turn_row(
             numbers[place] = rounded(kind, widened(kind, numbers[place]) * factor)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def _turn_few(
     kind: Any,
     heads: int,
@@ -236,7 +236,7 @@ def _turn_few(
         )
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _turn_many(
     kind: Any,
     heads: int,
@@ -270,7 +270,7 @@ def _turn_many(
         )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, error_model="numpy")
 def turn(
     kind: Any,
     heads: int,
