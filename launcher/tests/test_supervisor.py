@@ -6,15 +6,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from text_generation_launcher.address import AddressError, SocketClaim, claim_port
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.log import Log
+from text_generation_launcher.options import Mode
 from text_generation_launcher.process import (
     RECENT_LINES,
     Command,
     ManagedProcess,
     ProcessError,
 )
+from text_generation_launcher.supervisor import Supervisor
 
 from launcher.tests.conftest import wait_until
 
@@ -283,6 +288,26 @@ def test_a_second_launcher_on_the_same_sockets_is_refused(launch, tmp_path):
     with pytest.raises(AddressError, match="another server uses the shard sockets"):
         SocketClaim(str(tmp_path / "shard"), 1)
     assert (tmp_path / "shard-0").exists()
+
+
+def test_a_signal_that_nobody_sent_stops_nothing(monkeypatch, tmp_path: Path):
+    """Stopped for longer than it waits, and continued, CPython reports what memory held: 0."""
+    config = LauncherConfig(
+        download=None,
+        model_path=tmp_path,
+        shards=(),
+        router=None,
+        mode=Mode.SHARDS,
+        shard_uds_path=str(tmp_path / "shard"),
+        hostname="127.0.0.1",
+        port=0,
+        termination_timeout_s=1.0,
+    )
+    supervisor = Supervisor(config, Log("INFO", False))
+    for number, expected in ((0, None), (signal.SIGCHLD, None), (signal.SIGTERM, signal.SIGTERM)):
+        received = SimpleNamespace(si_signo=int(number))
+        monkeypatch.setattr(signal, "sigtimedwait", lambda *_, received=received: received)
+        assert supervisor._next_stop_signal(0.0) == expected
 
 
 def test_what_a_child_started_ends_with_it(launch):

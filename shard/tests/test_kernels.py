@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit
+from text_generation_shard.attention import packed
 from text_generation_shard.attention.packed import PackedAttention
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kernels import are_vectors_wide, linear, pointwise
@@ -14,8 +15,9 @@ from text_generation_shard.kernels import tile as tile_module
 from text_generation_shard.kernels.vector import BFLOAT16
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.layers.quantized import Int4Matrix, Int8Matrix
-from text_generation_shard.layers.rotary import TorchRotation
+from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, TorchRotation
 from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
+from text_generation_shard.models.config import RopeConfig
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -240,3 +242,24 @@ def test_what_is_not_finite_harms_its_own_sequence_alone() -> None:
     sequences.tables[1][2:] = sequences.tables[0][2:]
     _, out = sequences.run([(0, 0, 40), (1, 0, 33)])
     assert out.isfinite().all()
+
+
+def test_angles_are_looked_up_however_far_a_position_is() -> None:
+    """The table grows; what was looked up before stays as it was."""
+    rotary = RotaryEmbedding(RopeConfig("default", 1e4, 16, 2048, 2048, {}), torch.device("cpu"))
+    frequencies = 1.0 / 1e4 ** (torch.arange(0, 16, 2).float() / 16)
+    for places in ([0, 5], [1023, 1024], [0, 4095, 4096], [3, 1]):
+        positions = torch.tensor(places)
+        rotation = rotary(positions, None, torch.float32, max(places) + 1)
+        angles = positions.float()[:, None] * frequencies
+        assert isinstance(rotation, KernelRotation)
+        expected = torch.stack((angles.cos(), angles.sin()), dim=1)
+        torch.testing.assert_close(rotation.angles, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("contexts", [[7], [3, 900, 17, 17, 1], list(range(1, 40))])
+def test_tasks_of_a_decode_are_those_of_any_pass(contexts: list[int], num_threads: int) -> None:
+    ends, offsets = np.array(contexts), np.arange(len(contexts) + 1)
+    expected = packed._tasks(offsets, ends, 3, num_threads)
+    assert np.array_equal(packed._decode_tasks(ends, 3, num_threads), expected)
