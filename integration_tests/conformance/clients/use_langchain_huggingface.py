@@ -22,13 +22,16 @@ warnings.simplefilter("ignore")
 
 # It does not send its token to servers that are not Hugging Face's.
 HEADERS = {"headers": {"Authorization": f"Bearer {API_KEY}"}}
+# Of a temperature of 0 the chat thinks that it was given none, and takes the endpoint's of 0.8.
+COLD = 0.01
 endpoint = HuggingFaceEndpoint(
     endpoint_url=URL,
     max_new_tokens=40,
     top_k=1,
+    temperature=COLD,
     server_kwargs=HEADERS,
 )
-chat = ChatHuggingFace(llm=endpoint, max_tokens=60, temperature=0.0)
+chat = ChatHuggingFace(llm=endpoint, max_tokens=60, temperature=COLD)
 MESSAGES = [HumanMessage(QUESTION)]
 
 
