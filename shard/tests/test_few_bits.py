@@ -1,12 +1,14 @@
 """Weights of 8 and 4 bits in the processor's own kernels: gates, tables, and who calls them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit, typeof
 from text_generation_shard.kernels import are_vectors_wide, layers, linear
 from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.grouped_linear import call_product
+from text_generation_shard.kernels.calls import call
+from text_generation_shard.kernels.grouped_linear import cost_of_items, sum_groups
 from text_generation_shard.kernels.vector import BFLOAT16, INT8
 from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
 
@@ -55,23 +57,33 @@ def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyP
 
 
 @njit
-def _call(code, weight_kind, weights, scales, inputs, out, rows, steps, outputs, is_gated):  # type: ignore[no-untyped-def]
-    where = weights, scales, inputs, out, rows, steps, outputs
-    call_product(weight_kind, BFLOAT16, code, *where, is_gated)
+def _multiply(code, weight_kind, weights, beside, inputs, out, rows, steps, outputs, is_gated):  # type: ignore[no-untyped-def]
+    items, size = cost_of_items(weight_kind, rows, steps, outputs, is_gated)
+    for item in range(items):
+        sizes, where = (steps, outputs, is_gated), (weights, beside, inputs, out, np.int64(0))
+        call(code, (weight_kind, BFLOAT16, item, (np.int64(0), rows, rows), sizes, *where))
+    return items * size
 
 
 @pytest.mark.parametrize("form", [TiledInt8Matrix, TiledInt4Matrix])
 @pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_compiled_code_multiplies_by_any_kind(
-    form: type[TiledInt8Matrix | TiledInt4Matrix], is_gated: bool
+    form: type[TiledInt8Matrix | TiledInt4Matrix], is_gated: bool, rows: int
 ) -> None:
-    matrix = form(torch.randn(96, 64), torch.bfloat16, is_gated=is_gated)
-    hidden = torch.randn(5, 64, dtype=torch.bfloat16)
+    """Item by item, which together read all of the weight."""
+    matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
+    hidden = torch.randn(rows, 128, dtype=torch.bfloat16)
     expected, place = matrix(hidden), matrix.place
     assert place is not None
-    out = torch.zeros_like(expected)
-    addresses = place.weight, place.scales, hidden.data_ptr(), out.data_ptr()
-    codes = layers.codes(typeof(place.kind), typeof(BFLOAT16))
-    code = codes.multiply
-    _call(code, place.kind, *addresses, 5, 32, out.shape[1], is_gated)
+    out, sums = torch.zeros_like(expected), torch.empty(rows, 4, dtype=torch.bfloat16)
+    beside = place.scales
+    if form is TiledInt4Matrix:
+        beside = sums.data_ptr()
+        for row in range(rows):
+            sum_groups(hidden.data_ptr(), beside, row, 4)
+    code = layers.codes(typeof(place.kind), typeof(BFLOAT16))["multiply"]
+    addresses = place.weight, beside, hidden.data_ptr(), out.data_ptr()
+    read = _multiply(code, place.kind, *addresses, rows, 64, out.shape[1], is_gated)
     assert torch.equal(out, expected)
+    assert read == matrix._weight._packed.nbytes

@@ -76,6 +76,22 @@ def _store_token(
 
 
 @njit(nogil=True, cache=True)
+def store_token(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    token: int,
+    slot: int,
+) -> None:
+    """`store` for one token of several."""
+    _store_token(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, token, slot)
+
+
+@njit(nogil=True, cache=True)
 def _store_few(
     kind: Any,
     heads: int,

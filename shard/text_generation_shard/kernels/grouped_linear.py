@@ -5,12 +5,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import njit, prange, types
+from numba import njit, prange, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
 from text_generation_shard.kernels import Place
-from text_generation_shard.kernels.calls import call
+from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.grouped import (
     BLOCK_BYTES,
     GROUP,
@@ -20,14 +20,21 @@ from text_generation_shard.kernels.grouped import (
     grouped_tile,
     sum_group,
 )
-from text_generation_shard.kernels.linear import aligned
+from text_generation_shard.kernels.linear import (
+    aligned,
+    item_bytes,
+    item_signature,
+    num_items,
+)
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.kernels.results import (
+    ROWS_AT_ONCE,
     SUMS_BYTES,
     SUMS_WIDTH,
     TILE_ROWS,
     put_rows,
 )
+from text_generation_shard.kernels.team import may_put
 from text_generation_shard.kernels.vector import (
     BFLOAT16,
     INT4,
@@ -37,7 +44,6 @@ from text_generation_shard.kernels.vector import (
     scratch,
 )
 
-_ROWS_AT_ONCE: Final = 240
 # Rows whose groups are summed by all threads.
 _SHARED_ROWS: Final = 8
 # Rows of a tile if there are so many; else 8, 4, 2 or 1.
@@ -64,7 +70,7 @@ class GroupedWeight:
             )
         # Behind an odd number of groups, one more of zeros; of its numbers nothing is kept.
         pairs, extra = -(-groups // 2), -groups % 2
-        self._packed = aligned(panels * _panel_bytes.py_func(groups), torch.uint8)
+        self._packed = aligned(panels * panel_bytes.py_func(groups), torch.uint8)
         rows = torch.zeros(panels, pairs * BLOCK_BYTES // 2, dtype=torch.int16)
         blocks = rows.view(panels, pairs, 2 * (1 + VECTORS), 2 * LANES)
         zeros, scales = (
@@ -82,6 +88,8 @@ class GroupedWeight:
         blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
         packed = self._packed.view(torch.int16).view(panels, -1)
         packed.copy_(rows[:, : packed.shape[1]])
+        kinds = typeof(INT4), typeof(BFLOAT16)
+        self._code = address_of(multiply_grouped_item, item_signature(*kinds))
         self._size = outputs // 2 if is_gated else outputs, inputs
         self._is_gated = is_gated
         self.nbytes = self._packed.nbytes
@@ -96,6 +104,7 @@ class GroupedWeight:
         outputs, inputs = self._size
         out = torch.empty((hidden.shape[0], outputs), dtype=torch.bfloat16)
         multiply_grouped(
+            self._code,
             self._packed.data_ptr(),
             hidden.data_ptr(),
             out.data_ptr(),
@@ -107,9 +116,9 @@ class GroupedWeight:
         return out
 
 
-@njit
-def _sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
-    """The sums of a row's groups as bfloat16, in pairs."""
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
+    """The sums of a row's groups as bfloat16, in pairs, for `multiply_grouped_item`."""
     width = groups + groups % 2
     sums = array_at(BFLOAT16, input_sums + row * width * 2)
     sums[width - 1] = BFLOAT16
@@ -120,6 +129,7 @@ def _sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply_grouped(
+    code: int,
     weights: int,
     inputs: int,
     out: int,
@@ -128,47 +138,81 @@ def multiply_grouped(
     num_outputs: int,
     is_gated: bool,
 ) -> None:
-    """`multiply` for numbers of 4 bits with bfloat16 rows."""
-    pairs = -(-groups // 2)
+    """`multiply` for numbers of 4 bits with bfloat16 rows; code: where `multiply_grouped_item`
+    lies."""
     # Its address is taken where it is used: the array is freed after what uses it last.
-    input_sums = np.empty(num_rows * pairs, np.int32)
+    input_sums = np.empty(num_rows * sums_bytes(groups) // 4, np.int32)
     if num_rows < _SHARED_ROWS:
         for row in range(num_rows):
-            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
+            sum_groups(inputs, input_sums.ctypes.data, row, groups)
     else:
         for row in prange(num_rows):
-            _sum_groups(inputs, input_sums.ctypes.data, row, groups)
+            sum_groups(inputs, input_sums.ctypes.data, row, groups)
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        last = min(num_rows, first + ROWS_AT_ONCE)
+        for panel in prange(num_outputs // LANES):
+            rows = np.int64(first), np.int64(last), num_rows
+            sizes = groups * STEPS, num_outputs, is_gated
+            where = weights, input_sums.ctypes.data, inputs, out, np.int64(0)
+            call(code, (INT4, BFLOAT16, np.int64(panel), rows, sizes, *where))
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def multiply_grouped_item(
+    weight_kind: Any,
+    kind: Any,
+    panel: int,
+    rows: Any,
+    sizes: Any,
+    weights: int,
+    input_sums: int,
+    inputs: int,
+    out: int,
+    ticket: int,
+) -> None:
+    """`multiply_item` for a panel of INT4; input_sums: what `sum_groups` has made of the inputs."""
+    first, last, num_rows = rows
+    steps, num_outputs, is_gated = sizes
+    groups, tile_rows, halves = steps // STEPS, _tile_rows(num_rows), 2 if is_gated else 1
+    row_bytes, sums = steps * STEP_BYTES, scratch(_SUMS_VECTORS)
+    for wanted in range(first, last, tile_rows):
+        row = min(wanted, num_rows - tile_rows)
+        source = (
+            inputs + row * row_bytes,
+            row_bytes,
+            input_sums + row * sums_bytes(groups),
+            sums_bytes(groups),
+        )
+        for half in range(halves):
+            blocks = weights + (halves * panel + half) * panel_bytes(groups)
+            _multiply_tile(tile_rows, blocks, source, groups, sums + half * VECTOR_BYTES)
+        if ticket and wanted == first and not may_put(ticket):
+            return
+        where = panel, 1, halves, num_outputs
+        put_rows(BFLOAT16, BFLOAT16, sums, 0, out, row, tile_rows, where)
+
+
+@njit(inline="always")
+def _tile_rows(num_rows: int) -> int:
     # More rows to a tile take a sixteenth less, but some may be computed twice.
     are_many = num_rows >= _MANY_ROWS and (
         -num_rows % _MANY_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
     )
-    tile_rows = min(num_rows, TILE_ROWS)
-    while tile_rows & (tile_rows - 1):
-        tile_rows &= tile_rows - 1
-    tile_rows = _MANY_ROWS if are_many else tile_rows
-    halves = 2 if is_gated else 1
-    panel_bytes, row_bytes = _panel_bytes(groups), groups * STEPS * STEP_BYTES
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        last = min(num_rows, first + _ROWS_AT_ONCE)
-        for panel in prange(num_outputs // LANES):
-            sums = scratch(_SUMS_VECTORS)
-            for wanted in range(first, last, tile_rows):
-                row = min(wanted, num_rows - tile_rows)
-                source = (
-                    inputs + row * row_bytes,
-                    row_bytes,
-                    input_sums.ctypes.data + row * pairs * STEP_BYTES,
-                    pairs * STEP_BYTES,
-                )
-                for half in range(halves):
-                    blocks = weights + (halves * panel + half) * panel_bytes
-                    _multiply_tile(tile_rows, blocks, source, groups, sums + half * VECTOR_BYTES)
-                where = panel, 1, halves, num_outputs
-                put_rows(BFLOAT16, BFLOAT16, sums, 0, out, row, tile_rows, where)
+    rows = min(num_rows, TILE_ROWS)
+    while rows & (rows - 1):
+        rows &= rows - 1
+    return _MANY_ROWS if are_many else rows
 
 
 @njit(inline="always")
-def _panel_bytes(groups: int) -> int:
+def sums_bytes(groups: int) -> int:
+    """What the sums of a row's groups take."""
+    return -(-groups // 2) * STEP_BYTES
+
+
+@njit(inline="always")
+def panel_bytes(groups: int) -> int:
+    """What a panel of so many groups takes."""
     return groups // 2 * BLOCK_BYTES + groups % 2 * (BLOCK_BYTES - VECTORS * VECTOR_BYTES)
 
 
@@ -187,67 +231,27 @@ def _multiply_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) 
 
 
 # A name for compiled code: numba puts what `overload` returns in its place.
-def call_product(
-    weight_kind: Any,
-    kind: Any,
-    code: int,
-    weights: int,
-    scales: int,
-    inputs: int,
-    out: int,
-    num_rows: int,
-    steps: int,
-    num_outputs: int,
-    is_gated: bool,
-) -> None:
-    """Run `multiply`, or `multiply_grouped` if the weights are INT4: what fits them lies at
-    `code`. For compiled code."""
+def cost_of_items(
+    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+) -> tuple[int, int]:
+    """How many items a product of ROWS_AT_ONCE rows at most has, and of how many bytes of weights,
+    which lie one behind the other. For compiled code."""
     raise NotImplementedError
 
 
-@overload(call_product)
-def _choose_call(
-    weight_kind: Any,
-    kind: Any,
-    code: int,
-    weights: int,
-    scales: int,
-    inputs: int,
-    out: int,
-    num_rows: int,
-    steps: int,
-    num_outputs: int,
-    is_gated: bool,
-) -> Callable[..., None]:
-    def call_grouped(
-        weight_kind: Any,
-        kind: Any,
-        code: int,
-        weights: int,
-        scales: int,
-        inputs: int,
-        out: int,
-        num_rows: int,
-        steps: int,
-        num_outputs: int,
-        is_gated: bool,
-    ) -> None:
-        call(code, (weights, inputs, out, num_rows, steps // STEPS, num_outputs, is_gated))
+@overload(cost_of_items)
+def _choose_cost(
+    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+) -> Callable[..., tuple[int, int]]:
+    def of_grouped(
+        weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+    ) -> tuple[int, int]:
+        return num_outputs // LANES, (2 if is_gated else 1) * panel_bytes(steps // STEPS)
 
-    def call_other(
-        weight_kind: Any,
-        kind: Any,
-        code: int,
-        weights: int,
-        scales: int,
-        inputs: int,
-        out: int,
-        num_rows: int,
-        steps: int,
-        num_outputs: int,
-        is_gated: bool,
-    ) -> None:
-        where = weights, scales, inputs, out, num_rows, steps, num_outputs
-        call(code, (weight_kind, kind, *where, is_gated))
+    def of_others(
+        weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+    ) -> tuple[int, int]:
+        items = num_items(weight_kind, num_rows, num_outputs)
+        return items, item_bytes(weight_kind, num_rows, steps, num_outputs, is_gated)
 
-    return call_grouped if weight_kind == types.uint8 else call_other
+    return of_grouped if weight_kind == types.uint8 else of_others

@@ -1,21 +1,33 @@
-"""All layers of a model in one call.
+"""All layers of a model in one call: a program of phases that a team of threads goes through.
 
 Why it is fast: called one after another from Python, the kernels of a layer and the allocations
 between them cost 1.3 to 1.8 ms of a decode step of the 125 M checkpoint; from here they cost next
-to nothing, and the interpreter is free for other threads meanwhile. The kernels are the same, and
-so are the numbers.
+to nothing, and the interpreter is free for other threads meanwhile. What lies between two phases:
+see `team`. The kernels are the same as elsewhere, and so are the numbers.
 """
 
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import boolean, float32, from_dtype, int64, njit, types, uint8
+from numba import float32, from_dtype, int64, njit, types, uint8
 
-from text_generation_shard.kernels.attention import attend, attend_task, store, task_signature
+from text_generation_shard.kernels.attention import (
+    BLOCK_SIZE,
+    attend_task,
+    store_token,
+    task_signature,
+)
 from text_generation_shard.kernels.calls import address_of, call
-from text_generation_shard.kernels.grouped_linear import call_product, multiply_grouped
-from text_generation_shard.kernels.linear import multiply
-from text_generation_shard.kernels.pointwise import add_bias, normalize, turn
+from text_generation_shard.kernels.grouped import GROUP, STEPS
+from text_generation_shard.kernels.grouped_linear import (
+    cost_of_items,
+    multiply_grouped_item,
+    sum_groups,
+)
+from text_generation_shard.kernels.linear import item_signature, multiply_item
+from text_generation_shard.kernels.pointwise import add_bias, normalize_row_of, turn_row
+from text_generation_shard.kernels.results import ROWS_AT_ONCE, TILE_ROWS
+from text_generation_shard.kernels.team import PHASE, PHASES, go_through
 from text_generation_shard.kernels.vector import STEP_BYTES, itemsize
 
 FIELDS: Final = (
@@ -29,236 +41,260 @@ whether positions are rotated in; how many tokens a query sees (0: all)."""
 LAYERS: Final = from_dtype(LAYER)[::1]
 
 
-class Sizes(NamedTuple):
-    """What the layers have alike."""
-
-    hidden: int
-    inner: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    # Of the features of a head, half of those that are rotated.
-    half: int
+NUMBERS_PER_PAIR: Final = 2 * GROUP
+"""Of a row that weights of 4 bits are multiplied with, for two numbers of `Buffers.sums`."""
 
 
-class Constants(NamedTuple):
-    """What the layers calculate with; float32."""
+CODES: Final = (
+    *("item", "multiply", "sum_groups", "normalize", "turn", "store", "attend", "add_bias"),
+)
+"""Where the functions lie that compute items, see `calls`; sum_groups: 0 where the weights do not
+ask for it."""
+SIZES: Final = ("hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim", "half")
+"""What the layers have alike; half: of the features of a head, half of those that are rotated."""
+BUFFERS: Final = ("hidden", "normed", "delta", "heads", "attended", "inner", "sums")
+"""Addresses of rows for T tokens: hidden states, those normalised, and what a block adds to them;
+queries, keys and values; what attention makes of them; the feed-forward's inside; and, for weights
+of 4 bits, the sums of what these are multiplied with."""
+PLACES: Final = ("angles", "cache", "layer_bytes", "num_blocks", "board", "num_threads")
+"""Angles [T, 2, half] as in `rotate_`; where a pass finds itself in the cache, see `attention`; who
+computes it, see `team`."""
+CONSTANTS: Final = ("attention_scale", "eps", "multiplier")
+PASS: Final = np.dtype(
+    [(name, np.int64) for name in (*CODES, *SIZES, *BUFFERS, *PLACES)]
+    + [(name, np.float32) for name in CONSTANTS]
+)
+"""What a pass is computed from, beside its tokens."""
 
-    attention_scale: Any
-    eps: Any
-    multiplier: Any
 
+class Given(NamedTuple):
+    """What the items of a pass are computed from."""
 
-class Buffers(NamedTuple):
-    """Addresses of rows for T tokens: hidden states, those normalised, and what a block adds to
-    them; queries, keys and values; what attention makes of them; the feed-forward's inside."""
-
-    hidden: int
-    normed: int
-    delta: int
-    heads: int
-    attended: int
-    inner: int
-
-
-class Pages(NamedTuple):
-    """Where a pass finds itself in the cache; see `kernels.attention`."""
-
-    cache: int
-    layer_bytes: int
-    num_blocks: int
+    weight_kind: Any
+    kind: Any
+    # [1] of PASS, and the LAYERS.
+    passes: Any
+    layers: Any
+    # [T], [R, width] and [N, 5]: see `attention`.
     slots: Any
     block_tables: Any
     tasks: Any
+    phases: Any
 
 
-class Codes(NamedTuple):
-    """Where the kernels lie that the layers call; see `calls`."""
-
-    normalize: int
-    turn: int
-    store: int
-    attend: int
-    attend_task: int
-    add_bias: int
-    multiply: int
-
+# The steps of a layer. Products of many rows are several phases each, for ROWS_AT_ONCE of them.
+_NORM_BEFORE_ATTENTION: Final = 0
+_QKV: Final = 1
+_TURN: Final = 2
+_ATTEND: Final = 3
+_SUM_ATTENDED: Final = 4
+_OUT: Final = 5
+_NORM_BEFORE_MLP: Final = 6
+_GATE_UP: Final = 7
+_SUM_INNER: Final = 8
+_DOWN: Final = 9
+_NUM_STEPS: Final = 10
+_NUM_PRODUCTS: Final = 4
 
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
 
 def kernels(weight_kind: Any, kind: Any) -> Kernels:
-    """What `Codes` names, and what each takes, for weights and rows of these types; what takes
-    longest to compile first."""
-    numbers, table, product = int64[::1], int64[:, ::1], (weight_kind, kind, *(int64,) * 7, boolean)
-    grouped = multiply_grouped, (*(int64,) * 6, boolean)
-    is_grouped = weight_kind == uint8
-    return {
-        "attend_task": (attend_task, task_signature(kind)),
-        "attend": (attend, (kind, *(int64,) * 8, table, table, int64)),
-        "multiply": grouped if is_grouped else (multiply, product),
-        "turn": (turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
-        "store": (store, (kind, *(int64,) * 6, numbers)),
-        "normalize": (normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)),
+    """What CODES names but the items themselves, and what each takes, for weights and rows of
+    these types; what takes longest to compile first."""
+    multiply = multiply_grouped_item if weight_kind == uint8 else multiply_item
+    found: Kernels = {
+        "attend": (attend_task, task_signature(kind)),
+        "multiply": (multiply, item_signature(weight_kind, kind)),
+        "turn": (turn_row, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
+        "store": (store_token, (kind, *(int64,) * 8)),
+        "normalize": (
+            normalize_row_of,
+            (kind, int64, int64, float32, int64, float32, *(int64,) * 3),
+        ),
         "add_bias": (add_bias, (kind, *(int64,) * 4)),
     }
+    if weight_kind == uint8:
+        found["sum_groups"] = sum_groups, (int64,) * 4
+    return found
 
 
-def codes(weight_kind: Any, kind: Any) -> Codes:
-    """The kernels for these types, as `run_layers` takes them; compiled if need be."""
-    found = kernels(weight_kind, kind)
-    return Codes(**{name: address_of(*kernel) for name, kernel in found.items()})
+def codes(weight_kind: Any, kind: Any) -> dict[str, int]:
+    """CODES for these types; compiled if need be."""
+    found = {name: address_of(*kernel) for name, kernel in kernels(weight_kind, kind).items()}
+    item = address_of(compute_item, signature_of_item(weight_kind, kind))
+    return {"sum_groups": 0, "item": item} | found
 
 
 def signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `run_layers`, for weights and rows of these types."""
-    alike = types.NamedUniTuple
-    constants = alike(float32, len(Constants._fields), Constants)
-    paged = types.NamedTuple((int64, int64, int64, int64[::1], *[int64[:, ::1]] * 2), Pages)
-    alone, sizes, buffers = (
-        alike(int64, len(form._fields), form) for form in (Codes, Sizes, Buffers)
-    )
-    return weight_kind, kind, alone, LAYERS, sizes, constants, buffers, int64, paged
+    return weight_kind, kind, from_dtype(PASS)[::1], LAYERS, int64[::1], *(int64[:, ::1],) * 2
 
 
-@njit(nogil=True, cache=True)
+def signature_of_item(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
+    """Of `compute_item`, likewise."""
+    given = types.NamedTuple((*signature(weight_kind, kind), PHASES), Given)
+    return given, int64, int64, int64
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def run_layers(
     weight_kind: Any,
     kind: Any,
-    codes: Any,
+    passes: Any,
     layers: Any,
-    sizes: Any,
-    constants: Any,
-    buffers: Any,
-    angles: int,
-    pages: Any,
+    slots: Any,
+    block_tables: Any,
+    tasks: Any,
 ) -> None:
     """Take the hidden states of T tokens through all layers, in place; what the last one adds to
-    them is left in `buffers.delta`. angles [T, 2, half] as in `rotate_`."""
-    rows = len(pages.slots)
-    before = np.int64(0)
-    for place in range(len(layers)):
-        layer = layers[place]
-        _add_norm(kind, codes, before, layer.attention_norm, rows, sizes, constants, buffers)
-        cache = pages.cache + place * pages.layer_bytes
-        _attend(
-            weight_kind, kind, codes, layer, rows, sizes, constants, buffers, angles, cache, pages
-        )
-        _add_norm(kind, codes, buffers.delta, layer.mlp_norm, rows, sizes, constants, buffers)
-        _feed_forward(weight_kind, kind, codes, layer, rows, sizes, buffers)
-        before = buffers.delta
+    them is left in the buffer of what is added. See `Given`."""
+    rows, this = len(slots), passes[0]
+    blocks = -(-rows // ROWS_AT_ONCE)
+    phases = np.zeros(len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)), PHASE)
+    given = Given(weight_kind, kind, passes, layers, slots, block_tables, tasks, phases)
+    _write_program(given)
+    go_through(this.item, given, phases, this.board, this.num_threads)
+    bias = layers[len(layers) - 1].down_bias
+    if bias:
+        call(this.add_bias, (kind, this.delta, bias, np.int64(rows), this.hidden_size))
 
 
 @njit(inline="always")
-def _add_norm(
-    kind: Any,
-    codes: Any,
-    delta: int,
-    weight: int,
-    rows: int,
-    sizes: Any,
-    constants: Any,
-    buffers: Any,
-) -> None:
-    scales = constants.multiplier, weight, constants.eps
-    given = kind, buffers.hidden, delta, *scales, buffers.normed, rows, sizes.hidden
-    call(codes.normalize, given)
+def _write_program(given: Any) -> None:
+    """The phases of all layers."""
+    this, rows, place = given.passes[0], len(given.slots), 0
+    for layer in range(len(given.layers)):
+        for step in range(_NUM_STEPS):
+            weights, _, _, _, num_inputs, num_outputs = _product(given, layer, step)
+            for first in range(0, rows, ROWS_AT_ONCE if weights else rows):
+                phase = given.phases[place]
+                place += 1
+                phase.step, phase.layer = step, layer
+                phase.first, phase.last = first, min(rows, first + ROWS_AT_ONCE)
+                if weights:
+                    steps = num_inputs * itemsize(given.kind) // STEP_BYTES
+                    size = rows, steps, num_outputs, step == _GATE_UP
+                    phase.items, phase.item_bytes = cost_of_items(given.weight_kind, *size)
+                    phase.weights, phase.is_short = weights, rows <= TILE_ROWS
+                elif step == _ATTEND:
+                    phase.items = len(given.tasks) * this.num_kv_heads
+                elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
+                    phase.items = rows
 
 
 @njit(inline="always")
-def _attend(
-    weight_kind: Any,
-    kind: Any,
-    codes: Any,
-    layer: Any,
-    rows: int,
-    sizes: Any,
-    constants: Any,
-    buffers: Any,
-    angles: int,
-    cache: int,
-    pages: Any,
-) -> None:
-    num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    width, heads = (num_heads + 2 * num_kv_heads) * head_dim, buffers.heads
-    weight = layer.qkv, layer.qkv_scales, layer.qkv_bias
-    _project(weight_kind, kind, codes, weight, buffers.normed, heads, rows, sizes.hidden, width)
-    if layer.is_turned or layer.query_norm or constants.attention_scale != np.float32(1.0):
-        turned = (
-            kind,
-            heads,
-            layer.query_norm,
-            layer.key_norm,
-            constants.eps,
-            angles,
-            rows,
-            width,
-            num_heads + num_kv_heads,
-            num_heads,
-            constants.attention_scale,
-            head_dim,
-            sizes.half if layer.is_turned else 0,
-        )
-        call(codes.turn, turned)
-    counts = num_heads, num_kv_heads, head_dim, cache, pages.num_blocks
-    call(codes.store, (kind, heads, *counts, pages.slots))
-    seen = pages.block_tables, pages.tasks, layer.window
-    call(codes.attend, (kind, codes.attend_task, heads, buffers.attended, *counts, *seen))
-    weight = layer.out, layer.out_scales, layer.out_bias
-    inputs, out = buffers.attended, buffers.delta
-    _project(
-        weight_kind, kind, codes, weight, inputs, out, rows, num_heads * head_dim, sizes.hidden
-    )
+def _product(given: Any, layer: int, step: int) -> Any:
+    """Of a step: weights and scales, or 0 if it is no product; inputs and outputs, and how many of
+    each a row has."""
+    this, weights = given.passes[0], given.layers[layer]
+    attended = this.num_heads * this.head_dim
+    if step == _QKV:
+        width = attended + 2 * this.num_kv_heads * this.head_dim
+        where = weights.qkv, weights.qkv_scales, this.normed, this.heads
+        return *where, this.hidden_size, width
+    if step == _OUT:
+        where = weights.out, weights.out_scales, this.attended, this.delta
+        return *where, attended, this.hidden_size
+    if step == _GATE_UP:
+        where = weights.gate_up, weights.gate_up_scales, this.normed, this.inner
+        return *where, this.hidden_size, this.inner_size
+    where = weights.down, weights.down_scales, this.inner, this.delta
+    if step == _DOWN:
+        return *where, this.inner_size, this.hidden_size
+    return 0, 0, 0, 0, 0, 0
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def compute_item(given: Any, phase: int, item: int, ticket: int) -> None:
+    """An item of a phase; ticket: see `team.may_put`."""
+    this, step = given.passes[0], given.phases[phase].step
+    if given.phases[phase].weights:
+        _multiply(given, phase, item, ticket)
+    elif step == _ATTEND:
+        _attend(given, phase, item)
+    elif step == _TURN:
+        _turn(given, phase, item)
+    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP):
+        _normalize(given, phase, item)
+    elif step == _SUM_INNER:
+        _sum_groups(given, this.inner, item, this.inner_size)
+    else:
+        _sum_groups(given, this.attended, item, this.num_heads * this.head_dim)
 
 
 @njit(inline="always")
-def _feed_forward(
-    weight_kind: Any, kind: Any, codes: Any, layer: Any, rows: int, sizes: Any, buffers: Any
-) -> None:
-    call_product(
-        weight_kind,
-        kind,
-        codes.multiply,
-        layer.gate_up,
-        layer.gate_up_scales,
-        buffers.normed,
-        buffers.inner,
-        rows,
-        sizes.hidden * itemsize(kind) // STEP_BYTES,
-        sizes.inner,
-        True,
-    )
-    weight = layer.down, layer.down_scales, layer.down_bias
-    inputs, out = buffers.inner, buffers.delta
-    _project(weight_kind, kind, codes, weight, inputs, out, rows, sizes.inner, sizes.hidden)
+def _multiply(given: Any, phase: int, item: int, ticket: int) -> None:
+    this, where = given.passes[0], given.phases[phase]
+    product = _product(given, where.layer, where.step)
+    weights, scales, inputs, out, num_inputs, num_outputs = product
+    rows = where.first, where.last, np.int64(len(given.slots))
+    sizes = num_inputs * itemsize(given.kind) // STEP_BYTES, num_outputs, where.step == _GATE_UP
+    # Weights of 4 bits have their scales among them; what they need is the sums of the inputs.
+    beside = this.sums if this.sum_groups else scales
+    kinds = given.weight_kind, given.kind
+    call(this.multiply, (*kinds, item, rows, sizes, weights, beside, inputs, out, ticket))
 
 
 @njit(inline="always")
-def _project(
-    weight_kind: Any,
-    kind: Any,
-    codes: Any,
-    weight: Any,
-    inputs: int,
-    out: int,
-    rows: int,
-    num_inputs: int,
-    num_outputs: int,
-) -> None:
-    """weight: addresses of the packed numbers, of scales and of a bias."""
-    steps = num_inputs * itemsize(kind) // STEP_BYTES
-    call_product(
-        weight_kind,
-        kind,
-        codes.multiply,
-        weight[0],
-        weight[1],
-        inputs,
-        out,
-        rows,
-        steps,
-        num_outputs,
-        False,
-    )
-    if weight[2]:
-        call(codes.add_bias, (kind, out, weight[2], rows, num_outputs))
+def _attend(given: Any, phase: int, item: int) -> None:
+    this, layer = given.passes[0], given.phases[phase].layer
+    task, head = item // this.num_kv_heads, item % this.num_kv_heads
+    head_bytes = this.num_blocks * 2 * this.head_dim * BLOCK_SIZE * itemsize(given.kind)
+    blocks = this.cache + layer * this.layer_bytes + head * head_bytes
+    counts = this.num_heads, this.num_kv_heads, this.head_dim
+    seen = given.block_tables[given.tasks[task, 0]], given.tasks[task]
+    buffers = given.kind, this.heads, this.attended
+    call(this.attend, (*buffers, *counts, blocks, *seen, head, given.layers[layer].window))
+
+
+@njit(inline="always")
+def _turn(given: Any, phase: int, row: int) -> None:
+    """Queries and keys of a row get their bias and their positions; keys and values go into the
+    cache."""
+    this, place = given.passes[0], given.phases[phase].layer
+    layer, num_turning = given.layers[place], this.num_heads + this.num_kv_heads
+    width = (num_turning + this.num_kv_heads) * this.head_dim
+    if layer.qkv_bias:
+        _add_bias(given, this.heads, layer.qkv_bias, row, width)
+    if layer.is_turned or layer.query_norm or this.attention_scale != np.float32(1.0):
+        norms = layer.query_norm, layer.key_norm, this.eps
+        turned = given.kind, this.heads, *norms, this.angles
+        features = row, width, num_turning, this.num_heads
+        half = this.half if layer.is_turned else 0
+        call(this.turn, (*turned, *features, this.attention_scale, this.head_dim, half))
+    counts = this.num_heads, this.num_kv_heads, this.head_dim
+    blocks = this.cache + place * this.layer_bytes, this.num_blocks
+    call(this.store, (given.kind, this.heads, *counts, *blocks, row, given.slots[row]))
+
+
+@njit(inline="always")
+def _normalize(given: Any, phase: int, row: int) -> None:
+    """Hidden states of a row take in what the block before adds, and are normalised."""
+    this, place = given.passes[0], given.phases[phase].layer
+    layer, delta = given.layers[place], this.delta
+    weight, bias = layer.mlp_norm, layer.out_bias
+    if given.phases[phase].step == _NORM_BEFORE_ATTENTION:
+        weight = layer.attention_norm
+        delta = delta if place else np.int64(0)
+        bias = given.layers[place - 1].down_bias if place else np.int64(0)
+    if bias:
+        _add_bias(given, delta, bias, row, this.hidden_size)
+    scales = this.multiplier, weight, this.eps
+    where = this.normed, row, this.hidden_size
+    call(this.normalize, (given.kind, this.hidden, delta, *scales, *where))
+    _sum_groups(given, this.normed, row, this.hidden_size)
+
+
+@njit(inline="always")
+def _add_bias(given: Any, out: int, bias: int, row: int, size: int) -> None:
+    start = out + row * size * itemsize(given.kind)
+    call(given.passes[0].add_bias, (given.kind, start, bias, np.int64(1), size))
+
+
+@njit(inline="always")
+def _sum_groups(given: Any, inputs: int, row: int, num_inputs: int) -> None:
+    this = given.passes[0]
+    if this.sum_groups:
+        groups = num_inputs * itemsize(given.kind) // STEP_BYTES // STEPS
+        call(this.sum_groups, (inputs, this.sums, row, groups))

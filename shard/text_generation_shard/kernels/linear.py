@@ -12,13 +12,16 @@ gives the same bits in any batch.
 
 from typing import Any, Final
 
+import numpy as np
 import torch
-from numba import njit, prange
+from numba import boolean, int64, njit, prange, typeof, types
 from torch import Tensor
 
 from text_generation_shard.kernels import Place
+from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.kernels.results import (
+    ROWS_AT_ONCE,
     SUMS_BYTES,
     SUMS_WIDTH,
     TILE_COLUMNS,
@@ -26,6 +29,7 @@ from text_generation_shard.kernels.results import (
     clear,
     put_rows,
 )
+from text_generation_shard.kernels.team import may_put
 from text_generation_shard.kernels.tile import bytes_per_step, outlined_tile, paged_tile, spell_out
 from text_generation_shard.kernels.vector import (
     ADDRESS,
@@ -37,9 +41,7 @@ from text_generation_shard.kernels.vector import (
     scratch,
 )
 
-# Rows whose inputs stay in the second-level cache while the weights pass by.
-_ROWS_AT_ONCE: Final = 256
-_SUMS_VECTORS: Final = _ROWS_AT_ONCE * SUMS_WIDTH
+_SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
 # From so many rows on, whole numbers are made bfloat16 once for all of them ...
 _MANY_ROWS: Final = 32
 # ... this many steps at a time, which with all rows stay in the second-level cache.
@@ -111,6 +113,8 @@ class PackedWeight:
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
         self._weight_kind = INT8 if scales is not None else marker(weight.dtype)
         self._kind = marker(self._dtype)
+        kinds = typeof(self._weight_kind), typeof(self._kind)
+        self._code = address_of(multiply_item, item_signature(*kinds))
         self._address = self._packed.data_ptr()
         self._scales_address = 0 if scales is None else scales.data_ptr()
         self._padding = -self._num_inputs % _numbers_at_once(weight.dtype)
@@ -140,6 +144,7 @@ class PackedWeight:
         rows, outputs = hidden.shape[0], self._num_outputs
         out = torch.empty((rows, outputs), dtype=self._dtype)
         multiply(
+            self._code,
             self._weight_kind,
             self._kind,
             self._address,
@@ -177,6 +182,7 @@ class GatedWeight(PackedWeight):
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply(
+    code: int,
     weight_kind: Any,
     kind: Any,
     weights: int,
@@ -188,56 +194,90 @@ def multiply(
     num_outputs: int,
     is_gated: bool,
 ) -> None:
-    """The product of packed weights, through its gates if there are any; scales: 0 for none. All
-    others are addresses and sizes.
+    """The product of packed weights, through its gates if there are any; code: where
+    `multiply_item` lies for these kinds, see `calls`; the rest as there."""
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        last = min(num_rows, first + ROWS_AT_ONCE)
+        for item in prange(num_items(weight_kind, num_rows, num_outputs)):
+            rows = np.int64(first), np.int64(last), num_rows
+            sizes = steps, num_outputs, is_gated
+            where = weights, scales, inputs, out, np.int64(0)
+            call(code, (weight_kind, kind, np.int64(item), rows, sizes, *where))
 
-    Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
-    """
-    num_panels = -(-num_outputs // LANES)
-    tile_rows = min(num_rows, TILE_ROWS)
-    while tile_rows & (tile_rows - 1):
-        tile_rows &= tile_rows - 1
+
+def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
+    """What `multiply_item` takes, for weights and rows of these types."""
+    rows, sizes = types.UniTuple(int64, 3), types.Tuple((int64, int64, boolean))
+    return weight_kind, kind, int64, rows, sizes, *(int64,) * 5
+
+
+@njit(inline="always")
+def num_items(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
+    """How many items the product has for at most ROWS_AT_ONCE of so many rows."""
+    return -(-num_panels(num_outputs) // _tile_columns(weight_kind, num_rows, num_outputs))
+
+
+@njit(inline="always")
+def num_panels(num_outputs: int) -> int:
+    """Outputs lie side by side in panels."""
+    return -(-num_outputs // LANES)
+
+
+@njit(inline="always")
+def item_bytes(
+    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+) -> Any:
+    """Of the weights, what an item reads; they lie one behind the other."""
+    columns = _tile_columns(weight_kind, num_rows, num_outputs)
+    return (2 if is_gated else 1) * columns * steps * bytes_per_step(weight_kind)
+
+
+@njit(inline="always")
+def _tile_rows(num_rows: int) -> int:
+    rows = min(num_rows, TILE_ROWS)
+    while rows & (rows - 1):
+        rows &= rows - 1
+    return rows
+
+
+@njit(inline="always")
+def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     # Where memory is the limit, one panel after another is one stream from front to back.
-    is_stream = tile_rows <= 2 and bytes_per_step(weight_kind) == VECTOR_BYTES
-    columns = 1 if is_stream or num_panels < TILE_COLUMNS else TILE_COLUMNS
-    halves = 2 if is_gated else 1
-    for first in range(0, num_rows, _ROWS_AT_ONCE):
-        last = min(num_rows, first + _ROWS_AT_ONCE)
-        for place in prange(-(-num_panels // columns)):
-            panel = min(place * columns, num_panels - columns)
-            _multiply_panels(
-                weight_kind,
-                kind,
-                (panel, columns, halves, num_outputs),
-                (first, last, tile_rows, num_rows),
-                weights + halves * panel * steps * bytes_per_step(weight_kind),
-                scales + halves * panel * VECTOR_BYTES,
-                inputs,
-                out,
-                steps,
-            )
+    is_stream = num_rows <= 3 and bytes_per_step(weight_kind) == VECTOR_BYTES
+    return 1 if is_stream or num_panels(num_outputs) < TILE_COLUMNS else TILE_COLUMNS
 
 
-@njit(boundscheck=False, error_model="numpy")
-def _multiply_panels(
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def multiply_item(
     weight_kind: Any,
     kind: Any,
-    panels: Any,
+    item: int,
     rows: Any,
+    sizes: Any,
     weights: int,
     scales: int,
     inputs: int,
     out: int,
-    steps: int,
+    ticket: int,
 ) -> None:
-    """panels: the first panel of outputs, how many, of how many panels of the weight each is made,
-    and all outputs. rows: the first, the end, those of a tile, and how many there are at all."""
-    _, columns, halves, _ = panels
-    first, last, tile_rows, num_rows = rows
+    """One of `num_items`: all rows of a tile's outputs. rows: the first, one past the last, and how
+    many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none.
+    All others are addresses; ticket: see `may_put`; 0: there is none.
+
+    Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
+    """
+    first, last, num_rows = rows
+    steps, num_outputs, is_gated = sizes
+    tile_rows, columns = _tile_rows(num_rows), _tile_columns(weight_kind, num_rows, num_outputs)
+    panel = min(item * columns, num_panels(num_outputs) - columns)
+    halves = 2 if is_gated else 1
+    panels = panel, columns, halves, num_outputs
+    scales += halves * panel * VECTOR_BYTES
     sums, spelled = scratch(_SUMS_VECTORS), scratch(_SPELLED_VECTORS)
     is_spelled = bytes_per_step(weight_kind) != VECTOR_BYTES and num_rows >= _MANY_ROWS
     block = _SPELLED_STEPS if is_spelled else steps
     row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
+    weights += halves * panel * panel_bytes
     for begin in range(0, steps, block):
         count = min(block, steps - begin)
         vectors = weights + begin * bytes_per_step(weight_kind)
@@ -269,6 +309,8 @@ def _multiply_panels(
                         to,
                     )
             if begin + count == steps:
+                if ticket and wanted == first and not may_put(ticket):
+                    return
                 put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
 
 

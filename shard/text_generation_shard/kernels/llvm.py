@@ -63,6 +63,14 @@ def call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
     return builder.call(function, arguments)
 
 
+def fetch_line(builder: Any, address: Any) -> None:
+    """Have what lies at an address brought into the second-level cache; beyond the end of the
+    memory that does nothing."""
+    pointer = builder.inttoptr(address, INT8.as_pointer())
+    is_read, locality, is_data = INT32(0), INT32(2), INT32(1)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, is_read, locality, is_data)
+
+
 def add_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """total + left * right for vectors of float32, rounded once."""
     return call(builder, f"llvm.fma.v{LANES}f32", FLOATS, left, right, total)

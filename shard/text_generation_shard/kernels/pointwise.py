@@ -58,6 +58,22 @@ def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def normalize_row_of(
+    kind: Any,
+    hidden: int,
+    delta: int,
+    multiplier: Any,
+    weight: int,
+    eps: Any,
+    out: int,
+    row: int,
+    size: int,
+) -> None:
+    """`normalize` for one row of several."""
+    _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+
+
 @njit(inline="always")
 def _add_norm_row(
     kind: Any,
@@ -162,6 +178,40 @@ def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angl
         np.float32(scale),
         size,
         angles.shape[2],
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def turn_row(
+    kind: Any,
+    heads: int,
+    query_norm: int,
+    key_norm: int,
+    eps: Any,
+    angles: int,
+    row: int,
+    stride: int,
+    num_turning: int,
+    num_scaled: int,
+    scale: Any,
+    size: int,
+    half: int,
+) -> None:
+    """`turn` for one row of several."""
+    _turn_row(
+        kind,
+        heads,
+        query_norm,
+        key_norm,
+        eps,
+        angles,
+        row,
+        stride,
+        num_turning,
+        num_scaled,
+        scale,
+        size,
+        half,
     )
 
 

@@ -27,6 +27,8 @@ from text_generation_shard.kernels.vector import FLOAT32, array_at, itemsize, sc
 # fewer.
 TILE_ROWS: Final = 8 if are_vectors_wide() else 4
 TILE_COLUMNS: Final = 3 if are_vectors_wide() else 1
+# Rows whose inputs stay in the second-level cache while the weights pass by; whole tiles.
+ROWS_AT_ONCE: Final = 240
 # Vectors of sums of a row: for gates, and what they let through, of a tile.
 SUMS_WIDTH: Final = 2 * TILE_COLUMNS
 SUMS_BYTES: Final = SUMS_WIDTH * VECTOR_BYTES

@@ -29,6 +29,7 @@ from text_generation_shard.kernels.llvm import (
     broadcast,
     call,
     constant,
+    fetch_line,
     load,
 )
 from text_generation_shard.kernels.vector import STEP_BYTES
@@ -190,17 +191,10 @@ def _fetching(load: Callable[[Any, Any], Any], ahead: Any) -> Callable[[Any, Any
     end of the memory that does nothing."""
 
     def load_and_fetch(builder: Any, address: Any) -> Any:
-        _fetch(builder, builder.add(address, ahead))
+        fetch_line(builder, builder.add(address, ahead))
         return load(builder, address)
 
     return load_and_fetch
-
-
-def _fetch(builder: Any, address: Any) -> None:
-    """Have what lies at an address brought into the second-level cache."""
-    pointer = builder.inttoptr(address, INT8.as_pointer())
-    is_read, locality, is_data = INT32(0), INT32(2), INT32(1)
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, is_read, locality, is_data)
 
 
 @intrinsic(prefer_literal=True)

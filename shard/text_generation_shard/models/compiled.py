@@ -1,6 +1,6 @@
 """The layers of a model as one call of the processor's own kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -58,26 +58,40 @@ class CompiledLayers:
         dtype: torch.dtype,
     ) -> None:
         """`fields` of each layer, all with weights of one kind."""
-        from numba import typeof
+        from numba import config as numba_config
+        from numba import get_num_threads, typeof
 
         from text_generation_shard.kernels import layers
+        from text_generation_shard.kernels.linear import aligned
+        from text_generation_shard.kernels.team import board_words
         from text_generation_shard.kernels.vector import marker
 
-        self._kernels, self._backend, self._dtype = layers, backend, dtype
+        self._names = layers.BUFFERS, layers.PLACES
+        self._run, self._num_threads = layers.run_layers, get_num_threads
+        self._backend, self._dtype = backend, dtype
         self._kinds = weight_kind, marker(dtype)
-        self._codes = layers.codes(*(typeof(marker) for marker in self._kinds))
         self._layers = np.zeros(len(fields), layers.LAYER)
         for place, layer in enumerate(fields):
             for name in layers.FIELDS:
                 self._layers[place][name] = layer.get(name, 0)
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        sizes = config.hidden_size, config.intermediate_size, heads, kv_heads, config.head_dim
-        self._sizes = layers.Sizes(*sizes, config.rope.rotary_dim // 2)
-        scales = config.attention_scale, config.norm_eps, config.residual_multiplier
-        self._constants = layers.Constants(*(np.float32(number) for number in scales))
+        size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+        width, attended = (heads + 2 * kv_heads) * config.head_dim, heads * config.head_dim
+        widths = size, size, width, attended, config.intermediate_size
         # Of the buffers of a pass but the hidden states themselves.
-        size, width = config.hidden_size, (heads + 2 * kv_heads) * config.head_dim
-        self._widths = size, size, width, heads * config.head_dim, config.intermediate_size
+        self._widths = *widths, 2 * -(-max(widths) // layers.NUMBERS_PER_PAIR)
+        self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
+        self._pass = np.zeros(1, layers.PASS)
+        half = config.rope.rotary_dim // 2
+        sizes = size, config.intermediate_size, heads, kv_heads, config.head_dim, half
+        constants = config.attention_scale, config.norm_eps, config.residual_multiplier
+        codes = layers.codes(*(typeof(marker) for marker in self._kinds))
+        self._set(codes.keys(), codes.values())
+        self._set(layers.SIZES, sizes)
+        self._set(layers.CONSTANTS, constants)
+
+    def _set(self, names: Iterable[str], values: Iterable[float]) -> None:
+        for name, value in zip(names, values, strict=True):
+            self._pass[name] = value
 
     def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] goes through all layers in place, but for what the last one adds:
@@ -88,15 +102,18 @@ class CompiledLayers:
         assert isinstance(rotation, KernelRotation) and isinstance(plan, PackedPlan)
         assert cache is not None and hidden.is_contiguous()
         rows = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._widths]
-        pages = cache.layer(0), cache.layer_bytes, cache.num_blocks
-        self._kernels.run_layers(
-            *self._kinds,
-            self._codes,
-            self._layers,
-            self._sizes,
-            self._constants,
-            self._kernels.Buffers(hidden.data_ptr(), *(buffer.data_ptr() for buffer in rows)),
-            rotation.angles.data_ptr(),
-            self._kernels.Pages(*pages, plan.slots, plan.block_tables, plan.tasks),
+        self._set(self._names[0], (buffer.data_ptr() for buffer in (hidden, *rows)))
+        self._set(
+            self._names[1],
+            (
+                rotation.angles.data_ptr(),
+                cache.layer(0),
+                cache.layer_bytes,
+                cache.num_blocks,
+                self._board.data_ptr(),
+                self._num_threads(),
+            ),
         )
+        seen = plan.slots, plan.block_tables, plan.tasks
+        self._run(*self._kinds, self._pass, self._layers, *seen)
         return rows[1]
