@@ -48,7 +48,10 @@ from text_generation_shard.kernels.vector import (
 _SHARED_ROWS: Final = 8
 # Rows of a tile if there are so many; else 8, 4, 2 or 1.
 _MANY_ROWS: Final = 12
-_SUMS_VECTORS: Final = _MANY_ROWS * SUMS_WIDTH
+# Panels of an item of few rows, and bytes of weights that are enough for one.
+_MOST_PANELS: Final = 4
+_ITEM_BYTES: Final = 20 * 1024
+_SUMS_VECTORS: Final = max(_MANY_ROWS, _MOST_PANELS * TILE_ROWS) * SUMS_WIDTH
 
 
 class GroupedWeight:
@@ -150,18 +153,18 @@ def multiply_grouped(
             sum_groups(inputs, input_sums.ctypes.data, row, groups)
     for first in range(0, num_rows, ROWS_AT_ONCE):
         last = min(num_rows, first + ROWS_AT_ONCE)
-        for panel in prange(num_outputs // LANES):
+        for item in prange(_num_items(num_rows, groups, num_outputs, is_gated)):
             rows = np.int64(first), np.int64(last), num_rows
             sizes = groups * STEPS, num_outputs, is_gated
             where = weights, input_sums.ctypes.data, inputs, out, np.int64(0)
-            call(code, (INT4, BFLOAT16, np.int64(panel), rows, sizes, *where))
+            call(code, (INT4, BFLOAT16, np.int64(item), rows, sizes, *where))
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply_grouped_item(
     weight_kind: Any,
     kind: Any,
-    panel: int,
+    item: int,
     rows: Any,
     sizes: Any,
     weights: int,
@@ -170,26 +173,49 @@ def multiply_grouped_item(
     out: int,
     ticket: int,
 ) -> None:
-    """`multiply_item` for a panel of INT4; input_sums: what `sum_groups` has made of the inputs."""
+    """`multiply_item` for some panels of INT4; input_sums: what `sum_groups` has made of them."""
     first, last, num_rows = rows
     steps, num_outputs, is_gated = sizes
     groups, tile_rows, halves = steps // STEPS, _tile_rows(num_rows), 2 if is_gated else 1
     row_bytes, sums = steps * STEP_BYTES, scratch(_SUMS_VECTORS)
-    for wanted in range(first, last, tile_rows):
-        row = min(wanted, num_rows - tile_rows)
-        source = (
-            inputs + row * row_bytes,
-            row_bytes,
-            input_sums + row * sums_bytes(groups),
-            sums_bytes(groups),
-        )
-        for half in range(halves):
-            blocks = weights + (halves * panel + half) * panel_bytes(groups)
-            _multiply_tile(tile_rows, blocks, source, groups, sums + half * VECTOR_BYTES)
-        if ticket and wanted == first and not may_put(ticket):
-            return
-        where = panel, 1, halves, num_outputs
-        put_rows(BFLOAT16, BFLOAT16, sums, 0, out, row, tile_rows, where)
+    span = _panels_of_item(num_rows, groups, is_gated)
+    panels = range(item * span, min((item + 1) * span, num_outputs // LANES))
+    for panel in panels:
+        for wanted in range(first, last, tile_rows):
+            row = min(wanted, num_rows - tile_rows)
+            source = (
+                inputs + row * row_bytes,
+                row_bytes,
+                input_sums + row * sums_bytes(groups),
+                sums_bytes(groups),
+            )
+            # Of few rows all sums are there before the first result is put.
+            at = sums
+            if ticket:
+                at += ((panel - panels.start) * TILE_ROWS + row) * SUMS_BYTES
+            for half in range(halves):
+                blocks = weights + (halves * panel + half) * panel_bytes(groups)
+                _multiply_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
+            if not ticket:
+                where = panel, 1, halves, num_outputs
+                put_rows(BFLOAT16, BFLOAT16, at, 0, out, row, tile_rows, where)
+    if ticket and may_put(ticket):
+        for panel in panels:
+            at = sums + (panel - panels.start) * TILE_ROWS * SUMS_BYTES
+            where = panel, 1, halves, num_outputs
+            put_rows(BFLOAT16, BFLOAT16, at, 0, out, 0, num_rows, where)
+
+
+@njit(inline="always")
+def _num_items(num_rows: int, groups: int, num_outputs: int, is_gated: bool) -> Any:
+    return -(-(num_outputs // LANES) // _panels_of_item(num_rows, groups, is_gated))
+
+
+@njit(inline="always")
+def _panels_of_item(num_rows: int, groups: int, is_gated: bool) -> Any:
+    # To take an item takes as long as to read a kilobyte.
+    size = (2 if is_gated else 1) * panel_bytes(groups)
+    return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if num_rows <= TILE_ROWS else 1
 
 
 @njit(inline="always")
@@ -246,7 +272,10 @@ def _choose_cost(
     def of_grouped(
         weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
     ) -> tuple[int, int]:
-        return num_outputs // LANES, (2 if is_gated else 1) * panel_bytes(steps // STEPS)
+        groups = steps // STEPS
+        span = _panels_of_item(num_rows, groups, is_gated)
+        size = span * (2 if is_gated else 1) * panel_bytes(groups)
+        return _num_items(num_rows, groups, num_outputs, is_gated), size
 
     def of_others(
         weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool

@@ -232,8 +232,8 @@ def _multiply(given: Any, phase: int, item: int, ticket: int) -> None:
     sizes = num_inputs * itemsize(given.kind) // STEP_BYTES, num_outputs, where.step == _GATE_UP
     # Weights of 4 bits have their scales among them; what they need is the sums of the inputs.
     beside = this.sums if this.sum_groups else scales
-    kinds = given.weight_kind, given.kind
-    call(this.multiply, (*kinds, item, rows, sizes, weights, beside, inputs, out, ticket))
+    kinds, asked = (given.weight_kind, given.kind), ticket if where.is_short else np.int64(0)
+    call(this.multiply, (*kinds, item, rows, sizes, weights, beside, inputs, out, asked))
 
 
 @njit(inline="always")

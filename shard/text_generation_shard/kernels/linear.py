@@ -262,7 +262,7 @@ def multiply_item(
 ) -> None:
     """One of `num_items`: all rows of a tile's outputs. rows: the first, one past the last, and how
     many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none.
-    All others are addresses; ticket: see `may_put`; 0: there is none.
+    All others are addresses; ticket: see `may_put`, for few rows; 0: there is none.
 
     Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
     """
@@ -288,7 +288,8 @@ def multiply_item(
         for wanted in range(first, last, tile_rows):
             row = min(wanted, num_rows - tile_rows)
             source = inputs + row * row_bytes + begin * STEP_BYTES
-            at = sums if block >= steps else sums + (wanted - first) * SUMS_BYTES
+            # Of few rows all sums are there before the first result is put.
+            at = sums + (row if ticket else wanted - first if block < steps else 0) * SUMS_BYTES
             for half in range(halves):
                 to = at + half * columns * VECTOR_BYTES
                 if is_spelled:
@@ -308,10 +309,10 @@ def multiply_item(
                         steps,
                         to,
                     )
-            if begin + count == steps:
-                if ticket and wanted == first and not may_put(ticket):
-                    return
+            if begin + count == steps and not ticket:
                 put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
+    if ticket and may_put(ticket):
+        put_rows(weight_kind, kind, sums, scales, out, 0, num_rows, panels)
 
 
 @njit(inline="always")
