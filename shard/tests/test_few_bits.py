@@ -62,7 +62,7 @@ def _multiply(code, weight_kind, weights, beside, inputs, out, rows, steps, outp
     for item in range(items):
         sizes, where = (steps, outputs, is_gated), (weights, beside, inputs, out, np.int64(0))
         call(code, (weight_kind, BFLOAT16, item, (np.int64(0), rows, rows), sizes, *where))
-    return items * size
+    return items, size
 
 
 @pytest.mark.parametrize("form", [TiledInt8Matrix, TiledInt4Matrix])
@@ -71,7 +71,7 @@ def _multiply(code, weight_kind, weights, beside, inputs, out, rows, steps, outp
 def test_compiled_code_multiplies_by_any_kind(
     form: type[TiledInt8Matrix | TiledInt4Matrix], is_gated: bool, rows: int
 ) -> None:
-    """Item by item, which together read all of the weight."""
+    """Item by item; together they read all of the weight."""
     matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
     hidden = torch.randn(rows, 128, dtype=torch.bfloat16)
     expected, place = matrix(hidden), matrix.place
@@ -84,6 +84,6 @@ def test_compiled_code_multiplies_by_any_kind(
             sum_groups(hidden.data_ptr(), beside, row, 4)
     code = layers.codes(typeof(place.kind), typeof(BFLOAT16))["multiply"]
     addresses = place.weight, beside, hidden.data_ptr(), out.data_ptr()
-    read = _multiply(code, place.kind, *addresses, rows, 64, out.shape[1], is_gated)
+    items, size = _multiply(code, place.kind, *addresses, rows, 64, out.shape[1], is_gated)
     assert torch.equal(out, expected)
-    assert read == matrix._weight._packed.nbytes
+    assert (items - 1) * size < matrix._weight._packed.nbytes <= items * size
