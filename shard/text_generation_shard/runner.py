@@ -73,11 +73,9 @@ class StepRunner:
             if self._is_stopping.is_set():
                 raise BatchError("the shard is stopping")
             batch = self._builder.batch(spans)
-            hidden = self._model.forward(batch)
-            if batch.logits_indices is None:
-                scores.append(self._model.logits(hidden))
-            elif len(batch.logits_indices):
-                scores.append(self._model.logits(hidden[batch.logits_indices]))
+            hidden, logits = self._model.score(batch)
+            if logits is not None:
+                scores.append(logits)
             if table.prompt_logprobs:
                 self._add_prompt_logprobs(hidden, spans, batch.cu_seqlens_q, logprobs)
         self._synchronize()

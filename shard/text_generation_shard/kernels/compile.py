@@ -87,9 +87,10 @@ def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
     signatures |= {function: {signature: None} for function, signature in _on_their_own(kind)}
     for function, wanted in signatures.items():
         yield Kernel(function, list(wanted))
-    item = layers.signature_of_item(weight_kind, kind)
-    yield Kernel(layers.compute_item, [item])
-    yield Kernel(layers.run_layers, [layers.signature(weight_kind, kind)])
+    # The head's weights are quantised to 8 bits or not at all.
+    kinds = weight_kind, int8 if weight_kind == uint8 else weight_kind, kind
+    yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
+    yield Kernel(layers.run_layers, [layers.signature(*kinds)])
     yield Kernel(choice.choose_many, [choice.MANY])
 
 

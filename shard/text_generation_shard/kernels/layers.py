@@ -46,7 +46,8 @@ NUMBERS_PER_PAIR: Final = 2 * GROUP
 
 
 CODES: Final = (
-    *("item", "multiply", "sum_groups", "normalize", "turn", "store", "attend", "add_bias"),
+    *("item", "multiply", "multiply_head", "sum_groups", "normalize", "turn", "store", "attend"),
+    "add_bias",
 )
 """Where the functions lie that compute items, see `calls`; sum_groups: 0 where the weights do not
 ask for it."""
@@ -56,12 +57,15 @@ BUFFERS: Final = ("hidden", "normed", "delta", "heads", "attended", "inner", "su
 """Addresses of rows for T tokens: hidden states, those normalised, and what a block adds to them;
 queries, keys and values; what attention makes of them; the feed-forward's inside; and, for weights
 of 4 bits, the sums of what these are multiplied with."""
+HEAD: Final = ("final_norm", "head", "head_scales", "logits", "vocab_size")
+"""What makes logits [T, vocab_size], of the rows' kind, of the last hidden states: the norm before
+it, its weights and scales. head: 0 if that is not wanted."""
 PLACES: Final = ("angles", "cache", "layer_bytes", "num_blocks", "board", "num_threads")
 """Angles [T, 2, half] as in `rotate_`; where a pass finds itself in the cache, see `attention`; who
 computes it, see `team`."""
 CONSTANTS: Final = ("attention_scale", "eps", "multiplier")
 PASS: Final = np.dtype(
-    [(name, np.int64) for name in (*CODES, *SIZES, *BUFFERS, *PLACES)]
+    [(name, np.int64) for name in (*CODES, *SIZES, *BUFFERS, *HEAD, *PLACES)]
     + [(name, np.float32) for name in CONSTANTS]
 )
 """What a pass is computed from, beside its tokens."""
@@ -71,6 +75,8 @@ class Given(NamedTuple):
     """What the items of a pass are computed from."""
 
     weight_kind: Any
+    # Of the head's weights, which are never INT4.
+    head_kind: Any
     kind: Any
     # [1] of PASS, and the LAYERS.
     passes: Any
@@ -95,6 +101,9 @@ _SUM_INNER: Final = 8
 _DOWN: Final = 9
 _NUM_STEPS: Final = 10
 _NUM_PRODUCTS: Final = 4
+# Behind the last layer, if logits are wanted.
+_NORM_BEFORE_HEAD: Final = 10
+_HEAD: Final = 11
 
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
@@ -119,27 +128,31 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
     return found
 
 
-def codes(weight_kind: Any, kind: Any) -> dict[str, int]:
-    """CODES for these types; compiled if need be."""
+def codes(weight_kind: Any, head_kind: Any, kind: Any) -> dict[str, int]:
+    """CODES for weights of the layers, those of the head, and rows of these types; compiled if need
+    be."""
     found = {name: address_of(*kernel) for name, kernel in kernels(weight_kind, kind).items()}
-    item = address_of(compute_item, signature_of_item(weight_kind, kind))
-    return {"sum_groups": 0, "item": item} | found
+    head = address_of(multiply_item, item_signature(head_kind, kind))
+    item = address_of(compute_item, signature_of_item(weight_kind, head_kind, kind))
+    return {"sum_groups": 0, "multiply_head": head, "item": item} | found
 
 
-def signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
-    """Of `run_layers`, for weights and rows of these types."""
-    return weight_kind, kind, from_dtype(PASS)[::1], LAYERS, int64[::1], *(int64[:, ::1],) * 2
+def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
+    """Of `run_layers`, for the same types."""
+    kinds, tables = (weight_kind, head_kind, kind), (int64[::1], int64[:, ::1], int64[:, ::1])
+    return *kinds, from_dtype(PASS)[::1], LAYERS, *tables
 
 
-def signature_of_item(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
+def signature_of_item(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `compute_item`, likewise."""
-    given = types.NamedTuple((*signature(weight_kind, kind), PHASES), Given)
+    given = types.NamedTuple((*signature(weight_kind, head_kind, kind), PHASES), Given)
     return given, int64, int64, int64
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def run_layers(
     weight_kind: Any,
+    head_kind: Any,
     kind: Any,
     passes: Any,
     layers: Any,
@@ -148,39 +161,55 @@ def run_layers(
     tasks: Any,
 ) -> None:
     """Take the hidden states of T tokens through all layers, in place; what the last one adds to
-    them is left in the buffer of what is added. See `Given`."""
+    them is left in the buffer of what is added, or with a head, taken in. See `Given`."""
     rows, this = len(slots), passes[0]
     blocks = -(-rows // ROWS_AT_ONCE)
-    phases = np.zeros(len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)), PHASE)
-    given = Given(weight_kind, kind, passes, layers, slots, block_tables, tasks, phases)
+    count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1))
+    phases = np.zeros(count + (1 + blocks if this.head else 0), PHASE)
+    tables = slots, block_tables, tasks
+    given = Given(weight_kind, head_kind, kind, passes, layers, *tables, phases)
     _write_program(given)
     go_through(this.item, given, phases, this.board, this.num_threads)
     bias = layers[len(layers) - 1].down_bias
-    if bias:
+    if bias and not this.head:
         call(this.add_bias, (kind, this.delta, bias, np.int64(rows), this.hidden_size))
 
 
 @njit(inline="always")
 def _write_program(given: Any) -> None:
-    """The phases of all layers."""
-    this, rows, place = given.passes[0], len(given.slots), 0
+    """The phases of all layers, and of the head."""
+    place = 0
     for layer in range(len(given.layers)):
         for step in range(_NUM_STEPS):
-            weights, _, _, _, num_inputs, num_outputs = _product(given, layer, step)
-            for first in range(0, rows, ROWS_AT_ONCE if weights else rows):
-                phase = given.phases[place]
-                place += 1
-                phase.step, phase.layer = step, layer
-                phase.first, phase.last = first, min(rows, first + ROWS_AT_ONCE)
-                if weights:
-                    steps = num_inputs * itemsize(given.kind) // STEP_BYTES
-                    size = rows, steps, num_outputs, step == _GATE_UP
-                    phase.items, phase.item_bytes = cost_of_items(given.weight_kind, *size)
-                    phase.weights, phase.is_short = weights, rows <= TILE_ROWS
-                elif step == _ATTEND:
-                    phase.items = len(given.tasks) * this.num_kv_heads
-                elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
-                    phase.items = rows
+            place = _write_step(given, place, layer, step)
+    if given.passes[0].head:
+        for step in (_NORM_BEFORE_HEAD, _HEAD):
+            place = _write_step(given, place, len(given.layers) - 1, step)
+
+
+@njit
+def _write_step(given: Any, place: int, layer: int, step: int) -> int:
+    """The phases of a step, from a place on; returns the place behind them."""
+    this, rows = given.passes[0], len(given.slots)
+    weights, _, _, _, num_inputs, num_outputs = _product(given, layer, step)
+    for first in range(0, rows, ROWS_AT_ONCE if weights else rows):
+        phase = given.phases[place]
+        place += 1
+        phase.step, phase.layer = step, layer
+        phase.first, phase.last = first, min(rows, first + ROWS_AT_ONCE)
+        if weights:
+            steps = num_inputs * itemsize(given.kind) // STEP_BYTES
+            size = rows, steps, num_outputs, step == _GATE_UP
+            if step == _HEAD:
+                phase.items, phase.item_bytes = cost_of_items(given.head_kind, *size)
+            else:
+                phase.items, phase.item_bytes = cost_of_items(given.weight_kind, *size)
+            phase.weights, phase.is_short = weights, rows <= TILE_ROWS
+        elif step == _ATTEND:
+            phase.items = len(given.tasks) * this.num_kv_heads
+        elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
+            phase.items = rows
+    return place
 
 
 @njit(inline="always")
@@ -199,9 +228,12 @@ def _product(given: Any, layer: int, step: int) -> Any:
     if step == _GATE_UP:
         where = weights.gate_up, weights.gate_up_scales, this.normed, this.inner
         return *where, this.hidden_size, this.inner_size
-    where = weights.down, weights.down_scales, this.inner, this.delta
     if step == _DOWN:
+        where = weights.down, weights.down_scales, this.inner, this.delta
         return *where, this.inner_size, this.hidden_size
+    where = this.head, this.head_scales, this.normed, this.logits
+    if step == _HEAD:
+        return *where, this.hidden_size, this.vocab_size
     return 0, 0, 0, 0, 0, 0
 
 
@@ -215,7 +247,7 @@ def compute_item(given: Any, phase: int, item: int, ticket: int) -> None:
         _attend(given, phase, item)
     elif step == _TURN:
         _turn(given, phase, item)
-    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP):
+    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, _NORM_BEFORE_HEAD):
         _normalize(given, phase, item)
     elif step == _SUM_INNER:
         _sum_groups(given, this.inner, item, this.inner_size)
@@ -230,10 +262,15 @@ def _multiply(given: Any, phase: int, item: int, ticket: int) -> None:
     weights, scales, inputs, out, num_inputs, num_outputs = product
     rows = where.first, where.last, np.int64(len(given.slots))
     sizes = num_inputs * itemsize(given.kind) // STEP_BYTES, num_outputs, where.step == _GATE_UP
-    # Weights of 4 bits have their scales among them; what they need is the sums of the inputs.
-    beside = this.sums if this.sum_groups else scales
-    kinds, asked = (given.weight_kind, given.kind), ticket if where.is_short else np.int64(0)
-    call(this.multiply, (*kinds, item, rows, sizes, weights, beside, inputs, out, asked))
+    where_to = inputs, out, ticket if where.is_short else np.int64(0)
+    if where.step == _HEAD:
+        kinds = given.head_kind, given.kind
+        call(this.multiply_head, (*kinds, item, rows, sizes, weights, scales, *where_to))
+    else:
+        # Weights of 4 bits have their scales among them; what they need is the inputs' sums.
+        beside = this.sums if this.sum_groups else scales
+        kinds = given.weight_kind, given.kind
+        call(this.multiply, (*kinds, item, rows, sizes, weights, beside, *where_to))
 
 
 @njit(inline="always")
@@ -273,11 +310,13 @@ def _normalize(given: Any, phase: int, row: int) -> None:
     """Hidden states of a row take in what the block before adds, and are normalised."""
     this, place = given.passes[0], given.phases[phase].layer
     layer, delta = given.layers[place], this.delta
-    weight, bias = layer.mlp_norm, layer.out_bias
-    if given.phases[phase].step == _NORM_BEFORE_ATTENTION:
+    weight, bias, step = layer.mlp_norm, layer.out_bias, given.phases[phase].step
+    if step == _NORM_BEFORE_ATTENTION:
         weight = layer.attention_norm
         delta = delta if place else np.int64(0)
         bias = given.layers[place - 1].down_bias if place else np.int64(0)
+    elif step == _NORM_BEFORE_HEAD:
+        weight, bias = this.final_norm, layer.down_bias
     if bias:
         _add_bias(given, delta, bias, row, this.hidden_size)
     scales = this.multiplier, weight, this.eps

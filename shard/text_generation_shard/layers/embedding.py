@@ -8,6 +8,7 @@ both, so that the vocabulary lies in memory once, a byte a number.
 import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_shard.kernels import Place
 from text_generation_shard.layers.matrix import FloatMatrix, Matrix, hold, int8_form
 from text_generation_shard.layers.quantized import Int8Matrix
 from text_generation_shard.layers.tiled import TiledInt8Matrix
@@ -78,6 +79,11 @@ class LMHead:
     def _receive(self, weight: Tensor) -> Held:
         self._matrix, held = hold(weight, self._embedding.dtype, self._quantize)
         return held
+
+    @property
+    def place(self) -> Place | None:
+        """See Matrix."""
+        return self._matrix.place
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden_size] → logits [S, vocab_size] in float32."""

@@ -1,13 +1,14 @@
 """The layers of a model as one call of the processor's own kernels."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
+from text_generation_shard.kernels import Place
 from text_generation_shard.layers.rotary import KernelRotation, Rotation
 from text_generation_shard.models.config import ModelConfig
 
@@ -22,8 +23,18 @@ class Layer(Protocol):
         """See Linear.fields."""
 
 
+class Head(NamedTuple):
+    """What makes scores of the last hidden states: the address of the norm before it, and its
+    weights; None: they are in a form that the kernels do not take."""
+
+    norm: int
+    place: Place | None
+    vocab_size: int
+
+
 def compiled_layers(
     layers: Sequence[Layer],
+    head: Head,
     config: ModelConfig,
     backend: AttentionBackend,
     dtype: torch.dtype,
@@ -38,12 +49,14 @@ def compiled_layers(
 
     assert isinstance(backend, PackedAttention)
     kind = {None: marker(dtype), "int8": INT8, "int4": INT4}.get(quantize)
+    head_kind = marker(dtype) if quantize is None else INT8
     fields = [layer.fields(kind) for layer in layers]
     if any(item is None for item in fields):
         return None
-    return CompiledLayers(
-        [item for item in fields if item is not None], kind, config, backend, dtype
-    )
+    if head.place is None or type(head.place.kind) is not type(head_kind):
+        head = head._replace(place=None)
+    known = [item for item in fields if item is not None]
+    return CompiledLayers(known, head, (kind, head_kind, marker(dtype)), config, backend, dtype)
 
 
 class CompiledLayers:
@@ -52,24 +65,26 @@ class CompiledLayers:
     def __init__(
         self,
         fields: Sequence[dict[str, int]],
-        weight_kind: Any,
+        head: Head,
+        kinds: tuple[Any, Any, Any],
         config: ModelConfig,
         backend: "PackedAttention",
         dtype: torch.dtype,
     ) -> None:
-        """`fields` of each layer, all with weights of one kind."""
+        """`fields` of each layer, all with weights of one kind; kinds: markers of that, of the
+        head's weights and of rows."""
         from numba import config as numba_config
         from numba import get_num_threads, typeof
 
         from text_generation_shard.kernels import layers
         from text_generation_shard.kernels.linear import aligned
         from text_generation_shard.kernels.team import board_words
-        from text_generation_shard.kernels.vector import marker
 
-        self._names = layers.BUFFERS, layers.PLACES
+        self._names = layers.BUFFERS, layers.PLACES, layers.HEAD
         self._run, self._num_threads = layers.run_layers, get_num_threads
         self._backend, self._dtype = backend, dtype
-        self._kinds = weight_kind, marker(dtype)
+        self._kinds = kinds
+        self._head, self.has_head = head, head.place is not None
         self._layers = np.zeros(len(fields), layers.LAYER)
         for place, layer in enumerate(fields):
             for name in layers.FIELDS:
@@ -96,6 +111,19 @@ class CompiledLayers:
     def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] goes through all layers in place, but for what the last one adds:
         that is returned."""
+        return self._compute(hidden, None, rotation, plan)
+
+    def logits(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
+        """hidden [T, hidden_size] goes through all layers in place; returns what the head makes of
+        it: [T, vocab_size]. Only if it `has_head`."""
+        logits = torch.empty(len(hidden), self._head.vocab_size, dtype=self._dtype)
+        self._compute(hidden, logits, rotation, plan)
+        return logits
+
+    def _compute(
+        self, hidden: Tensor, logits: Tensor | None, rotation: Rotation, plan: AttentionPlan
+    ) -> Tensor:
+        """Returns what the last layer adds."""
         from text_generation_shard.attention.packed import PackedPlan
 
         cache = self._backend.cache
@@ -103,6 +131,12 @@ class CompiledLayers:
         assert cache is not None and hidden.is_contiguous()
         rows = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._widths]
         self._set(self._names[0], (buffer.data_ptr() for buffer in (hidden, *rows)))
+        place = self._head.place
+        if logits is None or place is None:
+            self._pass["head"] = 0
+        else:
+            where = self._head.norm, place.weight, place.scales, logits.data_ptr(), len(logits[0])
+            self._set(self._names[2], where)
         self._set(
             self._names[1],
             (

@@ -14,7 +14,7 @@ from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import RotaryEmbedding, Rotation
-from text_generation_shard.models.compiled import CompiledLayers, compiled_layers
+from text_generation_shard.models.compiled import CompiledLayers, Head, compiled_layers
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -84,34 +84,53 @@ class LlamaModel:
 
     def _compile(self) -> None:
         self._compiled = compiled_layers(
-            self._blocks, self.config, self._backend, self._dtype, self._quantize
+            self._blocks,
+            Head(self._norm.address, self._head.place, self.config.vocab_size),
+            self.config,
+            self._backend,
+            self._dtype,
+            self._quantize,
         )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
         with self._measured(len(batch.input_ids)):
-            return self._forward(batch)
+            hidden, rotation, plan = self._begin(batch)
+            delta: Tensor | None = None
+            if self._compiled is not None:
+                delta = self._compiled(hidden, rotation, plan)
+            else:
+                for block in self._blocks:
+                    delta = block(hidden, delta, rotation, plan)
+            if delta is not None:
+                hidden.add_(delta, alpha=self.config.residual_multiplier)
+            return hidden
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
+    def score(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """`forward`, and the `logits` of the tokens that they are wanted of; None: of no token."""
+        wanted = batch.logits_indices
+        if wanted is None and self._compiled is not None and self._compiled.has_head:
+            with self._measured(len(batch.input_ids)):
+                hidden, rotation, plan = self._begin(batch)
+                return hidden, self._scaled(self._compiled.logits(hidden, rotation, plan).float())
+        hidden = self.forward(batch)
+        if wanted is None:
+            return hidden, self.logits(hidden)
+        return hidden, self.logits(hidden[wanted]) if len(wanted) else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
+        return self._scaled(self._head(self._norm.add(hidden, None)))
+
+    def _begin(self, batch: ForwardBatch) -> tuple[Tensor, Rotation, AttentionPlan]:
+        """What the layers start with."""
         plan = self._backend.plan(batch)
         end = max(batch.host_context_lens)
         rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
         hidden = self._embedding(batch.input_ids)
         if self.config.embedding_multiplier != 1.0:
             hidden = hidden * self.config.embedding_multiplier
-        delta: Tensor | None = None
-        if self._compiled is not None:
-            delta = self._compiled(hidden, rotation, plan)
-        else:
-            for block in self._blocks:
-                delta = block(hidden, delta, rotation, plan)
-        if delta is not None:
-            hidden.add_(delta, alpha=self.config.residual_multiplier)
-        return hidden
+        return hidden, rotation, plan
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
-        logits = self._head(self._norm.add(hidden, None))
-        if self.config.logits_divisor != 1.0:
-            logits = logits / self.config.logits_divisor
-        return logits
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
