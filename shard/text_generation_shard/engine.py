@@ -51,9 +51,13 @@ class Engine:
         self.dtype = _dtype(config, self.model_config.dtype, self.device)
         self._config = config
         num_threads = torch.get_num_threads()
-        self.spares_core = self.device.type != "cpu" or num_threads < num_cores()
-        """Whether a core is left to others while a step is computed."""
-        if kernels.are_used(self.dtype, self.device):
+        uses_kernels = kernels.are_used(self.dtype, self.device)
+        # The threads of a `kernels.team` do not wait for one whose core is taken: with two cores,
+        # what the router does costs a step less than it would take by itself.
+        rest = num_cores() - (1 if uses_kernels else num_threads)
+        self.spares_core = self.device.type != "cpu" or rest > 0
+        """Whether others find a core while a step is computed."""
+        if uses_kernels:
             free_bytes = memory.available_cpu_bytes()
             kernels.prepare(self.dtype, config.quantize, num_threads, free_bytes)
         self._backend = create_backend("auto", self.model_config, self.dtype, self.device)

@@ -53,22 +53,25 @@ CODES: Final = (
 ask for it."""
 SIZES: Final = ("hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim", "half")
 """What the layers have alike; half: of the features of a head, half of those that are rotated."""
+OTHERS: Final = ("board", "final_norm", "head_scales", "vocab_size")
+"""The address of a `team`'s board; of the head, the norm before it and its scales."""
+CONSTANTS: Final = ("attention_scale", "eps", "multiplier")
 BUFFERS: Final = ("hidden", "normed", "delta", "heads", "attended", "inner", "sums")
 """Addresses of rows for T tokens: hidden states, those normalised, and what a block adds to them;
 queries, keys and values; what attention makes of them; the feed-forward's inside; and, for weights
 of 4 bits, the sums of what these are multiplied with."""
-HEAD: Final = ("final_norm", "head", "head_scales", "logits", "vocab_size")
-"""What makes logits [T, vocab_size], of the rows' kind, of the last hidden states: the norm before
-it, its weights and scales. head: 0 if that is not wanted."""
-PLACES: Final = ("angles", "cache", "layer_bytes", "num_blocks", "board", "num_threads")
-"""Angles [T, 2, half] as in `rotate_`; where a pass finds itself in the cache, see `attention`; who
-computes it, see `team`."""
-CONSTANTS: Final = ("attention_scale", "eps", "multiplier")
+CHANGING: Final = (
+    *BUFFERS,
+    *("logits", "head", "angles", "cache", "layer_bytes", "num_blocks", "num_threads"),
+)
+"""What is another in each pass: buffers; logits [T, vocab_size], of the rows' kind, and the weights
+of the head that makes them (0: it is not wanted); angles [T, 2, half] as in `rotate_`; where the
+cache lies, see `attention`; and how many threads there are."""
 PASS: Final = np.dtype(
-    [(name, np.int64) for name in (*CODES, *SIZES, *BUFFERS, *HEAD, *PLACES)]
+    [(name, np.int64) for name in (*CHANGING, *CODES, *SIZES, *OTHERS)]
     + [(name, np.float32) for name in CONSTANTS]
 )
-"""What a pass is computed from, beside its tokens."""
+"""What a pass is computed from, beside its tokens; what changes comes first."""
 
 
 class Given(NamedTuple):

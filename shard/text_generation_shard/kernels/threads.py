@@ -6,8 +6,7 @@ nobody. Nothing says beforehand which is better: it is tried when a pass was kep
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 # A pass that took this many times the processor time of its first thread was kept waiting …
 _WAITED = 1.4
@@ -83,14 +82,21 @@ class Threads:
 
         self._set = numba.set_num_threads
         self._choice = ThreadChoice(numba.get_num_threads())
+        self._tokens = 0
+        self._began = 0.0, 0.0
 
-    @contextmanager
-    def measured(self, tokens: int) -> Iterator[None]:
+    def measured(self, tokens: int) -> Self:
         """Around a pass of so many tokens."""
-        wall, cpu = time.perf_counter(), time.thread_time()
-        yield
+        self._tokens = tokens
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        wall, cpu = self._began
         now = time.perf_counter()
         before = self._choice.count
-        self._choice.observe(tokens, now - wall, time.thread_time() - cpu, now)
+        self._choice.observe(self._tokens, now - wall, time.thread_time() - cpu, now)
         if self._choice.count != before:
             self._set(self._choice.count)

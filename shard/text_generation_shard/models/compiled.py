@@ -1,6 +1,6 @@
 """The layers of a model as one call of the processor's own kernels."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,6 +14,10 @@ from text_generation_shard.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from text_generation_shard.attention.packed import PackedAttention
+
+
+# Numbers, 64 bytes at least.
+LINE = 32
 
 
 class Layer(Protocol):
@@ -80,7 +84,6 @@ class CompiledLayers:
         from text_generation_shard.kernels.linear import aligned
         from text_generation_shard.kernels.team import board_words
 
-        self._names = layers.BUFFERS, layers.PLACES, layers.HEAD
         self._run, self._num_threads = layers.run_layers, get_num_threads
         self._backend, self._dtype = backend, dtype
         self._kinds = kinds
@@ -92,26 +95,29 @@ class CompiledLayers:
         size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
         width, attended = (heads + 2 * kv_heads) * config.head_dim, heads * config.head_dim
         widths = size, size, width, attended, config.intermediate_size
-        # Of the buffers of a pass but the hidden states themselves.
+        # Of the buffers of a pass but the hidden states themselves; the second is what is added.
         self._widths = *widths, 2 * -(-max(widths) // layers.NUMBERS_PER_PAIR)
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
         self._pass = np.zeros(1, layers.PASS)
+        self._changing = np.frombuffer(self._pass, np.int64, len(layers.CHANGING))
         half = config.rope.rotary_dim // 2
         sizes = size, config.intermediate_size, heads, kv_heads, config.head_dim, half
+        scales = 0 if head.place is None else head.place.scales
+        others = self._board.data_ptr(), head.norm, scales, head.vocab_size
         constants = config.attention_scale, config.norm_eps, config.residual_multiplier
-        codes = layers.codes(*(typeof(marker) for marker in self._kinds))
-        self._set(codes.keys(), codes.values())
-        self._set(layers.SIZES, sizes)
-        self._set(layers.CONSTANTS, constants)
-
-    def _set(self, names: Iterable[str], values: Iterable[float]) -> None:
-        for name, value in zip(names, values, strict=True):
+        fixed: dict[str, float] = {}
+        fixed |= layers.codes(*(typeof(marker) for marker in kinds))
+        fixed |= dict(zip(layers.SIZES, sizes, strict=True))
+        fixed |= dict(zip(layers.OTHERS, others, strict=True))
+        fixed |= dict(zip(layers.CONSTANTS, constants, strict=True))
+        for name, value in fixed.items():
             self._pass[name] = value
 
     def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] goes through all layers in place, but for what the last one adds:
         that is returned."""
-        return self._compute(hidden, None, rotation, plan)
+        memory, start = self._compute(hidden, None, rotation, plan)
+        return memory[start : start + hidden.numel()].view_as(hidden)
 
     def logits(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] goes through all layers in place; returns what the head makes of
@@ -122,32 +128,32 @@ class CompiledLayers:
 
     def _compute(
         self, hidden: Tensor, logits: Tensor | None, rotation: Rotation, plan: AttentionPlan
-    ) -> Tensor:
-        """Returns what the last layer adds."""
+    ) -> tuple[Tensor, int]:
+        """Returns memory, and where in it lies what the last layer adds."""
         from text_generation_shard.attention.packed import PackedPlan
 
         cache = self._backend.cache
         assert isinstance(rotation, KernelRotation) and isinstance(plan, PackedPlan)
         assert cache is not None and hidden.is_contiguous()
-        rows = [torch.empty(len(hidden), width, dtype=self._dtype) for width in self._widths]
-        self._set(self._names[0], (buffer.data_ptr() for buffer in (hidden, *rows)))
-        place = self._head.place
-        if logits is None or place is None:
-            self._pass["head"] = 0
-        else:
-            where = self._head.norm, place.weight, place.scales, logits.data_ptr(), len(logits[0])
-            self._set(self._names[2], where)
-        self._set(
-            self._names[1],
-            (
-                rotation.angles.data_ptr(),
-                cache.layer(0),
-                cache.layer_bytes,
-                cache.num_blocks,
-                self._board.data_ptr(),
-                self._num_threads(),
-            ),
+        # One piece of memory for all of them, each from a cache line on.
+        starts = [0]
+        for width in self._widths:
+            starts.append(-(-(starts[-1] + len(hidden) * width) // LINE) * LINE)
+        memory = torch.empty(starts[-1], dtype=self._dtype)
+        first, size = memory.data_ptr(), memory.itemsize
+        scores = 0, 0
+        if logits is not None and self._head.place is not None:
+            scores = logits.data_ptr(), self._head.place.weight
+        self._changing[:] = (
+            hidden.data_ptr(),
+            *(first + start * size for start in starts[:-1]),
+            *scores,
+            rotation.angles.data_ptr(),
+            cache.layer(0),
+            cache.layer_bytes,
+            cache.num_blocks,
+            self._num_threads(),
         )
         seen = plan.slots, plan.block_tables, plan.tasks
         self._run(*self._kinds, self._pass, self._layers, *seen)
-        return rows[1]
+        return memory, starts[1]
