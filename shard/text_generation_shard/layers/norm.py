@@ -46,3 +46,11 @@ class RMSNorm:
         if delta is not None:
             hidden.add_(delta, alpha=multiplier)
         return self(hidden)
+
+    def take_in(self, hidden: Tensor, delta: Tensor, multiplier: float) -> None:
+        """The first half of `add`, to the same bits."""
+        if self._uses_kernels:
+            # What is normalised as well takes next to nothing.
+            self.add(hidden, delta, multiplier)
+        else:
+            hidden.add_(delta, alpha=multiplier)

@@ -103,7 +103,7 @@ class LlamaModel:
                 for block in self._blocks:
                     delta = block(hidden, delta, rotation, plan)
             if delta is not None:
-                hidden.add_(delta, alpha=self.config.residual_multiplier)
+                self._norm.take_in(hidden, delta, self.config.residual_multiplier)
             return hidden
 
     def score(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
