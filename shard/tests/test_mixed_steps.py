@@ -132,12 +132,24 @@ def test_the_same_tokens_whatever_a_step_mixes(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantize"),
-    [("float32", None), ("bfloat16", None), ("bfloat16", "int8"), ("bfloat16", "int4")],
+    ("family", "dtype", "quantize"),
+    [
+        ("qwen3", "float32", None),
+        ("qwen3", "bfloat16", None),
+        ("qwen3", "bfloat16", "int8"),
+        ("qwen3", "bfloat16", "int4"),
+        # Residuals and scores that are scaled, biases, gates with a bias.
+        ("granite", "float32", None),
+        ("granite", "bfloat16", None),
+        ("qwen2", "bfloat16", None),
+        ("llama-bias", "bfloat16", None),
+    ],
 )
-def test_bit_for_bit(dtype: str, quantize: str | None, checkpoint: Callable[[str], Path]) -> None:
+def test_bit_for_bit(
+    family: str, dtype: str, quantize: str | None, checkpoint: Callable[[str], Path]
+) -> None:
     """Not nearly: log-probabilities show any difference in the last bit of a hidden state."""
-    engine = load_engine(checkpoint("qwen3"), dtype=dtype, quantize=quantize)
+    engine = load_engine(checkpoint(family), dtype=dtype, quantize=quantize)
     assert engine.is_deterministic
     draw = random.Random(1)
     requests = make_wanted(Driver(engine), draw, 28)
