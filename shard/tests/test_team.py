@@ -8,7 +8,7 @@ import pytest
 import torch
 from numba import int64, njit, typeof
 from text_generation_shard.kernels import team
-from text_generation_shard.kernels.atomic import exchange_word, get_word, pause
+from text_generation_shard.kernels.atomic import exchange_word, get_word, give_way, pause
 from text_generation_shard.kernels.calls import address_of
 from text_generation_shard.kernels.linear import aligned
 
@@ -25,20 +25,41 @@ def _count(address):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def _dawdle(state):  # type: ignore[no-untyped-def]
+    """Mostly goes on at once; now and then stands still for much longer than an item takes."""
+    while True:
+        before = get_word(state)
+        number = before * np.int64(6364136223846793005) + np.int64(1442695040888963407)
+        if exchange_word(state, before, number):
+            break
+    draw = (number >> 33) & 1023
+    if draw < 40:
+        for _ in range(draw * 200):
+            pause()
+    elif draw < 160:
+        give_way()
+
+
+@njit(nogil=True)
 def _follow(given, phase, item, ticket):  # type: ignore[no-untyped-def]
-    """An item writes one more than all items of the phase before have written, or -1."""
+    """An item writes one more than all items of the phase before have written, or something
+    negative. Phases write to two rows in turn, as passes use buffers again; what is late there
+    shows."""
     counts, values, phases = given
-    before = phase - 1
-    while before >= 0 and phases[before].items == 0:
-        before -= 1
-    value = np.int64(1)
-    if before >= 0:
-        value = values[before, 0] + 1
-        for place in range(phases[before].items):
-            if values[before, place] != value - 1:
+    own, state = phases[phase].step, values[2].ctypes.data
+    value, number = np.int64(1), phases[phase].layer
+    _dawdle(state)
+    if number > 1:
+        value = number
+        for place in range(values[3, number - 1]):
+            if values[1 - own, place] != number - 1:
                 value = np.int64(-1)
-    if team.may_put(ticket):
-        values[phase, item] = value
+    _dawdle(state)
+    if not phases[phase].is_short or team.may_put(ticket):
+        _dawdle(state)
+        values[own, item] = value
+        if value != number:
+            values[2, 1] = 1
         _count(counts.ctypes.data + (phase * counts.shape[1] + item) * 8)
 
 
@@ -63,13 +84,15 @@ def _given(items: list[int], is_short: bool) -> Any:
     """How often each item's results were put, what is written, and the phases."""
     phases = np.zeros(len(items), team.PHASE)
     phases["items"], phases["is_short"] = items, is_short
-    size = max(4, len(items)), max(1, *items)
+    size = max(4, len(items)), max(2, len(items) + 1, *items)
     return np.zeros(size, np.int64), np.zeros(size, np.int64), phases
 
 
-def _go(function: Any, given: Any, num_threads: int, coming: int) -> None:
-    """So many threads are expected, and so many come."""
-    words = aligned(team.board_words(num_threads), torch.int64)
+def _go(
+    function: Any, given: Any, num_threads: int, coming: int, words: torch.Tensor | None = None
+) -> None:
+    """So many threads are expected, and so many come; words: those of the board."""
+    words = aligned(team.board_words(num_threads), torch.int64) if words is None else words
     board, phases = words.data_ptr(), given[2]
     code = address_of(function, (typeof(given), int64, int64, int64))
     team.begin(board, phases, num_threads)
@@ -84,22 +107,29 @@ def _go(function: Any, given: Any, num_threads: int, coming: int) -> None:
         assert not comer.is_alive()
 
 
-@pytest.mark.parametrize("is_short", [False, True])
-@pytest.mark.parametrize(("num_threads", "coming"), [(1, 1), (2, 2), (5, 1), (4, 4), (7, 3)])
-def test_every_item_once_and_no_phase_before_its_time(
-    num_threads: int, coming: int, is_short: bool
-) -> None:
-    """However many threads come. Phases without items are passed over, the last ones too."""
-    generator = np.random.default_rng(num_threads)
-    items = [0, *generator.integers(0, 9, 400).tolist(), 0]
-    given = _given(items, is_short)
-    _go(_follow, given, num_threads, coming)
-    counts, values, _ = given
-    number = 0
-    for phase, count in enumerate(items):
-        number += count > 0
-        assert counts[phase].tolist() == [1] * count + [0] * (counts.shape[1] - count)
-        assert values[phase, :count].tolist() == [number] * count
+@pytest.mark.parametrize("seed", range(4))
+def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
+    """However many threads come, wherever they dawdle, on a board that is used again and again.
+    Phases without items are passed over, the last ones too."""
+    draw = np.random.default_rng(seed)
+    words = aligned(team.board_words(13), torch.int64)
+    for _ in range(600):
+        num_threads = int(draw.choice([1, 2, 3, 5, 13]))
+        coming = int(draw.integers(1, min(num_threads, 3) + 1))
+        items = draw.integers(0, draw.choice([2, 4, 30]), draw.integers(1, 60))
+        counts, values, phases = given = _given(items.tolist(), is_short=False)
+        phases["is_short"] = draw.choice([[0, 0], [1, 1], [0, 1]])[draw.integers(0, 2, len(items))]
+        phases["item_bytes"] = draw.choice([0, 6400])
+        number = 0
+        for phase, count in enumerate(items):
+            number += count > 0
+            phases["layer"][phase], phases["step"][phase] = number, number % 2
+            values[3, number] = max(count, values[3, number])
+        values[2, 0] = draw.integers(2**60)
+        _go(_follow, given, num_threads, coming, words)
+        assert not values[2, 1]
+        for phase, count in enumerate(items):
+            assert counts[phase].tolist() == [1] * count + [0] * (counts.shape[1] - count)
 
 
 @pytest.mark.parametrize("item", [0, 3, 7])

@@ -13,7 +13,8 @@ from numba.extending import intrinsic
 
 from text_generation_shard.kernels.llvm import INT32, INT64, call, fetch_line
 
-_HAS_PAUSE = platform.machine().lower() in ("x86_64", "amd64")
+_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 @intrinsic
@@ -66,8 +67,11 @@ def pause(typingctx: Any) -> Any:
     """Say that this is a loop that waits for a word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if _HAS_PAUSE:
+        if _IS_X86:
             call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        elif _IS_ARM:
+            # What others wait with there: as long as a pause, where a hint to yield is nothing.
+            call(builder, "llvm.aarch64.isb", ir.VoidType(), INT32(15))
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -3,8 +3,9 @@
 Why it is fast: a pass of few tokens is three hundred phases of some twenty microseconds, and all
 that lies between them is lost. Here a phase begins when the last item of the one before is done,
 which costs a few hundred nanoseconds, not the microseconds of a loop in threads; who has nothing to
-do brings into its cache what it will read next; and nobody waits for a thread that the system has
-stopped: its part is taken by others, down to the item it was at.
+do brings into its cache what it will read next; and a thread that the system has stopped is seldom
+waited for: its part is taken by others, down to the item it was at, where that is one of few rows
+(and it was not just about to take or to put something).
 
 A phase has items, which any thread may compute in any order. Each thread begins with a share of its
 own, one behind the other in memory, and then takes from the others'. How many threads really come
@@ -96,13 +97,13 @@ def work(code: int, given: Any, phases: Any, board: int, me: int, num_threads: i
         _close(board, phases, phase, num_threads)
         _fetch_share(board, phases, phase, me, num_threads)
         # To look at the board takes longer than to read a line of memory.
-        looks = max(_FEWEST_LOOKS, phases[phase].item_bytes // _LINE)
+        looks = min(max(_FEWEST_LOOKS, phases[phase].item_bytes // _LINE), _MOST_LOOKS)
         looked = 0
         while not _is_over(board, phase, looks):
             _take_over(code, given, phases, board, phase, me, num_threads, ticket)
             _close(board, phases, phase, num_threads)
             looked += looks
-            if looked > _MOST_LOOKS:
+            if looked >= _MOST_LOOKS:
                 give_way()
                 looked = 0
         phase = get_word(board) >> 32

@@ -64,7 +64,8 @@ def compiled_layers(
 
 
 class CompiledLayers:
-    """Runs layers whose weights others own. Owns their addresses."""
+    """Runs layers whose weights others own. Owns their addresses, and the board of the threads that
+    go through a pass: of one pass at a time."""
 
     def __init__(
         self,
