@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from numba import njit, typeof
 from text_generation_shard.kernels import are_vectors_wide, layers, linear
 from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.calls import call
+from text_generation_shard.kernels.calls import address_of, call
 from text_generation_shard.kernels.grouped_linear import cost_of_items, sum_groups
 from text_generation_shard.kernels.vector import BFLOAT16, INT8
 from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
@@ -82,7 +82,7 @@ def test_compiled_code_multiplies_by_any_kind(
         beside = sums.data_ptr()
         for row in range(rows):
             sum_groups(hidden.data_ptr(), beside, row, 4)
-    code = layers.codes(typeof(place.kind), typeof(BFLOAT16))["multiply"]
+    code = address_of(*layers.kernels(typeof(place.kind), typeof(BFLOAT16))["multiply"])
     addresses = place.weight, beside, hidden.data_ptr(), out.data_ptr()
     items, size = _multiply(code, place.kind, *addresses, rows, 64, out.shape[1], is_gated)
     assert torch.equal(out, expected)
