@@ -9,11 +9,10 @@ import torch
 from numba import boolean, float32, int8, int64, njit, typeof, uint8
 
 from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers
-from text_generation_shard.kernels.attention import attend, store
 from text_generation_shard.kernels.children import Children
 from text_generation_shard.kernels.grouped_linear import multiply_grouped
 from text_generation_shard.kernels.linear import multiply
-from text_generation_shard.kernels.pointwise import normalize, turn
+from text_generation_shard.kernels.pointwise import normalize
 from text_generation_shard.kernels.vector import marker
 
 logger = logging.getLogger(__name__)
@@ -84,13 +83,15 @@ def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
     for form in weight_kinds:
         for function, signature in (*layers.kernels(form, kind).values(), _product(form, kind)):
             signatures.setdefault(function, {})[signature] = None
-    signatures |= {function: {signature: None} for function, signature in _on_their_own(kind)}
-    for function, wanted in signatures.items():
-        yield Kernel(function, list(wanted))
+    # Of what a model of several kinds of weights runs instead, all else is compiled by the passes
+    # that warm it up.
+    signatures[normalize] = {(kind, int64, int64, float32, int64, float32, *(int64,) * 3): None}
     # The head's weights are quantised to 8 bits or not at all.
     kinds = weight_kind, int8 if weight_kind == uint8 else weight_kind, kind
-    yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
     yield Kernel(layers.run_layers, [layers.signature(*kinds)])
+    for function, wanted in signatures.items():
+        yield Kernel(function, list(wanted))
+    yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
     yield Kernel(choice.choose_many, [choice.MANY])
 
 
@@ -99,13 +100,3 @@ def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
     if weight_kind == uint8:
         return multiply_grouped, (*(int64,) * 7, boolean)
     return multiply, (int64, weight_kind, kind, *(int64,) * 7, boolean)
-
-
-def _on_their_own(kind: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """What is called outside the layers, or instead of them in a model whose weights are of several
-    kinds."""
-    table = int64[:, ::1]
-    yield attend, (kind, *(int64,) * 8, table, table, int64)
-    yield turn, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)
-    yield store, (kind, *(int64,) * 6, int64[::1])
-    yield normalize, (kind, int64, int64, float32, int64, float32, *(int64,) * 3)
