@@ -12,6 +12,7 @@ from text_generation_shard.attention.packed import PackedAttention
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kernels import are_vectors_wide, linear, pointwise
 from text_generation_shard.kernels import tile as tile_module
+from text_generation_shard.kernels.rows import plan_rows
 from text_generation_shard.kernels.vector import BFLOAT16
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.layers.quantized import Int4Matrix, Int8Matrix
@@ -140,7 +141,7 @@ def test_rotation(dtype: torch.dtype, rows: int, rotary_dim: int) -> None:
     TorchRotation(
         torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
     ).turn_(expected, 5, 3, 0.25)
-    pointwise.rotate_(heads, 5, 3, 0.25, torch.stack((cos, sin), dim=1))
+    pointwise.rotate_(heads, 5, 3, 0.25, torch.stack((cos, sin), dim=1), torch.arange(len(heads)))
     torch.testing.assert_close(heads.float(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
 
 
@@ -254,12 +255,21 @@ def test_angles_are_looked_up_however_far_a_position_is() -> None:
         angles = positions.float()[:, None] * frequencies
         assert isinstance(rotation, KernelRotation)
         expected = torch.stack((angles.cos(), angles.sin()), dim=1)
-        torch.testing.assert_close(rotation.angles, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(rotation.angles[rotation.positions], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("contexts", [[7], [3, 900, 17, 17, 1], list(range(1, 40))])
 def test_tasks_of_a_decode_are_those_of_any_pass(contexts: list[int], num_threads: int) -> None:
-    ends, offsets = np.array(contexts), np.arange(len(contexts) + 1)
-    expected = packed._tasks(offsets, ends, 3, num_threads)
-    assert np.array_equal(packed._decode_tasks(ends, 3, num_threads), expected)
+    count, ends = len(contexts), np.array(contexts)
+    rows = np.random.default_rng(0).permutation(count + 3)[:count]
+    token_ids = np.arange((count + 3) * 1000, dtype=np.int32).reshape(-1, 1000)
+    tables = np.arange((count + 3) * 63).reshape(-1, 63)
+    for group in (3, 19):
+        expected = packed._tasks(np.arange(count + 1), ends, group, num_threads)
+        given = rows, ends - 1, token_ids, tables, group, num_threads
+        input_ids, slots, tasks = plan_rows(*given)
+        assert np.array_equal(input_ids, token_ids[rows, ends - 1])
+        assert np.array_equal(slots, tables[rows, (ends - 1) // 16] * 16 + (ends - 1) % 16)
+        expected[:, 0] = rows[expected[:, 0]]
+        assert np.array_equal(tasks, expected)

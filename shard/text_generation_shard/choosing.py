@@ -1,25 +1,23 @@
 """From the scores of a step to its tokens: sampled, verified, settled and judged as endings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import Watermark
 from text_generation_shard.grammar import ConstrainedRow, GrammarMasks, StepGrammars
 from text_generation_shard.ragged import Choices
 from text_generation_shard.rows import RowTable
-from text_generation_shard.sampling import Choice, Sampler, TokenHistory, sample, top_tokens
+from text_generation_shard.sampling import Choice, Sampler, Scores, TokenHistory, sample, top_tokens
 from text_generation_shard.step import FinishReason, StepResult
 
 _NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenTokens:
+class ChosenTokens(NamedTuple):
     """What came of a step's choices. Nothing of it is in the row table yet."""
 
     # Of the T tokens: whose row, how many are known before, and which token.
@@ -27,7 +25,7 @@ class ChosenTokens:
     positions: Ints
     token_ids: Ints
     # [R] of each row that chose: how many tokens.
-    counts: Ints
+    counts: Sequence[int]
     # Rows whose request has ended.
     ended: list[int]
     result: StepResult
@@ -59,7 +57,7 @@ class Chooser:
         return self._masks.start(constrained)
 
     def choose(
-        self, table: RowTable, choices: Choices, logits: Tensor, grammars: StepGrammars | None
+        self, table: RowTable, choices: Choices, logits: Scores, grammars: StepGrammars | None
     ) -> ChosenTokens:
         """Choose at every place as if it were the only one, then see how far the guesses, which
         the table holds behind what is known, were right. logits [S, vocab] may be overwritten."""
@@ -67,7 +65,7 @@ class Chooser:
             table.token_ids, choices.rows, choices.known, table.prompt_lens, table.min_new_tokens
         )
         if grammars is not None:
-            grammars.restrict(logits)
+            grammars.restrict(torch.as_tensor(logits))
         choice = self._sample(logits, table.sampling, history, self._end_ids, self._watermark)
         if grammars is not None:
             grammars.settle(choice)
@@ -149,7 +147,7 @@ def _chosen(
         _add_top_tokens(result, table, rows.tolist(), places, choice)
     owners = choices.owners.tolist()
     ended = [row for row, why in zip(owners, result.finish_reasons, strict=True) if why]
-    return ChosenTokens(rows, positions, token_ids, np.array(counts), ended, result)
+    return ChosenTokens(rows, positions, token_ids, counts, ended, result)
 
 
 def _add_top_tokens(

@@ -6,16 +6,16 @@ instead of 1.6.
 """
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import SamplingTable, Watermark
 from text_generation_shard.kernels.choice import choose
-from text_generation_shard.sampling import Choice, TokenHistory, favour_green
+from text_generation_shard.sampling import Choice, Scores, TokenHistory, favour_green
 
 
 def sample(
-    logits: Tensor,
+    logits: Scores,
     table: SamplingTable,
     history: TokenHistory,
     end_ids: Ints,
@@ -23,11 +23,11 @@ def sample(
 ) -> Choice:
     """See `sampling.sample`. What is chosen in a row depends on that row alone, bit for bit."""
     for place in table.watermarked(history.rows):
-        favour_green(logits[place], watermark, history.previous(place))
+        favour_green(torch.as_tensor(logits[place]), watermark, history.previous(place))
     biases, count = table.biases(history.rows), len(history.rows)
-    token_ids, logprobs = np.full(count, -1), np.empty(count, dtype=np.float32)
+    token_ids, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
     choose(
-        logits.numpy(),
+        logits if isinstance(logits, np.ndarray) else logits.numpy(),
         history.rows,
         history.lens,
         history.token_ids,
@@ -44,5 +44,5 @@ def sample(
         logprobs,
     )
     # In threads, an exception would be lost.
-    assert token_ids.min() >= 0, "the kernel has chosen nothing"
+    assert min(token_ids.tolist()) >= 0, "the kernel has chosen nothing"
     return Choice(token_ids, logprobs, logits)

@@ -168,7 +168,6 @@ class Engine:
             prefill_token_ns=self._costs.token_ns,
         )
 
-    @torch.inference_mode()
     def prefill(
         self,
         batch_id: int,
@@ -220,7 +219,6 @@ class Engine:
         result.concat_ns = concat_ns
         return result
 
-    @torch.inference_mode()
     def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """Advance the batches, which become one: a token or more for every request whose input is
         computed, a part of the input for those named. After a failure the batches must be cleared:
@@ -312,7 +310,7 @@ class Engine:
             inputs[row] = (start, start + count)
         rows = batch.rows
         is_unfinished = table.is_unfinished(rows)
-        if np.count_nonzero(is_unfinished):
+        if any(is_unfinished.tolist()):
             rows = rows[~is_unfinished]
         if not len(rows):
             return None, inputs
@@ -359,9 +357,10 @@ class Engine:
             result, choices = chosen.result, step.choices
             table.token_ids[chosen.rows, chosen.positions] = chosen.token_ids
             if not choices.is_single:
-                table.lens[choices.owners] = choices.known[choices.firsts] + chosen.counts - 1
+                right = np.array(chosen.counts) - 1
+                table.lens[choices.owners] = choices.known[choices.firsts] + right
                 guessed = choices.ends - choices.firsts - 1
-                self._guesser.learn(choices.owners, guessed, chosen.counts - 1)
+                self._guesser.learn(choices.owners, guessed, right)
             if table.prompt_logprobs:
                 for row, request_id in zip(
                     choices.owners.tolist(), result.request_ids, strict=True

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +48,7 @@ def plain_spans(rows: Ints, starts: Ints) -> Spans:
     return Spans(rows, starts, ones, ones, is_plain=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
+class Choices(NamedTuple):
     """Where a step chooses tokens: S places, those of one row one after another."""
 
     # [S] the row of each place and how many tokens are known there: the chosen one's position.

@@ -163,7 +163,7 @@ class RowTable:
     def check_covered(self, rows: Ints, ends: Ints) -> None:
         """BatchError unless each row's table has room for its tokens before `ends` [R]."""
         uncovered = ends > self.covered(rows)
-        if np.count_nonzero(uncovered):
+        if any(uncovered.tolist()):
             ids = self.ids(rows[uncovered].tolist())
             raise BatchError(f"requests {ids} have no block for their next token")
 

@@ -10,7 +10,7 @@ A draw is a function of (seed, position) and the row's own scores, never of the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from text_generation_shard.truncation import keep_likely
 _WATERMARK_PRIME = 15485863
 
 
-@dataclass(frozen=True, slots=True)
-class TokenHistory:
+Scores = Tensor | Floats
+"""[S, vocab] in float32: on a device, or in an array of the host."""
+
+
+class TokenHistory(NamedTuple):
     """What came before each of the S choices of a step; on the host."""
 
     # [*, width] token ids of rows, anything beyond what is known.
@@ -48,14 +51,13 @@ class TokenHistory:
         return int(self.token_ids[self.rows[place], self.lens[place] - 1])
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen tokens [S] and their log-probabilities [S], on the host, and the scores [S, vocab]
-    behind them, on the device."""
+class Choice(NamedTuple):
+    """The chosen tokens [S] and their log-probabilities [S], on the host, and the scores behind
+    them."""
 
     token_ids: Ints
     logprobs: Floats
-    scores: Tensor
+    scores: Scores
 
     def force(self, row: int, token_id: int) -> None:
         """Make `token_id` the only choice this row had."""
@@ -66,7 +68,7 @@ class Choice:
 
 
 def sample(
-    logits: Tensor,
+    logits: Scores,
     table: SamplingTable,
     history: TokenHistory,
     end_ids: Ints,
@@ -77,6 +79,7 @@ def sample(
 
     With torch's operators, on any device: the definition of `compiled_sampling.sample`.
     """
+    logits = torch.as_tensor(logits)
     columns = table.columns(history.rows, logits.device)
     for place in table.watermarked(history.rows):
         favour_green(logits[place], watermark, history.previous(place))
@@ -109,7 +112,7 @@ def sample(
     return Choice(token_ids.cpu().numpy(), scores[:, 0].cpu().numpy(), logits)
 
 
-Sampler = Callable[[Tensor, SamplingTable, TokenHistory, Ints, Watermark], Choice]
+Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark], Choice]
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[fl
 
     Tokens that could not be chosen do not count: there may be fewer.
     """
-    scores = choice.scores[row]
+    scores = torch.as_tensor(choice.scores[row])
     least = scores.topk(min(count, scores.shape[0])).values[-1]
     candidates = ((scores >= least) & (scores > float("-inf"))).nonzero()[:, 0]
     values, order = scores[candidates].sort(descending=True, stable=True)

@@ -1,19 +1,21 @@
 """Attention on the processor: paged blocks in the order `kernels.attention` multiplies them."""
 
 import mmap
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.attention.base import AttentionPlan
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kernels import attention
+from text_generation_shard.kernels.rows import plan_rows
 from text_generation_shard.kernels.vector import marker
 from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.rows import RowTable
 
 
 class PackedCache:
@@ -27,20 +29,23 @@ class PackedCache:
         self.layer_bytes = self.nbytes // shape.num_layers
         self._memory = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         self._start = self._memory.data_ptr()
+        self.place = self._start, self.layer_bytes, num_blocks
+        """As `kernels.layers` takes it."""
 
     def layer(self, layer: int) -> int:
         """The address of a layer's blocks."""
         return self._start + layer * self.layer_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPlan:
+class PackedPlan(NamedTuple):
     """What is the same in all layers of a pass, as the kernels take it."""
 
-    # [T], [R, width] and [N, 5].
+    # [T], [*, width] and [N, 5].
     slots: Any
     block_tables: Any
     tasks: Any
+    # That the tasks were dealt to.
+    num_threads: int
 
 
 class PackedAttention:
@@ -66,11 +71,16 @@ class PackedAttention:
         contexts = np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
         num_threads = numba.get_num_threads()
-        if batch.is_decode and group <= attention.TASK_ROWS:
-            tasks = _decode_tasks(contexts, group, num_threads)
-        else:
-            tasks = _tasks(np.array(batch.cu_seqlens_q), contexts, group, num_threads)
-        return PackedPlan(batch.slots.numpy(), batch.block_tables.contiguous().numpy(), tasks)
+        tasks = _tasks(np.array(batch.cu_seqlens_q), contexts, group, num_threads)
+        tables = batch.block_tables.contiguous().numpy()
+        return PackedPlan(batch.slots.numpy(), tables, tasks, num_threads)
+
+    def plan_rows(self, table: RowTable, rows: Ints, starts: Ints) -> tuple[Ints, PackedPlan]:
+        """The ids of the tokens at `starts` [R] of rows [R], and `plan` for a pass of these."""
+        group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
+        tables = table.token_ids, table.block_tables
+        input_ids, slots, tasks = plan_rows(rows, starts, *tables, group, num_threads)
+        return input_ids, PackedPlan(slots, table.block_tables, tasks, num_threads)
 
     def forward(
         self,
@@ -117,17 +127,6 @@ def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
     tasks = np.stack((rows, offsets[rows], starts, first, vectors[rows]), axis=1)
     dealt = _dealt(starts + first // group, num_threads)
     return np.ascontiguousarray(tasks[dealt], dtype=np.int64)
-
-
-def _decode_tasks(contexts: Any, group: int, num_threads: int) -> Any:
-    """`_tasks` of rows with a token each, where that is a task each: in half the time, and it is
-    asked for in every step."""
-    rows = _dealt(contexts, num_threads)
-    tasks = np.zeros((len(rows), 5), dtype=np.int64)
-    tasks[:, 0] = tasks[:, 1] = rows
-    tasks[:, 2] = contexts[rows] - 1
-    tasks[:, 4] = group
-    return tasks
 
 
 def _dealt(lengths: Any, num_threads: int) -> Any:

@@ -44,8 +44,8 @@ _FEW_TOKENS: Final = 16
 _NOTHING: Final = np.float32(NOTHING)
 
 
-@njit(inline="always")
-def _store_token(
+@njit(nogil=True, cache=True)
+def store_token(
     kind: Any,
     heads: int,
     num_heads: int,
@@ -56,6 +56,7 @@ def _store_token(
     token: int,
     slot: int,
 ) -> None:
+    """`store` for one token of several."""
     numbers = array_at(kind, heads)
     per_step = STEP_BYTES // itemsize(kind)
     part = head_dim * BLOCK_SIZE
@@ -76,22 +77,6 @@ def _store_token(
 
 
 @njit(nogil=True, cache=True)
-def store_token(
-    kind: Any,
-    heads: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    token: int,
-    slot: int,
-) -> None:
-    """`store` for one token of several."""
-    _store_token(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, token, slot)
-
-
-@njit(nogil=True, cache=True)
 def _store_few(
     kind: Any,
     heads: int,
@@ -103,7 +88,7 @@ def _store_few(
     slots: Any,
 ) -> None:
     for token in range(len(slots)):
-        _store_token(
+        store_token(
             kind,
             heads,
             num_heads,
@@ -128,7 +113,7 @@ def _store_many(
     slots: Any,
 ) -> None:
     for token in prange(len(slots)):
-        _store_token(
+        store_token(
             kind,
             heads,
             num_heads,

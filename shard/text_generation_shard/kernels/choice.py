@@ -99,6 +99,7 @@ def choose_many(
 ) -> None:
     """`choose` in several threads; code: where `choose_one` lies."""
     for place in prange(len(scores)):
+        chosen_ids[place] = -1
         arguments = (
             np.int64(place),
             scores,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import boolean, float32, int8, int64, njit, typeof, uint8
 
-from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers
+from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers, rows
 from text_generation_shard.kernels.children import Children
 from text_generation_shard.kernels.grouped_linear import multiply_grouped
 from text_generation_shard.kernels.linear import multiply
@@ -93,6 +93,7 @@ def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
         yield Kernel(function, list(wanted))
     yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
     yield Kernel(choice.choose_many, [choice.MANY])
+    yield Kernel(rows.plan_rows, [rows.PLANNED])
 
 
 def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:

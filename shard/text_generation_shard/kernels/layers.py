@@ -25,7 +25,13 @@ from text_generation_shard.kernels.grouped_linear import (
     sum_groups,
 )
 from text_generation_shard.kernels.linear import item_signature, multiply_item
-from text_generation_shard.kernels.pointwise import add_bias, normalize_row_of, turn_row
+from text_generation_shard.kernels.pointwise import (
+    add_bias,
+    embed_row,
+    normalize_row_of,
+    turn_row,
+    widen_row,
+)
 from text_generation_shard.kernels.results import ROWS_AT_ONCE, TILE_ROWS
 from text_generation_shard.kernels.team import PHASE, PHASES, go_through
 from text_generation_shard.kernels.vector import STEP_BYTES, itemsize
@@ -40,38 +46,36 @@ LAYER: Final = np.dtype([(name, np.int64) for name in FIELDS])
 whether positions are rotated in; how many tokens a query sees (0: all)."""
 LAYERS: Final = from_dtype(LAYER)[::1]
 
-
-NUMBERS_PER_PAIR: Final = 2 * GROUP
-"""Of a row that weights of 4 bits are multiplied with, for two numbers of `Buffers.sums`."""
-
-
 CODES: Final = (
-    *("item", "multiply", "multiply_head", "sum_groups", "normalize", "turn", "store", "attend"),
-    "add_bias",
+    *("item", "multiply", "multiply_head", "sum_groups", "embed", "normalize", "turn", "store"),
+    *("attend", "add_bias", "widen"),
 )
 """Where the functions lie that compute items, see `calls`; sum_groups: 0 where the weights do not
 ask for it."""
 SIZES: Final = ("hidden_size", "inner_size", "num_heads", "num_kv_heads", "head_dim", "half")
 """What the layers have alike; half: of the features of a head, half of those that are rotated."""
-OTHERS: Final = ("board", "final_norm", "head_scales", "vocab_size")
-"""The address of a `team`'s board; of the head, the norm before it and its scales."""
-CONSTANTS: Final = ("attention_scale", "eps", "multiplier")
-BUFFERS: Final = ("hidden", "normed", "delta", "heads", "attended", "inner", "sums")
-"""Addresses of rows for T tokens: hidden states, those normalised, and what a block adds to them;
-queries, keys and values; what attention makes of them; the feed-forward's inside; and, for weights
-of 4 bits, the sums of what these are multiplied with."""
+OTHERS: Final = ("board", "embedding", "head", "head_scales", "final_norm", "vocab_size")
+"""The address of a `team`'s board; of the vectors [vocab_size, hidden_size] of the tokens (0: the
+hidden states are given); of the head's weights (0: others make the logits) and its scales; and of
+the norm before it."""
+CONSTANTS: Final = ("embedding_multiplier", "attention_scale", "eps", "multiplier")
 CHANGING: Final = (
-    *BUFFERS,
-    *("logits", "head", "angles", "cache", "layer_bytes", "num_blocks", "num_threads"),
+    *("angles", "cache", "layer_bytes", "num_blocks"),
+    *("hidden", "normed", "delta", "heads", "attended", "inner", "sums", "scores"),
 )
-"""What is another in each pass: buffers; logits [T, vocab_size], of the rows' kind, and the weights
-of the head that makes them (0: it is not wanted); angles [T, 2, half] as in `rotate_`; where the
-cache lies, see `attention`; and how many threads there are."""
+"""Set by `run_layers`: what it is given, and addresses of rows for T tokens. Hidden states, those
+normalised, and what a block adds to them; queries, keys and values; what attention makes of them;
+the feed-forward's inside; for weights of 4 bits, the sums of what these are multiplied with; and
+logits of the rows' kind."""
 PASS: Final = np.dtype(
     [(name, np.int64) for name in (*CHANGING, *CODES, *SIZES, *OTHERS)]
     + [(name, np.float32) for name in CONSTANTS]
 )
-"""What a pass is computed from, beside its tokens; what changes comes first."""
+"""What a pass is computed from, beside its tokens."""
+
+# Of a row that weights of 4 bits are multiplied with, for two numbers of the buffer of sums.
+_NUMBERS_PER_PAIR: Final = 2 * GROUP
+_LINE_BYTES: Final = 64
 
 
 class Given(NamedTuple):
@@ -84,10 +88,17 @@ class Given(NamedTuple):
     # [1] of PASS, and the LAYERS.
     passes: Any
     layers: Any
+    # [T] token ids, and which of the angles turn each.
+    input_ids: Any
+    positions: Any
     # [T], [R, width] and [N, 5]: see `attention`.
     slots: Any
     block_tables: Any
     tasks: Any
+    # [T, vocab_size] in float32; [0, 0]: they are not wanted.
+    logits: Any
+    # Where the buffers are.
+    memory: Any
     phases: Any
 
 
@@ -104,9 +115,10 @@ _SUM_INNER: Final = 8
 _DOWN: Final = 9
 _NUM_STEPS: Final = 10
 _NUM_PRODUCTS: Final = 4
-# Behind the last layer, if logits are wanted.
+# Behind the last layer; the head, if logits are wanted.
 _NORM_BEFORE_HEAD: Final = 10
 _HEAD: Final = 11
+_WIDEN: Final = 12
 
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
@@ -118,13 +130,15 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
     found: Kernels = {
         "attend": (attend_task, task_signature(kind)),
         "multiply": (multiply, item_signature(weight_kind, kind)),
-        "turn": (turn_row, (kind, *(int64,) * 3, float32, *(int64,) * 5, float32, int64, int64)),
+        "turn": (turn_row, (kind, *(int64,) * 3, float32, *(int64,) * 6, float32, int64, int64)),
         "store": (store_token, (kind, *(int64,) * 8)),
         "normalize": (
             normalize_row_of,
             (kind, int64, int64, float32, int64, float32, *(int64,) * 3),
         ),
         "add_bias": (add_bias, (kind, *(int64,) * 4)),
+        "embed": (embed_row, (kind, *(int64,) * 5, float32)),
+        "widen": (widen_row, (kind, *(int64,) * 4)),
     }
     if weight_kind == uint8:
         found["sum_groups"] = sum_groups, (int64,) * 4
@@ -142,13 +156,17 @@ def codes(weight_kind: Any, head_kind: Any, kind: Any) -> dict[str, int]:
 
 def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `run_layers`, for the same types."""
-    kinds, tables = (weight_kind, head_kind, kind), (int64[::1], int64[:, ::1], int64[:, ::1])
-    return *kinds, from_dtype(PASS)[::1], LAYERS, *tables
+    kinds, tables = (weight_kind, head_kind, kind), (int64[:, ::1], int64[:, ::1])
+    tokens = int64[::1], int64[::1], int64[::1]
+    given = from_dtype(PASS)[::1], LAYERS, int64, int64, types.UniTuple(int64, 3)
+    return *kinds, *given, *tokens, *tables, float32[:, ::1], int64
 
 
 def signature_of_item(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `compute_item`, likewise."""
-    given = types.NamedTuple((*signature(weight_kind, head_kind, kind), PHASES), Given)
+    taken = signature(weight_kind, head_kind, kind)
+    # Neither what `run_layers` writes into PASS nor the number of threads.
+    given = types.NamedTuple((*taken[:5], *taken[8:-1], uint8[::1], PHASES), Given)
     return given, int64, int64, int64
 
 
@@ -159,35 +177,91 @@ def run_layers(
     kind: Any,
     passes: Any,
     layers: Any,
+    hidden: int,
+    angles: int,
+    cache: Any,
+    input_ids: Any,
+    positions: Any,
     slots: Any,
     block_tables: Any,
     tasks: Any,
+    logits: Any,
+    num_threads: int,
 ) -> None:
-    """Take the hidden states of T tokens through all layers, in place; what the last one adds to
-    them is left in the buffer of what is added, or with a head, taken in. See `Given`."""
+    """Take T tokens through all layers; what the last one adds is taken in by the hidden states,
+    and the head makes logits of them if those are wanted.
+
+    hidden: the address of T hidden states, or 0: nobody asks for them. angles: that of the angles
+    as in `rotate_`. cache: where it lies, the bytes of a layer, and its blocks, see `attention`.
+    For the rest see `Given`.
+    """
     rows, this = len(slots), passes[0]
+    this.hidden, this.angles = hidden, angles
+    this.cache, this.layer_bytes, this.num_blocks = cache
     blocks = -(-rows // ROWS_AT_ONCE)
-    count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1))
-    phases = np.zeros(count + (1 + blocks if this.head else 0), PHASE)
-    tables = slots, block_tables, tasks
-    given = Given(weight_kind, head_kind, kind, passes, layers, *tables, phases)
+    count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
+    phases = np.zeros(count + (blocks + 1 if len(logits) else 0), PHASE)
+    sizes = _buffer_sizes(kind, this, rows, len(logits))
+    # `given` holds it until the team is through.
+    memory = np.empty(_LINE_BYTES + sum(sizes), np.uint8)
+    _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
+    kinds, tokens = (weight_kind, head_kind, kind), (input_ids, positions, slots)
+    given = Given(*kinds, passes, layers, *tokens, block_tables, tasks, logits, memory, phases)
     _write_program(given)
-    go_through(this.item, given, phases, this.board, this.num_threads)
-    bias = layers[len(layers) - 1].down_bias
-    if bias and not this.head:
-        call(this.add_bias, (kind, this.delta, bias, np.int64(rows), this.hidden_size))
+    go_through(this.item, given, phases, this.board, num_threads)
+
+
+@njit
+def _buffer_sizes(kind: Any, this: Any, rows: int, num_logits: int) -> Any:
+    """Bytes of hidden states, if nobody gives them, and of the BUFFERS: whole cache lines."""
+    attended = this.num_heads * this.head_dim
+    width = attended + 2 * this.num_kv_heads * this.head_dim
+    widest = max(this.hidden_size, attended, this.inner_size)
+    row = rows * itemsize(kind)
+    return (
+        np.int64(0) if this.hidden else _lines(row * this.hidden_size),
+        _lines(row * this.hidden_size),
+        _lines(row * this.hidden_size),
+        _lines(row * width),
+        _lines(row * attended),
+        _lines(row * this.inner_size),
+        _lines(row * 2 * -(-widest // _NUMBERS_PER_PAIR)) if this.sum_groups else np.int64(0),
+        _lines(num_logits * itemsize(kind) * this.vocab_size),
+    )
+
+
+@njit
+def _lines(count: int) -> int:
+    """Up to whole cache lines."""
+    return -(-count // _LINE_BYTES) * _LINE_BYTES
+
+
+@njit
+def _place_buffers(this: Any, sizes: Any, start: int) -> None:
+    """One behind the other."""
+    if sizes[0]:
+        this.hidden = start
+    this.normed = start + sizes[0]
+    this.delta = this.normed + sizes[1]
+    this.heads = this.delta + sizes[2]
+    this.attended = this.heads + sizes[3]
+    this.inner = this.attended + sizes[4]
+    this.sums = this.inner + sizes[5]
+    this.scores = this.sums + sizes[6]
 
 
 @njit(inline="always")
 def _write_program(given: Any) -> None:
-    """The phases of all layers, and of the head."""
+    """The phases of all layers, and of what comes behind them."""
     place = 0
     for layer in range(len(given.layers)):
         for step in range(_NUM_STEPS):
             place = _write_step(given, place, layer, step)
-    if given.passes[0].head:
-        for step in (_NORM_BEFORE_HEAD, _HEAD):
-            place = _write_step(given, place, len(given.layers) - 1, step)
+    last = len(given.layers) - 1
+    place = _write_step(given, place, last, _NORM_BEFORE_HEAD)
+    if len(given.logits):
+        place = _write_step(given, place, last, _HEAD)
+        _write_step(given, place, last, _WIDEN)
 
 
 @njit
@@ -234,7 +308,7 @@ def _product(given: Any, layer: int, step: int) -> Any:
     if step == _DOWN:
         where = weights.down, weights.down_scales, this.inner, this.delta
         return *where, this.inner_size, this.hidden_size
-    where = this.head, this.head_scales, this.normed, this.logits
+    where = this.head, this.head_scales, this.normed, this.scores
     if step == _HEAD:
         return *where, this.hidden_size, this.vocab_size
     return 0, 0, 0, 0, 0, 0
@@ -252,6 +326,9 @@ def compute_item(given: Any, phase: int, item: int, ticket: int) -> None:
         _turn(given, phase, item)
     elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, _NORM_BEFORE_HEAD):
         _normalize(given, phase, item)
+    elif step == _WIDEN:
+        logits = np.int64(given.logits.ctypes.data)
+        call(this.widen, (given.kind, this.scores, logits, item, this.vocab_size))
     elif step == _SUM_INNER:
         _sum_groups(given, this.inner, item, this.inner_size)
     else:
@@ -299,7 +376,7 @@ def _turn(given: Any, phase: int, row: int) -> None:
         _add_bias(given, this.heads, layer.qkv_bias, row, width)
     if layer.is_turned or layer.query_norm or this.attention_scale != np.float32(1.0):
         norms = layer.query_norm, layer.key_norm, this.eps
-        turned = given.kind, this.heads, *norms, this.angles
+        turned = given.kind, this.heads, *norms, this.angles, given.positions[row]
         features = row, width, num_turning, this.num_heads
         half = this.half if layer.is_turned else 0
         call(this.turn, (*turned, *features, this.attention_scale, this.head_dim, half))
@@ -310,7 +387,7 @@ def _turn(given: Any, phase: int, row: int) -> None:
 
 @njit(inline="always")
 def _normalize(given: Any, phase: int, row: int) -> None:
-    """Hidden states of a row take in what the block before adds, and are normalised."""
+    """Hidden states of a row begin, or take in what the block before adds, and are normalised."""
     this, place = given.passes[0], given.phases[phase].layer
     layer, delta = given.layers[place], this.delta
     weight, bias, step = layer.mlp_norm, layer.out_bias, given.phases[phase].step
@@ -318,13 +395,16 @@ def _normalize(given: Any, phase: int, row: int) -> None:
         weight = layer.attention_norm
         delta = delta if place else np.int64(0)
         bias = given.layers[place - 1].down_bias if place else np.int64(0)
+        if place == 0 and this.embedding:
+            where = given.kind, this.embedding, given.input_ids[row], this.hidden
+            call(this.embed, (*where, row, this.hidden_size, this.embedding_multiplier))
     elif step == _NORM_BEFORE_HEAD:
         weight, bias = this.final_norm, layer.down_bias
     if bias:
         _add_bias(given, delta, bias, row, this.hidden_size)
     scales = this.multiplier, weight, this.eps
-    where = this.normed, row, this.hidden_size
-    call(this.normalize, (given.kind, this.hidden, delta, *scales, *where))
+    target = this.normed, row, this.hidden_size
+    call(this.normalize, (given.kind, this.hidden, delta, *scales, *target))
     _sum_groups(given, this.normed, row, this.hidden_size)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from text_generation_shard.kernels.norm import normalize_row
 from text_generation_shard.kernels.vector import (
+    ADDRESS,
+    FLOAT32,
     array_at,
     itemsize,
     marker,
@@ -71,21 +73,6 @@ def normalize_row_of(
     size: int,
 ) -> None:
     """`normalize` for one row of several."""
-    _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
-
-
-@njit(inline="always")
-def _add_norm_row(
-    kind: Any,
-    hidden: int,
-    delta: int,
-    multiplier: Any,
-    weight: int,
-    eps: Any,
-    out: int,
-    row: int,
-    size: int,
-) -> None:
     offset = row * size * itemsize(kind)
     numbers, added, target = hidden + offset, delta + offset, out + offset
     if delta != 0:
@@ -107,7 +94,7 @@ def _normalize_few(
     size: int,
 ) -> None:
     for row in range(rows):
-        _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+        normalize_row_of(kind, hidden, delta, multiplier, weight, eps, out, row, size)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
@@ -123,7 +110,7 @@ def _normalize_many(
     size: int,
 ) -> None:
     for row in prange(rows):
-        _add_norm_row(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+        normalize_row_of(kind, hidden, delta, multiplier, weight, eps, out, row, size)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -156,12 +143,40 @@ def add_bias(kind: Any, out: int, bias: int, rows: int, size: int) -> None:
             numbers[place] = rounded(kind, total)
 
 
-def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angles: Tensor) -> None:
+@njit(nogil=True, cache=True, error_model="numpy")
+def embed_row(
+    kind: Any, vectors: int, token_id: int, out: int, row: int, size: int, multiplier: Any
+) -> None:
+    """A row of out [*, size] becomes a token's vector, of those [vocab_size, size], times
+    multiplier."""
+    numbers = array_at(kind, vectors + token_id * size * itemsize(kind))
+    target = array_at(kind, out + row * size * itemsize(kind))
+    for place in range(size):
+        target[place] = rounded(kind, widened(kind, numbers[place]) * multiplier)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def widen_row(kind: Any, numbers: int, out: int, row: int, size: int) -> None:
+    """A row of out [*, size], float32, becomes one of numbers."""
+    narrow = array_at(kind, numbers + row * size * itemsize(kind))
+    wide = array_at(FLOAT32, out + row * size * 4)
+    for place in range(size):
+        wide[place] = widened(kind, narrow[place])
+
+
+def rotate_(
+    heads: Tensor,
+    num_turning: int,
+    num_scaled: int,
+    scale: float,
+    angles: Tensor,
+    positions: Tensor,
+) -> None:
     """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
     `num_scaled` of them are multiplied by `scale` as well.
 
-    angles [T, 2, rotary_dim / 2] float32: cosines and sines for pairs of features i and
-    i + half.
+    angles [*, 2, rotary_dim / 2] float32: cosines and sines for pairs of features i and i + half,
+    those at `positions` [T].
     """
     rows, count, size = heads.shape
     turn(
@@ -171,6 +186,7 @@ def rotate_(heads: Tensor, num_turning: int, num_scaled: int, scale: float, angl
         0,
         np.float32(0.0),
         angles.data_ptr(),
+        positions.data_ptr(),
         rows,
         count * size,
         num_turning,
@@ -189,6 +205,7 @@ def turn_row(
     key_norm: int,
     eps: Any,
     angles: int,
+    position: int,
     row: int,
     stride: int,
     num_turning: int,
@@ -197,48 +214,15 @@ def turn_row(
     size: int,
     half: int,
 ) -> None:
-    """`turn` for one row of several."""
-    _turn_row(
-        kind,
-        heads,
-        query_norm,
-        key_norm,
-        eps,
-        angles,
-        row,
-        stride,
-        num_turning,
-        num_scaled,
-        scale,
-        size,
-        half,
-    )
-
-
-@njit(inline="always")
-def _turn_row(
-    kind: Any,
-    heads: int,
-    query_norm: int,
-    key_norm: int,
-    eps: Any,
-    angles: int,
-    row: int,
-    stride: int,
-    num_turning: int,
-    num_scaled: int,
-    scale: Any,
-    size: int,
-    half: int,
-) -> None:
-    cosines = array_at(np.float32(0), angles + row * 2 * half * 4)
-    sines = array_at(np.float32(0), angles + (row * 2 + 1) * half * 4)
+    """`turn` for one row of several, at a position."""
+    cosines = array_at(FLOAT32, angles + position * 2 * half * 4)
+    sines = array_at(FLOAT32, angles + (position * 2 + 1) * half * 4)
     for head in range(num_turning):
         numbers = array_at(kind, heads + (row * stride + head * size) * itemsize(kind))
         norm = query_norm if head < num_scaled else key_norm
         if norm != 0:
             inverse = _inverse_rms(kind, numbers, size, eps)
-            weights = array_at(np.float32(0), norm)
+            weights = array_at(FLOAT32, norm)
             for place in range(size):
                 value = widened(kind, numbers[place]) * inverse * weights[place]
                 numbers[place] = rounded(kind, value)
@@ -260,6 +244,7 @@ def _turn_few(
     key_norm: int,
     eps: Any,
     angles: int,
+    positions: int,
     rows: int,
     stride: int,
     num_turning: int,
@@ -269,13 +254,14 @@ def _turn_few(
     half: int,
 ) -> None:
     for row in range(rows):
-        _turn_row(
+        turn_row(
             kind,
             heads,
             query_norm,
             key_norm,
             eps,
             angles,
+            array_at(ADDRESS, positions)[row],
             row,
             stride,
             num_turning,
@@ -294,6 +280,7 @@ def _turn_many(
     key_norm: int,
     eps: Any,
     angles: int,
+    positions: int,
     rows: int,
     stride: int,
     num_turning: int,
@@ -303,13 +290,14 @@ def _turn_many(
     half: int,
 ) -> None:
     for row in prange(rows):
-        _turn_row(
+        turn_row(
             kind,
             heads,
             query_norm,
             key_norm,
             eps,
             angles,
+            array_at(ADDRESS, positions)[row],
             row,
             stride,
             num_turning,
@@ -328,6 +316,7 @@ def turn(
     key_norm: int,
     eps: Any,
     angles: int,
+    positions: int,
     rows: int,
     stride: int,
     num_turning: int,
@@ -346,6 +335,7 @@ def turn(
             key_norm,
             eps,
             angles,
+            positions,
             rows,
             stride,
             num_turning,
@@ -362,6 +352,7 @@ def turn(
             key_norm,
             eps,
             angles,
+            positions,
             rows,
             stride,
             num_turning,

@@ -32,7 +32,7 @@ class Embedding:
         if self._is_quantised and not obstacle:
             self._table = int8_form(self.dtype, weight.device)(weight, self.dtype)
             return Held(self._table.kind, self._table.nbytes)
-        self._table = weight.to(self.dtype)
+        self._table = weight.to(self.dtype).contiguous()
         kind = str(self.dtype).removeprefix("torch.")
         return Held(kind, self._table.nbytes, obstacle)
 
@@ -41,6 +41,11 @@ class Embedding:
         if not isinstance(self._table, Tensor):
             return self._table.lookup(input_ids)
         return F.embedding(input_ids, self._table)
+
+    @property
+    def address(self) -> int:
+        """Of the loaded vectors [vocab_size, hidden_size] of this dtype; 0: they are quantised."""
+        return self._table.data_ptr() if isinstance(self._table, Tensor) else 0
 
     def as_matrix(self) -> tuple[Matrix, int]:
         """The loaded weight for multiplying, and the bytes that takes beside the table."""

@@ -33,8 +33,8 @@ class RotaryEmbedding:
         if config.kind == "longrope":
             self._long_frequencies = 1.0 / (_factors(config, "long_factor", device) * base)
         self.length_rule = {"dynamic": "prompt", "longrope": "total"}.get(config.kind)
-        # [positions, 2, rotary_dim / 2], see `_table`.
-        self._known = torch.empty(0)
+        # See `table`.
+        self._known, self._num_known = torch.empty(0), 0
 
     @property
     def recompute_at(self) -> int | None:
@@ -52,7 +52,7 @@ class RotaryEmbedding:
         """What turns heads at positions [T], all of them below `end`."""
         uses_kernels = kernels.are_used(dtype, positions.device)
         if uses_kernels and rope_lens is None:
-            return KernelRotation(self._table(end).index_select(0, positions))
+            return KernelRotation(self.table(end), positions)
         frequencies = self._frequencies
         if self._long_frequencies is not None and rope_lens is not None:
             is_long = rope_lens > self._config.original_max_position
@@ -61,7 +61,7 @@ class RotaryEmbedding:
             frequencies = self._dynamic(rope_lens)
         cos, sin = self._turns(positions, frequencies)
         if uses_kernels:
-            return KernelRotation(torch.stack((cos, sin), dim=1))
+            return KernelRotation(torch.stack((cos, sin), dim=1), torch.arange(len(positions)))
         return TorchRotation(
             torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
             torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
@@ -72,13 +72,15 @@ class RotaryEmbedding:
         angles = positions.float()[:, None] * frequencies
         return angles.cos() * self._scale, angles.sin() * self._scale
 
-    def _table(self, end: int) -> Tensor:
-        """What positions from 0 to `end` at least turn by, where lengths do not matter. It grows
-        by doubling: 8 bytes for each position and pair of features. Seven operators on a handful of
-        numbers took 0.17 ms of a decode step, in caches that the weights have just swept."""
-        if len(self._known) < end:
+    def table(self, end: int) -> Tensor:
+        """What positions from 0 to `end` at least turn by, where lengths do not matter, in float32:
+        [*, 2, rotary_dim / 2], cosines and sines. It grows by doubling: 8 bytes for each position
+        and pair of features. Seven operators on a handful of numbers took 0.17 ms of a decode step,
+        in caches that the weights have just swept."""
+        if self._num_known < end:
             positions = torch.arange(max(1024, 1 << (end - 1).bit_length()))
             self._known = torch.stack(self._turns(positions, self._frequencies), dim=1)
+            self._num_known = len(positions)
         return self._known
 
     def _dynamic(self, rope_lens: Tensor) -> Tensor:
@@ -115,16 +117,17 @@ class TorchRotation:
 
 
 class KernelRotation:
-    """The same by one kernel; angles [T, 2, rotary_dim / 2] in float32."""
+    """The same by one kernel: by those of the angles [*, 2, rotary_dim / 2], in float32, that lie
+    at positions [T]."""
 
-    def __init__(self, angles: Tensor) -> None:
-        self.angles = angles
+    def __init__(self, angles: Tensor, positions: Tensor) -> None:
+        self.angles, self.positions = angles, positions
 
     def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
         """See Rotation."""
         from text_generation_shard.kernels.pointwise import rotate_
 
-        rotate_(heads, num_turning, num_queries, scale, self.angles)
+        rotate_(heads, num_turning, num_queries, scale, self.angles, self.positions)
 
 
 def _plain(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:

@@ -4,18 +4,22 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from text_generation_shard import kernels
+from text_generation_shard.arrays import Floats, Ints
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.layers.attention import Attention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
-from text_generation_shard.layers.rotary import RotaryEmbedding, Rotation
-from text_generation_shard.models.compiled import CompiledLayers, Head, compiled_layers
+from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, Rotation
+from text_generation_shard.models.compiled import CompiledLayers, Ends, Tokens, compiled_layers
 from text_generation_shard.models.config import ModelConfig
+from text_generation_shard.rows import RowTable
 from text_generation_shard.weights import Parameters
 
 
@@ -85,7 +89,7 @@ class LlamaModel:
     def _compile(self) -> None:
         self._compiled = compiled_layers(
             self._blocks,
-            Head(self._norm.address, self._head.place, self.config.vocab_size),
+            Ends(self._embedding.address, self._norm.address, self._head.place),
             self.config,
             self._backend,
             self._dtype,
@@ -95,42 +99,51 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
         with self._measured(len(batch.input_ids)):
-            hidden, rotation, plan = self._begin(batch)
-            delta: Tensor | None = None
+            plan, end = self._backend.plan(batch), max(batch.host_context_lens)
+            rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
+            hidden = self._embed(batch.input_ids)
             if self._compiled is not None:
-                delta = self._compiled(hidden, rotation, plan)
-            else:
-                for block in self._blocks:
-                    delta = block(hidden, delta, rotation, plan)
+                assert isinstance(rotation, KernelRotation)
+                where = rotation.angles, rotation.positions.numpy(), plan
+                self._compiled.forward(Tokens(batch.input_ids.numpy(), *where), hidden)
+                return hidden
+            delta: Tensor | None = None
+            for block in self._blocks:
+                delta = block(hidden, delta, rotation, plan)
             if delta is not None:
                 self._norm.take_in(hidden, delta, self.config.residual_multiplier)
             return hidden
 
-    def score(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """`forward`, and the `logits` of the tokens that they are wanted of; None: of no token."""
-        wanted = batch.logits_indices
-        if wanted is None and self._compiled is not None and self._compiled.has_head:
-            with self._measured(len(batch.input_ids)):
-                hidden, rotation, plan = self._begin(batch)
-                return hidden, self._scaled(self._compiled.logits(hidden, rotation, plan).float())
-        hidden = self.forward(batch)
-        if wanted is None:
-            return hidden, self.logits(hidden)
-        return hidden, self.logits(hidden[wanted]) if len(wanted) else None
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """What the layers start with [T, hidden_size]; anything if they have the embedding."""
+        if self._compiled is not None and self._compiled.has_embedding:
+            return torch.empty(len(input_ids), self.config.hidden_size, dtype=self._dtype)
+        hidden = self._embedding(input_ids)
+        if self.config.embedding_multiplier != 1.0:
+            hidden = hidden * self.config.embedding_multiplier
+        return hidden
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether there is a short way, `score_rows`, for one token of each row."""
+        has_head = self._compiled is not None and self._compiled.has_head
+        return has_head and self.rotary.length_rule is None
+
+    def score_rows(self, table: RowTable, rows: Ints, starts: Ints) -> Floats:
+        """`forward`, and the `logits` after them, of the tokens at `starts` [R] of rows [R]."""
+        compiled = self._compiled
+        assert compiled is not None
+        with self._measured(len(rows)):
+            angles = self.rotary.table(max(starts.tolist()) + 1)
+            tokens = compiled.plan_rows(table, rows, starts, angles)
+            hidden = None
+            if not compiled.has_embedding:
+                hidden = self._embed(torch.from_numpy(tokens.input_ids))
+            logits = compiled.logits(tokens, hidden)
+            divisor = self.config.logits_divisor
+            return logits if divisor == 1.0 else logits / np.float32(divisor)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
-        return self._scaled(self._head(self._norm.add(hidden, None)))
-
-    def _begin(self, batch: ForwardBatch) -> tuple[Tensor, Rotation, AttentionPlan]:
-        """What the layers start with."""
-        plan = self._backend.plan(batch)
-        end = max(batch.host_context_lens)
-        rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
-        hidden = self._embedding(batch.input_ids)
-        if self.config.embedding_multiplier != 1.0:
-            hidden = hidden * self.config.embedding_multiplier
-        return hidden, rotation, plan
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
+        logits, divisor = self._head(self._norm.add(hidden, None)), self.config.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor
