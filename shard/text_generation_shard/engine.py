@@ -122,6 +122,11 @@ class Engine:
         return self._model.rotary.prompt_scaled_at
 
     @property
+    def weight_regions(self) -> list[tuple[int, int]]:
+        """See LlamaModel.weight_regions."""
+        return self._model.weight_regions
+
+    @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -16,6 +17,7 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import ModelError
+from text_generation_shard.huge_pages import collapse, pages_of
 from text_generation_shard.interceptor import ExceptionInterceptor
 from text_generation_shard.memory import keep_freed_memory, return_freed_memory
 from text_generation_shard.service import ShardService
@@ -99,6 +101,8 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
             f"can not listen on {config.socket_path} ({error}); choose another --uds-path"
         ) from error
     await server.start()
+    pages = pages_of(engine.weight_regions)
+    threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
     # A prompt of many pieces ends between two of them; what is asked for then fails.

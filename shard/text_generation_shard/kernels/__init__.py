@@ -20,11 +20,12 @@ _COMPILED_S = 2.0
 
 class Place(NamedTuple):
     """Where a packed weight lies: what kind its numbers are (a marker of `vector`), its address and
-    that of its scales (0: it has none)."""
+    that of its scales (0: it has none), and how many bytes it takes without them."""
 
     kind: Any
     weight: int
     scales: int
+    nbytes: int
 
 
 def are_used(dtype: torch.dtype, device: torch.device) -> bool:

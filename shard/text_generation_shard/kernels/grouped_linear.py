@@ -100,7 +100,7 @@ class GroupedWeight:
     @property
     def place(self) -> Place:
         """For `kernels.layers`."""
-        return Place(INT4, self._packed.data_ptr(), 0)
+        return Place(INT4, self._packed.data_ptr(), 0, self._packed.nbytes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""

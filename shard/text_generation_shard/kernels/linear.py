@@ -126,7 +126,8 @@ class PackedWeight:
         """For `kernels.layers`; None if rows of inputs must be filled up for it."""
         if self._padding:
             return None
-        return Place(self._weight_kind, self._address, self._scales_address)
+        where = self._address, self._scales_address
+        return Place(self._weight_kind, *where, self._packed.nbytes)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""

@@ -38,13 +38,14 @@ class Linear:
         parameters.add_matrix(weights, in_features, self._receive)
 
     def fields(self, name: str, kind: Any) -> dict[str, int] | None:
-        """Where weight, scales and bias lie, as fields of `kernels.layers.LAYER`; None if the
-        loaded weight is not of numbers of this kind."""
+        """Where weight, scales and bias lie, as fields of `kernels.layers.LAYER`, and the bytes of
+        the weight; None if the loaded weight is not of numbers of this kind."""
         place = self._matrix.place
         if place is None or type(place.kind) is not type(kind):
             return None
         bias = 0 if self._bias is None else self._bias.data_ptr()
-        return {name: place.weight, f"{name}_scales": place.scales, f"{name}_bias": bias}
+        beside = {f"{name}_scales": place.scales, f"{name}_bias": bias}
+        return {name: place.weight, f"{name}_bytes": place.nbytes} | beside
 
     def _receive(self, weight: Tensor) -> Held:
         if self._gate is None:

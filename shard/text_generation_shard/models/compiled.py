@@ -100,6 +100,11 @@ class CompiledLayers:
         for place, layer in enumerate(fields):
             for name in layers.FIELDS:
                 self._layers[place][name] = layer.get(name, 0)
+        names = "qkv", "out", "gate_up", "down"
+        self.regions = [(item[name], item[f"{name}_bytes"]) for item in fields for name in names]
+        """Of the weights that every pass reads: addresses and bytes."""
+        if ends.head is not None:
+            self.regions.append((ends.head.weight, ends.head.nbytes))
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
         self._pass = np.zeros(1, layers.PASS)
         size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads

@@ -96,6 +96,11 @@ class LlamaModel:
             self._quantize,
         )
 
+    @property
+    def weight_regions(self) -> list[tuple[int, int]]:
+        """Addresses and bytes of the weights that every pass reads, where kernels read them."""
+        return [] if self._compiled is None else self._compiled.regions
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
         with self._measured(len(batch.input_ids)):

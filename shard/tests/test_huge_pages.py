@@ -1,0 +1,68 @@
+"""Weights in huge pages: which, that they are, and that nothing in them changes."""
+
+import mmap
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from text_generation_shard.huge_pages import PAGE_BYTES, collapse, pages_of
+
+from shard.tests.driver import load_engine
+
+HALF = PAGE_BYTES // 2
+
+
+@pytest.mark.parametrize(
+    ("regions", "pages"),
+    [
+        ([], []),
+        ([(0, PAGE_BYTES)], [0]),
+        # Two that together fill half of a page, and one that does not.
+        ([(10, HALF // 2), (HALF, HALF // 2), (5 * PAGE_BYTES, HALF - 1)], [0]),
+        # Across pages: what it fills of the last is too little.
+        ([(HALF, 2 * PAGE_BYTES)], [0, PAGE_BYTES, 2 * PAGE_BYTES]),
+        ([(HALF + 1, PAGE_BYTES + HALF)], [PAGE_BYTES]),
+    ],
+)
+def test_pages_that_are_filled_by_half(regions: list[tuple[int, int]], pages: list[int]) -> None:
+    assert pages_of(regions) == pages
+
+
+def huge_bytes() -> int:
+    """Of this process, where the system counts them."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHuge"))
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="madvise of Linux")
+def test_what_lies_there_stays_as_it_is() -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 6 * PAGE_BYTES, flags=flags)
+    numbers = np.frombuffer(memory, np.int64)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    numbers[:] = np.arange(len(numbers))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    before = huge_bytes()
+    done = collapse(pages_of([(numbers.ctypes.data, numbers.nbytes)]))
+    assert (numbers == np.arange(len(numbers))).all()
+    if not done:
+        pytest.skip("this system has no huge pages to give")
+    assert huge_bytes() - before >= done * PAGE_BYTES
+
+
+def test_nothing_is_tried_for_long_where_it_can_not_be() -> None:
+    """Addresses that nothing is mapped at."""
+    assert collapse([place * PAGE_BYTES for place in range(1, 5000)]) == 0
+
+
+def test_the_weights_that_every_pass_reads_are_known(checkpoint: Callable[[str], Path]) -> None:
+    engine = load_engine(checkpoint("llama3"), dtype="bfloat16")
+    config = engine.model_config
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    numbers = config.num_layers * layer + config.vocab_size * config.hidden_size
+    # Outputs are filled up to whole vectors.
+    assert 0 <= sum(size for _, size in engine.weight_regions) - 2 * numbers < 0.1 * numbers
