@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from text_generation_shard.engine import Engine
 from text_generation_shard.kernels import are_vectors_wide
+from text_generation_shard.layers.rotary import RotaryEmbedding
+from text_generation_shard.models.config import RopeConfig
+from text_generation_shard.step import StepResult
 
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.driver import Driver, load_engine
@@ -49,6 +54,61 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
     # Its heads are normalised by torch there, which adds in another order.
     for left, right in zip(compiled, one_by_one, strict=True):
         assert left == pytest.approx(right, abs=1e-5)
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 0.7, "top_k": 9, "seed": 5},
+    {"do_sample": True, "top_p": 0.8, "typical_p": 0.9, "seed": 6, "watermark": True},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": ((7, 3.0),)},
+]
+
+
+@pytest.mark.parametrize(("family", "form"), [("granite", FLOAT32), ("qwen2", INT8)])
+def test_the_short_way_of_a_decode_is_the_long_one(
+    family: str, form: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(family, tmp_path, intermediate_size=128)
+    engine = load_engine(path, **form)
+
+    def run() -> tuple[Driver, list[StepResult]]:
+        driver = Driver(engine)
+        for number, sampling in enumerate(SAMPLINGS):
+            ids = range(3, 9 + 17 * number)
+            driver.add([driver.request(number, ids, sampling=sampling, top_n_tokens=number)])
+        return driver, [driver.step() for _ in range(6)]
+
+    assert engine._model.scores_rows
+    short, results = run()
+    engine.clear(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._model), "scores_rows", False)
+        long, expected = run()
+    assert (short.tokens, short.logprobs) == (long.tokens, long.logprobs)
+    for one, other in zip(results, expected, strict=True):
+        assert one.top_token_ids == other.top_token_ids
+        assert one.top_token_logprobs == other.top_token_logprobs
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotation_by_length_takes_the_long_way(
+    kind: str, checkpoint: Callable[[str], Path]
+) -> None:
+    rotary = RotaryEmbedding(
+        RopeConfig(
+            kind,
+            1e4,
+            16,
+            64,
+            32,
+            {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        ),
+        torch.device("cpu"),
+    )
+    engine = load_engine(checkpoint("llama3"))
+    assert engine._model.scores_rows
+    engine._model.rotary = rotary
+    assert not engine._model.scores_rows
 
 
 def test_a_gate_with_a_bias_runs_one_by_one(checkpoint: Callable[[str], Path]) -> None:

@@ -2,8 +2,10 @@
 
 Why it is fast: a decode step reads every weight once, and the processor fetches ahead only to the
 end of a page. Two threads read 29 GB/s from huge pages here and 24 from small ones; a step of one
-row of the 125 M checkpoint takes 4 % less with two threads and 8 % less with one. Asked for when
-the weights are read, huge pages delay the start, by half a second of 1.4 where memory is in pieces.
+row of the 125 M checkpoint takes 4 % less with two threads and 8 % less with one.
+
+Where the C library allocates huge pages (the launcher asks glibc to), this finds the rest: what was
+put where other memory had been freed, a fifth of that checkpoint. Elsewhere it finds all.
 """
 
 import ctypes

@@ -24,15 +24,12 @@ _LOWEST: Final = -float(np.finfo(np.float32).max)
 _NOTHING: Final = np.float32(-np.inf)
 
 _VALUES, _NUMBERS, _SCORES = float32[::1], int64[::1], float32[:, ::1]
-_TAKEN: Final = (
-    *(_SCORES, _NUMBERS, _NUMBERS),
+TAKEN: Final = (
+    *(int64, _SCORES, _NUMBERS, _NUMBERS),
     *(int32[:, ::1], _NUMBERS, _NUMBERS, boolean[:, ::1], _SCORES, _NUMBERS),
     *(_NUMBERS, _NUMBERS, _VALUES, _NUMBERS, _NUMBERS, _VALUES),
 )
-ONE: Final = (int64, *_TAKEN)
-"""What `choose_one` takes."""
-MANY: Final = (int64, *_TAKEN)
-"""What `choose_many` takes."""
+"""What `choose_one` takes, and `choose_many`."""
 
 # Nothing may raise an exception, see `calls.call`: what is divided by 0 is infinite.
 _QUIET: Final = {"nogil": True, "error_model": "numpy"}
@@ -75,7 +72,7 @@ def choose(
     if len(scores) == 1:
         choose_one(0, *choices, *sampling, chosen_ids, logprobs)
     else:
-        choose_many(address_of(choose_one, ONE), *choices, *sampling, chosen_ids, logprobs)
+        choose_many(address_of(choose_one, TAKEN), *choices, *sampling, chosen_ids, logprobs)
 
 
 @njit(parallel=True, nogil=True, cache=True)

@@ -72,7 +72,7 @@ def _nothing() -> None:
 def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
     """What takes longest first. A function in all its forms is one kernel: numba's cache has one
     index of them, which two processes must not write at the same time."""
-    yield Kernel(choice.choose_one, [choice.ONE])
+    yield Kernel(choice.choose_one, [choice.TAKEN])
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
     weight_kind = kind if quantize is None else forms.get(quantize, kind)
     # Some weights are not quantised, and of a model in 4 bits some have 8.
@@ -92,7 +92,7 @@ def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
     for function, wanted in signatures.items():
         yield Kernel(function, list(wanted))
     yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
-    yield Kernel(choice.choose_many, [choice.MANY])
+    yield Kernel(choice.choose_many, [choice.TAKEN])
     yield Kernel(rows.plan_rows, [rows.PLANNED])
 
 
