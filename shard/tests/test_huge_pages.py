@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from text_generation_shard import huge_pages
 from text_generation_shard.huge_pages import PAGE_BYTES, collapse, pages_of
 
 from shard.tests.driver import load_engine
@@ -52,9 +53,17 @@ def test_what_lies_there_stays_as_it_is() -> None:
     assert huge_bytes() - before >= done * PAGE_BYTES
 
 
-def test_nothing_is_tried_for_long_where_it_can_not_be() -> None:
-    """Addresses that nothing is mapped at."""
-    assert collapse([place * PAGE_BYTES for place in range(1, 5000)]) == 0
+def test_nothing_is_tried_for_long_where_it_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses that nothing is mapped at any more."""
+    memory = mmap.mmap(-1, 500 * PAGE_BYTES, prot=mmap.PROT_READ)
+    numbers = np.frombuffer(memory, np.uint8)
+    pages = pages_of([(numbers.ctypes.data, numbers.nbytes)])
+    del numbers
+    memory.close()
+    tried: list[float] = []
+    monkeypatch.setattr(huge_pages.time, "sleep", tried.append)
+    assert collapse(pages) == 0
+    assert len(tried) < 10
 
 
 def test_the_weights_that_every_pass_reads_are_known(checkpoint: Callable[[str], Path]) -> None:

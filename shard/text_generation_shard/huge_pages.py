@@ -21,8 +21,8 @@ PAGE_BYTES = 2 * 2**20
 _COLLAPSE = 25
 # Where so many in a row can not be moved, none can.
 _PATIENCE = 8
-# A page is moved in some 5 ms, in which whoever writes to it waits; between two of them others are
-# let through. Not all at once: some 14 GB take a minute.
+# A page is moved in some 5 ms, in which whoever reads it waits. Not all at once, so that a step
+# meets few that are moving: some 14 GB take a minute.
 _PAUSE_S = 0.005
 
 
@@ -39,8 +39,8 @@ def pages_of(regions: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def collapse(pages: Sequence[int]) -> int:
-    """Make huge pages of what lies at these addresses; returns how many are. A page that the system
-    has no memory in one piece for stays as it is."""
+    """Make huge pages of what lies at these addresses; returns how many are, at most. A page that
+    the system has no memory in one piece for stays as it is, and so does one of several maps."""
     advise = _advise()
     done = 0
     for place, page in enumerate(pages):

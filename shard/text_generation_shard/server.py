@@ -101,8 +101,8 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
             f"can not listen on {config.socket_path} ({error}); choose another --uds-path"
         ) from error
     await server.start()
-    pages = pages_of(engine.weight_regions)
-    threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()
+    if pages := pages_of(engine.weight_regions):
+        threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
     # A prompt of many pieces ends between two of them; what is asked for then fails.

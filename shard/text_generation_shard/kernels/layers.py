@@ -201,10 +201,14 @@ def run_layers(
     blocks = -(-rows // ROWS_AT_ONCE)
     count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     phases = np.zeros(count + (blocks + 1 if len(logits) else 0), PHASE)
-    sizes = _buffer_sizes(kind, this, rows, len(logits))
+    # Scores of float32 are logits already.
+    is_widened = len(logits) > 0 and itemsize(kind) < 4
+    sizes = _buffer_sizes(kind, this, rows, len(logits) if is_widened else 0)
     # `given` holds it until the team is through.
     memory = np.empty(_LINE_BYTES + sum(sizes), np.uint8)
     _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
+    if not is_widened:
+        this.scores = np.int64(logits.ctypes.data)
     kinds, tokens = (weight_kind, head_kind, kind), (input_ids, positions, slots)
     given = Given(*kinds, passes, layers, *tokens, block_tables, tasks, logits, memory, phases)
     _write_program(given)
@@ -213,7 +217,8 @@ def run_layers(
 
 @njit
 def _buffer_sizes(kind: Any, this: Any, rows: int, num_logits: int) -> Any:
-    """Bytes of hidden states, if nobody gives them, and of the BUFFERS: whole cache lines."""
+    """Bytes of hidden states, if nobody gives them, and of the buffers behind them in CHANGING:
+    whole cache lines."""
     attended = this.num_heads * this.head_dim
     width = attended + 2 * this.num_kv_heads * this.head_dim
     widest = max(this.hidden_size, attended, this.inner_size)
@@ -284,6 +289,8 @@ def _write_step(given: Any, place: int, layer: int, step: int) -> int:
             phase.weights, phase.is_short = weights, rows <= TILE_ROWS
         elif step == _ATTEND:
             phase.items = len(given.tasks) * this.num_kv_heads
+        elif step == _WIDEN and itemsize(given.kind) == 4:
+            phase.items = 0
         elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
             phase.items = rows
     return place

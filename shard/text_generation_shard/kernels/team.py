@@ -71,7 +71,8 @@ def go_through(code: int, given: Any, phases: Any, board: int, num_threads: int)
     """Have all phases done by up to so many threads, the calling one among them.
 
     code: where a function lies, see `calls`, that computes an item: of (given, the phase, the item,
-    a ticket for `may_put`). Nothing that a phase reads may be written by its items.
+    a ticket for `may_put`). Nothing that a phase reads may be written by its items if two threads
+    may compute one of them.
     """
     begin(board, phases, num_threads)
     for thread in prange(num_threads):

@@ -145,8 +145,9 @@ class LlamaModel:
             if not compiled.has_embedding:
                 hidden = self._embed(torch.from_numpy(tokens.input_ids))
             logits = compiled.logits(tokens, hidden)
-            divisor = self.config.logits_divisor
-            return logits if divisor == 1.0 else logits / np.float32(divisor)
+            if self.config.logits_divisor != 1.0:
+                logits /= np.float32(self.config.logits_divisor)
+            return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
