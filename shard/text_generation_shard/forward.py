@@ -1,8 +1,22 @@
 """The ragged inputs of one forward pass."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from text_generation_shard.arrays import Ints, Tokens
+
+
+class RowBatch(NamedTuple):
+    """One token of each of R rows of a table, where the table has it."""
+
+    # [R] rows, and the positions of their tokens.
+    rows: Ints
+    starts: Ints
+    # [*, width] what the table knows of all rows: token ids and block numbers.
+    token_ids: Tokens
+    block_tables: Ints
 
 
 @dataclass(frozen=True, slots=True)

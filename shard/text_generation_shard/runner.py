@@ -10,6 +10,7 @@ from torch import Tensor
 from text_generation_shard.arrays import Ints
 from text_generation_shard.choosing import Chooser, ChosenTokens
 from text_generation_shard.errors import BatchError
+from text_generation_shard.forward import RowBatch
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.ragged import Choices, RaggedBuilder, Spans, choices_of, cut
 from text_generation_shard.rows import RowTable
@@ -72,7 +73,8 @@ class StepRunner:
         grammars = self._chooser.start(table, choices)
         if self._is_stopping.is_set():
             raise BatchError(_STOPPING)
-        scores = self._model.score_rows(table, rows, decoding.starts)
+        batch = RowBatch(rows, decoding.starts, table.token_ids, table.block_tables)
+        scores = self._model.score_rows(batch)
         forward = time.perf_counter_ns()
         chosen = self._chooser.choose(table, choices, scores, grammars)
         return Step([decoding], choices, chosen, {}, forward)

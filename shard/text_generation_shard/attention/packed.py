@@ -10,12 +10,11 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.attention.base import AttentionPlan
-from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.forward import ForwardBatch, RowBatch
 from text_generation_shard.kernels import attention
 from text_generation_shard.kernels.rows import plan_rows
 from text_generation_shard.kernels.vector import marker
 from text_generation_shard.kv_cache import CacheShape
-from text_generation_shard.rows import RowTable
 
 
 class PackedCache:
@@ -75,12 +74,11 @@ class PackedAttention:
         tables = batch.block_tables.contiguous().numpy()
         return PackedPlan(batch.slots.numpy(), tables, tasks, num_threads)
 
-    def plan_rows(self, table: RowTable, rows: Ints, starts: Ints) -> tuple[Ints, PackedPlan]:
-        """The ids of the tokens at `starts` [R] of rows [R], and `plan` for a pass of these."""
+    def plan_rows(self, batch: RowBatch) -> tuple[Ints, PackedPlan]:
+        """The ids of the tokens [R], and `plan` for a pass of these."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
-        tables = table.token_ids, table.block_tables
-        input_ids, slots, tasks = plan_rows(rows, starts, *tables, group, num_threads)
-        return input_ids, PackedPlan(slots, table.block_tables, tasks, num_threads)
+        input_ids, slots, tasks = plan_rows(*batch, group, num_threads)
+        return input_ids, PackedPlan(slots, batch.block_tables, tasks, num_threads)
 
     def forward(
         self,

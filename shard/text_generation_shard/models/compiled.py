@@ -9,9 +9,9 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Floats, Ints
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
+from text_generation_shard.forward import RowBatch
 from text_generation_shard.kernels import Place
 from text_generation_shard.models.config import ModelConfig
-from text_generation_shard.rows import RowTable
 
 if TYPE_CHECKING:
     from text_generation_shard.attention.packed import PackedAttention, PackedPlan
@@ -122,10 +122,10 @@ class CompiledLayers:
         for name, value in fixed.items():
             self._pass[name] = value
 
-    def plan_rows(self, table: RowTable, rows: Ints, starts: Ints, angles: Tensor) -> Tokens:
-        """The tokens at `starts` [R] of rows [R], turned by the angles of these positions."""
-        input_ids, plan = self._backend.plan_rows(table, rows, starts)
-        return Tokens(input_ids, angles, starts, plan)
+    def plan_rows(self, batch: RowBatch, angles: Tensor) -> Tokens:
+        """The tokens [R], turned by the angles of their positions."""
+        input_ids, plan = self._backend.plan_rows(batch)
+        return Tokens(input_ids, angles, batch.starts, plan)
 
     def forward(self, tokens: Tokens, hidden: Tensor) -> None:
         """hidden [T, hidden_size] goes through all layers in place; if the layers have the

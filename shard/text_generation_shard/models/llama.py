@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from text_generation_shard import kernels
-from text_generation_shard.arrays import Floats, Ints
+from text_generation_shard.arrays import Floats
 from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
-from text_generation_shard.forward import ForwardBatch
+from text_generation_shard.forward import ForwardBatch, RowBatch
 from text_generation_shard.layers.attention import Attention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
@@ -19,7 +19,6 @@ from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, Rotation
 from text_generation_shard.models.compiled import CompiledLayers, Ends, Tokens, compiled_layers
 from text_generation_shard.models.config import ModelConfig
-from text_generation_shard.rows import RowTable
 from text_generation_shard.weights import Parameters
 
 
@@ -134,13 +133,13 @@ class LlamaModel:
         has_head = self._compiled is not None and self._compiled.has_head
         return has_head and self.rotary.length_rule is None
 
-    def score_rows(self, table: RowTable, rows: Ints, starts: Ints) -> Floats:
-        """`forward`, and the `logits` after them, of the tokens at `starts` [R] of rows [R]."""
+    def score_rows(self, batch: RowBatch) -> Floats:
+        """`forward`, and the `logits` of all tokens, on the host."""
         compiled = self._compiled
         assert compiled is not None
-        with self._measured(len(rows)):
-            angles = self.rotary.table(max(starts.tolist()) + 1)
-            tokens = compiled.plan_rows(table, rows, starts, angles)
+        with self._measured(len(batch.rows)):
+            angles = self.rotary.table(max(batch.starts.tolist()) + 1)
+            tokens = compiled.plan_rows(batch, angles)
             hidden = None
             if not compiled.has_embedding:
                 hidden = self._embed(torch.from_numpy(tokens.input_ids))
