@@ -75,7 +75,7 @@ class Work:
         return 2 * self.linear_weights * (last - first) + attention + 2 * self.head_weights
 
     def step_s(self, rows: int, rates: Rates) -> float:
-        """One decode step: every weight is read once and multiplied with each row."""
+        """One decode step: every weight, of 16 bits, is read once and multiplied with each row."""
         weights = self.linear_weights + self.head_weights
         reading = 2 * weights / (1e9 * rates.read_gb_s)
         return max(reading, 2 * weights * rows / (1e9 * rates.bfloat16_gflop_s))

@@ -10,7 +10,7 @@ from numba import int64, njit, typeof
 from text_generation_shard.kernels import team
 from text_generation_shard.kernels.atomic import exchange_word, get_word, give_way, pause
 from text_generation_shard.kernels.calls import address_of
-from text_generation_shard.kernels.linear import aligned
+from text_generation_shard.kernels.vector import aligned
 
 LOOKS = 200_000_000
 """Seconds, for what would otherwise never end."""

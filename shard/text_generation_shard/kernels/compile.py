@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from numba import boolean, float32, int8, int64, njit, typeof, uint8
 
-from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers, rows
+from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers, narrow, rows
 from text_generation_shard.kernels.children import Children
 from text_generation_shard.kernels.grouped_linear import multiply_grouped
-from text_generation_shard.kernels.linear import multiply
+from text_generation_shard.kernels.linear import multiply, weights_marker
 from text_generation_shard.kernels.pointwise import normalize
-from text_generation_shard.kernels.vector import marker
+from text_generation_shard.kernels.vector import BFLOAT12, marker
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def compile_all(
     The first time on a machine other processes help, as many as asked for, if there is memory.
     """
     start = time.monotonic()
-    kernels = list(_kernels(typeof(marker(dtype)), quantize))
+    kernels = list(_kernels(dtype, quantize))
     count = min(num_processes, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
     with cache.filling(f"{dtype}-{quantize}") as is_empty:
         if is_empty:
@@ -69,16 +69,16 @@ def _nothing() -> None:
     pass
 
 
-def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
+def _kernels(dtype: torch.dtype, quantize: str | None) -> Iterator[Kernel]:
     """What takes longest first. A function in all its forms is one kernel: numba's cache has one
     index of them, which two processes must not write at the same time."""
     yield Kernel(choice.choose_one, [choice.TAKEN])
+    kind = typeof(marker(dtype))
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
-    weight_kind = kind if quantize is None else forms.get(quantize, kind)
+    plain = typeof(weights_marker(dtype))
+    weight_kind = plain if quantize is None else forms.get(quantize, plain)
     # Some weights are not quantised, and of a model in 4 bits some have 8.
-    weight_kinds = dict.fromkeys(
-        (weight_kind, kind) if quantize is None else (weight_kind, kind, int8)
-    )
+    weight_kinds = dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,))))
     signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
     for form in weight_kinds:
         for function, signature in (*layers.kernels(form, kind).values(), _product(form, kind)):
@@ -92,6 +92,9 @@ def _kernels(kind: Any, quantize: str | None) -> Iterator[Kernel]:
     for function, wanted in signatures.items():
         yield Kernel(function, list(wanted))
     yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
+    if plain == typeof(BFLOAT12):
+        yield Kernel(narrow.narrow_panels, [(int64,) * 7])
+        yield Kernel(narrow.list_exceptions, [(int64,) * 7])
     yield Kernel(choice.choose_many, [choice.TAKEN])
     yield Kernel(rows.plan_rows, [rows.PLANNED])
 

@@ -21,7 +21,6 @@ from text_generation_shard.kernels.grouped import (
     sum_group,
 )
 from text_generation_shard.kernels.linear import (
-    aligned,
     item_bytes,
     item_signature,
     num_items,
@@ -39,6 +38,7 @@ from text_generation_shard.kernels.vector import (
     BFLOAT16,
     INT4,
     STEP_BYTES,
+    aligned,
     array_at,
     rounded,
     scratch,

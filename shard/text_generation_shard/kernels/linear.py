@@ -6,6 +6,8 @@ thread reads its part of the matrix from front to back. Against oneDNN's packed 
 of the 125 M checkpoint on two cores: 4.8 ms instead of 10.9 at 1 row, 7.5 for 12 at 8, 21 for 26.5
 at 32, 506 for 565 at 1,024.
 
+Weights of bfloat16 are kept in 12 bits, see `bfloat12`: a decode step has a quarter less to read.
+
 Each output adds its products in the order of the inputs, whatever the number of rows: the same row
 gives the same bits in any batch.
 """
@@ -17,9 +19,11 @@ import torch
 from numba import boolean, int64, njit, prange, typeof, types
 from torch import Tensor
 
-from text_generation_shard.kernels import Place
+from text_generation_shard.kernels import Place, are_vectors_wide, bfloat12
 from text_generation_shard.kernels.calls import address_of, call
+from text_generation_shard.kernels.exceptions import add_exceptions
 from text_generation_shard.kernels.llvm import LANES, VECTOR_BYTES
+from text_generation_shard.kernels.narrow import narrow
 from text_generation_shard.kernels.results import (
     ROWS_AT_ONCE,
     SUMS_BYTES,
@@ -33,14 +37,18 @@ from text_generation_shard.kernels.team import may_put
 from text_generation_shard.kernels.tile import bytes_per_step, outlined_tile, paged_tile, spell_out
 from text_generation_shard.kernels.vector import (
     ADDRESS,
+    BFLOAT12,
     INT8,
     STEP_BYTES,
+    aligned,
     array_at,
     marker,
     numbers_per_step,
     scratch,
 )
 
+# Of a tile of weights in 12 bits, where there are so many.
+_TALL_ROWS: Final = 16
 _SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
 # From so many rows on, whole numbers are made bfloat16 once for all of them ...
 _MANY_ROWS: Final = 32
@@ -49,15 +57,20 @@ _SPELLED_STEPS: Final = 768
 _SPELLED_VECTORS: Final = SUMS_WIDTH * _SPELLED_STEPS
 
 
-def pack(weight: Tensor) -> Tensor:
+def weights_marker(dtype: torch.dtype) -> Any:
+    """Of weights of this type: bfloat16 are kept in 12 bits where there are tables for that."""
+    return BFLOAT12 if dtype == torch.bfloat16 and are_vectors_wide() else marker(dtype)
+
+
+def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
     """weight [N, K] as [N / 16, steps, 16, numbers per step], aligned to vectors.
 
-    Rows are filled up to a multiple of 16, inputs to one of a step, with zeros. What is int8 is
-    multiplied by bfloat16: see `_in_turns`.
+    Rows are filled up to a multiple of 16, inputs to one of so many steps, with zeros. What is int8
+    is multiplied by bfloat16: see `_in_turns`.
     """
     per_step = _numbers_at_once(weight.dtype)
     outputs, inputs = weight.shape
-    panels, steps = -(-outputs // LANES), -(-inputs // per_step)
+    panels, steps = -(-outputs // LANES), -(-inputs // (per_step * steps_at_once)) * steps_at_once
     packed = aligned(panels * steps * LANES * per_step, weight.dtype)
     packed = packed.view(panels, steps, LANES, per_step)
     if outputs % LANES or inputs % per_step:
@@ -87,13 +100,6 @@ def signed(numbers: Tensor) -> Tensor:
     return torch.where(numbers < 0, -128 - numbers, numbers)
 
 
-def aligned(size: int, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of `size` numbers that begins at a multiple of 64 bytes."""
-    memory = torch.empty(size + VECTOR_BYTES // dtype.itemsize, dtype=dtype)
-    start = -memory.data_ptr() % VECTOR_BYTES // dtype.itemsize
-    return memory[start : start + size]
-
-
 class PackedWeight:
     """Owns a weight [N, K] in packed form and multiplies rows with it."""
 
@@ -103,30 +109,33 @@ class PackedWeight:
         """`weight` is bfloat16 or float32; or int8, and the product of bfloat16 rows with it is
         multiplied by `scales` [N], float32."""
         assert (weight.dtype == torch.int8) == (scales is not None)
-        self._packed = pack(weight)
-        if scales is not None:
+        self._weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
+        is_narrow = type(self._weight_kind) is type(BFLOAT12)
+        steps_at_once = bfloat12.STEPS if is_narrow else 1
+        self._packed, self._beside = pack(weight, steps_at_once), scales
+        if is_narrow:
+            self._packed, self._beside = narrow(self._packed)
+        elif scales is not None:
             # They are read a vector at a time.
-            scales = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
-        self._scales = scales
+            self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
         self._num_outputs, self._num_inputs = weight.shape
         # All that does not change from call to call: at one row a call takes 20 us.
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
-        self._weight_kind = INT8 if scales is not None else marker(weight.dtype)
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
         self._code = address_of(multiply_item, item_signature(*kinds))
         self._address = self._packed.data_ptr()
-        self._scales_address = 0 if scales is None else scales.data_ptr()
-        self._padding = -self._num_inputs % _numbers_at_once(weight.dtype)
+        self._beside_address = 0 if self._beside is None else self._beside.data_ptr()
+        self._padding = -self._num_inputs % (_numbers_at_once(weight.dtype) * steps_at_once)
         self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
-        self.nbytes = self._packed.nbytes + (0 if scales is None else scales.nbytes)
+        self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
 
     @property
     def place(self) -> Place | None:
         """For `kernels.layers`; None if rows of inputs must be filled up for it."""
         if self._padding:
             return None
-        where = self._address, self._scales_address
+        where = self._address, self._beside_address
         return Place(self._weight_kind, *where, self._packed.nbytes)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -149,7 +158,7 @@ class PackedWeight:
             self._weight_kind,
             self._kind,
             self._address,
-            self._scales_address,
+            self._beside_address,
             hidden.data_ptr(),
             out.data_ptr(),
             rows,
@@ -234,7 +243,18 @@ def item_bytes(
 
 
 @njit(inline="always")
-def _tile_rows(num_rows: int) -> int:
+def _is_narrow(weight_kind: Any) -> Any:
+    """Whether weights are BFLOAT12."""
+    return bytes_per_step(weight_kind) == bfloat12.STEP_BYTES
+
+
+@njit(inline="always")
+def _tile_rows(weight_kind: Any, num_rows: int) -> Any:
+    if _is_narrow(weight_kind) and num_rows >= _TALL_ROWS:
+        # Taller tiles take a twentieth less, but more rows may be computed twice.
+        tall = -(-num_rows // _TALL_ROWS) * _TALL_ROWS
+        if 20 * tall <= 21 * (-(-num_rows // TILE_ROWS) * TILE_ROWS):
+            return _TALL_ROWS
     rows = min(num_rows, TILE_ROWS)
     while rows & (rows - 1):
         rows &= rows - 1
@@ -244,7 +264,8 @@ def _tile_rows(num_rows: int) -> int:
 @njit(inline="always")
 def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     # Where memory is the limit, one panel after another is one stream from front to back.
-    is_stream = num_rows <= 3 and bytes_per_step(weight_kind) == VECTOR_BYTES
+    is_stream = num_rows < (_MANY_ROWS if _is_narrow(weight_kind) else 4)
+    is_stream &= bytes_per_step(weight_kind) >= bfloat12.STEP_BYTES
     return 1 if is_stream or num_panels(num_outputs) < TILE_COLUMNS else TILE_COLUMNS
 
 
@@ -262,20 +283,24 @@ def multiply_item(
     ticket: int,
 ) -> None:
     """One of `num_items`: all rows of a tile's outputs. rows: the first, one past the last, and how
-    many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none.
-    All others are addresses; ticket: see `may_put`, for few rows; 0: there is none.
+    many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none; of
+    BFLOAT12, what is beside the weight. All others are addresses; ticket: see `may_put`, for few
+    rows; 0: there is none.
 
     Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
     """
     first, last, num_rows = rows
     steps, num_outputs, is_gated = sizes
-    tile_rows, columns = _tile_rows(num_rows), _tile_columns(weight_kind, num_rows, num_outputs)
+    tile_rows = _tile_rows(weight_kind, num_rows)
+    columns = _tile_columns(weight_kind, num_rows, num_outputs)
     panel = min(item * columns, num_panels(num_outputs) - columns)
     halves = 2 if is_gated else 1
     panels = panel, columns, halves, num_outputs
+    beside = scales
     scales += halves * panel * VECTOR_BYTES
     sums, spelled = scratch(_SUMS_VECTORS), scratch(_SPELLED_VECTORS)
-    is_spelled = bytes_per_step(weight_kind) != VECTOR_BYTES and num_rows >= _MANY_ROWS
+    # What is 12 bits costs nothing to be made bfloat16 beside the products of 16 rows.
+    is_spelled = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES and num_rows >= _MANY_ROWS
     block = _SPELLED_STEPS if is_spelled else steps
     row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
     weights += halves * panel * panel_bytes
@@ -310,7 +335,13 @@ def multiply_item(
                         steps,
                         to,
                     )
-            if begin + count == steps and not ticket:
+            if begin + count < steps:
+                continue
+            if _is_narrow(weight_kind):
+                parts = halves * panel, halves * columns, halves * num_panels(num_outputs)
+                from_row = inputs + row * row_bytes
+                add_exceptions(beside, parts, from_row, row_bytes, tile_rows, at)
+            if not ticket:
                 put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
     if ticket and may_put(ticket):
         put_rows(weight_kind, kind, sums, scales, out, 0, num_rows, panels)
@@ -343,18 +374,34 @@ def _multiply_tile(
     sums: int,
 ) -> None:
     stride = SUMS_BYTES
-    one = (weights,)
+    if _is_narrow(kind):
+        # Of several columns in one tile, making bfloat16 of them takes as long as the products.
+        for column in range(columns):
+            at, to = weights + column * panel_bytes, sums + column * VECTOR_BYTES
+            if rows == _TALL_ROWS:
+                outlined_tile(kind, 16, 1, (at,), inputs, row_bytes, steps, to, stride)
+            else:
+                _multiply_column(kind, rows, at, inputs, row_bytes, steps, to)
+        return
     three = (weights, weights + panel_bytes, weights + 2 * panel_bytes)
-    if columns == 3:
-        if rows == 8:
-            outlined_tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
-        elif rows == 4:
-            outlined_tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
-        elif rows == 2:
-            outlined_tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
-        else:
-            outlined_tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
+    if columns == 1:
+        _multiply_column(kind, rows, weights, inputs, row_bytes, steps, sums)
     elif rows == 8:
+        outlined_tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
+    elif rows == 4:
+        outlined_tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
+    elif rows == 2:
+        outlined_tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
+    else:
+        outlined_tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
+
+
+@njit(inline="always")
+def _multiply_column(
+    kind: Any, rows: int, weights: int, inputs: int, row_bytes: int, steps: int, sums: int
+) -> None:
+    one, stride = (weights,), SUMS_BYTES
+    if rows == 8:
         outlined_tile(kind, 8, 1, one, inputs, row_bytes, steps, sums, stride)
     elif rows == 4:
         outlined_tile(kind, 4, 1, one, inputs, row_bytes, steps, sums, stride)

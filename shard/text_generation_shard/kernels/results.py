@@ -48,7 +48,7 @@ def put(
 ) -> Any:
     """`columns` (a literal) vectors of 16 sums at an address become outputs at another: rounded if
     kind is the marker of bfloat16; before, multiplied by as many scales, float32, if weight_kind is
-    that of INT8."""
+    that of INT8 or BFLOAT12."""
     if not isinstance(columns, types.IntegerLiteral):
         return None
 
@@ -92,7 +92,7 @@ def put_gated(
 def _scaled(builder: Any, weight_kind: Any, sums: Any, scales: Any, vector: int) -> Any:
     offset = INT64(vector * VECTOR_BYTES)
     value = load(builder, builder.add(sums, offset), FLOATS, 4)
-    if weight_kind == types.int8:
+    if weight_kind in (types.int8, types.int16):
         value = builder.fmul(value, load(builder, builder.add(scales, offset), FLOATS, 4))
     return value
 

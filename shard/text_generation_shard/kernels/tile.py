@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from text_generation_shard.kernels import bfloat12
 from text_generation_shard.kernels.llvm import (
     BFLOATS,
     FLOAT,
@@ -39,9 +40,6 @@ _HAS_BFLOAT16_PRODUCTS = bool(binding.get_host_cpu_features().get("avx512bf16"))
 # Whether it looks up bytes in tables of 128 (AVX512_VBMI).
 _HAS_BYTE_TABLES = bool(binding.get_host_cpu_features().get("avx512vbmi"))
 
-# Rows up to which reading the vectors is what takes time.
-_FEW_ROWS: Final = 2
-
 BYTES = ir.VectorType(INT8, VECTOR_BYTES)
 
 
@@ -65,9 +63,10 @@ class Form:
     steps: int
     load: Callable[[Any, Any], list[Any]]
     multiply: Callable[[Any, Any, Any, Any], Any]
-    # Whether a tile of few rows has what the tile behind it will read fetched meanwhile. Worth it
-    # where several columns are read at once, each too short a stream for the processor to do so.
-    fetches_ahead: bool = False
+    # Tiles of up to so many rows have what the tile behind them will read fetched meanwhile. Worth
+    # it where the processor does not do so by itself: for several columns at once, each too short a
+    # stream; and where between two vectors there is so much to do that it does not see a stream.
+    fetching_rows: int = 0
 
 
 @intrinsic(prefer_literal=True)
@@ -126,10 +125,10 @@ def _tile_of(kind: Any, rows: Any, columns: Any, call: Callable[..., None]) -> A
         addresses = grid_addresses(builder, sums, sums_stride, size)
         initial = [ZEROS] * len(addresses)
         used = form
-        if form.fetches_ahead and size[0] <= _FEW_ROWS and size[1] > 1:
+        if size[0] <= form.fetching_rows:
             # Columns lie one behind the other, and so do tiles.
-            ahead = builder.mul(builder.sub(starts[1], starts[0]), INT64(size[1]))
-            used = replace(form, load=_fetching(form.load, ahead))
+            ahead = builder.mul(steps, INT64(form.step_bytes * size[1]))
+            used = replace(form, load=_fetching(form, ahead))
         totals = accumulate(builder, size, starts, inputs, input_stride, steps, initial, used)
         for total, address in zip(totals, addresses, strict=True):
             builder.store(total, address, align=4)
@@ -186,13 +185,14 @@ def spell_out(typingctx: Any, kind: Any, vectors: Any, steps: Any, target: Any) 
     return types.void(kind, *(types.int64,) * 3), generate
 
 
-def _fetching(load: Callable[[Any, Any], Any], ahead: Any) -> Callable[[Any, Any], Any]:
-    """`load` that also has the vector so many bytes further on brought into the cache; beyond the
-    end of the memory that does nothing."""
+def _fetching(form: Form, ahead: Any) -> Callable[[Any, Any], Any]:
+    """A form's `load` that also has what lies so many bytes further on brought into the cache;
+    beyond the end of the memory that does nothing."""
 
     def load_and_fetch(builder: Any, address: Any) -> Any:
-        fetch_line(builder, builder.add(address, ahead))
-        return load(builder, address)
+        for offset in range(0, form.steps * form.step_bytes, VECTOR_BYTES):
+            fetch_line(builder, builder.add(builder.add(address, ahead), INT64(offset)))
+        return form.load(builder, address)
 
     return load_and_fetch
 
@@ -388,7 +388,10 @@ def _convert(builder: Any, numbers: Any) -> tuple[Any, Any]:
 FORMS: Final = {
     types.uint16: Form(VECTOR_BYTES, 1, _load_vector, add_pairs),
     types.float32: Form(VECTOR_BYTES, 1, _load_vector, _add_floats),
-    types.int8: Form(VECTOR_BYTES // 2, 2, _load_bytes, add_pairs, fetches_ahead=True),
+    types.int8: Form(VECTOR_BYTES // 2, 2, _load_bytes, add_pairs, fetching_rows=2),
+    types.int16: Form(
+        bfloat12.STEP_BYTES, bfloat12.STEPS, bfloat12.load_steps, add_pairs, fetching_rows=16
+    ),
 }
 
 

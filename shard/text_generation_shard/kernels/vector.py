@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numba import types
 from numba.extending import intrinsic
+from torch import Tensor
 
 from text_generation_shard.kernels.cache import choose_directory
 from text_generation_shard.kernels.llvm import FLOAT, INT16, INT32, INT64, INTS, VECTOR_BYTES
@@ -27,11 +28,20 @@ INT8: Final = np.int8(0)
 """As weights of a bfloat16 product: whole numbers, a byte each."""
 INT4: Final = np.uint8(0)
 """Likewise: see `grouped`."""
+BFLOAT12: Final = np.int16(0)
+"""Likewise: bfloat16 in 12 bits, see `bfloat12`."""
 
 
 def marker(dtype: torch.dtype) -> Any:
     """What tells the kernels which kind of numbers they get."""
     return {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[dtype]
+
+
+def aligned(size: int, dtype: torch.dtype) -> Tensor:
+    """An empty tensor of `size` numbers that begins at a multiple of 64 bytes."""
+    memory = torch.empty(size + VECTOR_BYTES // dtype.itemsize, dtype=dtype)
+    start = -memory.data_ptr() % VECTOR_BYTES // dtype.itemsize
+    return memory[start : start + size]
 
 
 def numbers_per_step(dtype: torch.dtype) -> int:

@@ -87,9 +87,8 @@ def hold_gated(
     is_fitting = activation is F.silu and not has_bias and weight.shape[0] % 32 == 0
     if is_fitting and kernels.are_used(dtype, weight.device):
         if quantize is None:
-            weight = weight.to(dtype)
-            name = str(dtype).removeprefix("torch.")
-            return TiledMatrix(weight, is_gated=True), Held(name, weight.nbytes)
+            tiled = TiledMatrix(weight.to(dtype), is_gated=True)
+            return tiled, Held(str(dtype).removeprefix("torch."), tiled.nbytes)
         form = TiledInt8Matrix if quantize == "int8" else TiledInt4Matrix
         if not form.obstacle(weight) and _are_tiled(dtype, weight.device):
             quantised = form(weight, dtype, is_gated=True)
@@ -130,10 +129,9 @@ def hold(weight: Tensor, dtype: torch.dtype, quantize: str | None) -> tuple[Matr
             quantised = form(weight, dtype)
             return quantised, Held(quantised.kind, quantised.nbytes, obstacle)
         obstacle = obstacle or found
-    weight = weight.to(dtype)
-    matrix: Matrix
+    weight, name = weight.to(dtype), str(dtype).removeprefix("torch.")
     if kernels.are_used(dtype, weight.device):
-        matrix = TiledMatrix(weight)
-    else:
-        matrix = PackedMatrix(weight) if PackedMatrix.pays(weight) else FloatMatrix(weight)
-    return matrix, Held(str(dtype).removeprefix("torch."), weight.nbytes, obstacle)
+        tiled = TiledMatrix(weight)
+        return tiled, Held(name, tiled.nbytes, obstacle)
+    matrix = PackedMatrix(weight) if PackedMatrix.pays(weight) else FloatMatrix(weight)
+    return matrix, Held(name, weight.nbytes, obstacle)

@@ -21,6 +21,7 @@ class TiledMatrix:
         from text_generation_shard.kernels.linear import GatedWeight, PackedWeight
 
         self._weight = (GatedWeight if is_gated else PackedWeight)(weight)
+        self.nbytes = self._weight.nbytes
 
     @property
     def place(self) -> Place | None:

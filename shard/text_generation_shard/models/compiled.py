@@ -57,12 +57,13 @@ def compiled_layers(
     if backend.name != "packed":
         return None
     from text_generation_shard.attention.packed import PackedAttention
+    from text_generation_shard.kernels.linear import weights_marker
     from text_generation_shard.kernels.vector import INT4, INT8, marker
 
     assert isinstance(backend, PackedAttention)
-    rows = marker(dtype)
-    kind = {None: rows, "int8": INT8, "int4": INT4}.get(quantize)
-    head_kind = rows if quantize is None else INT8
+    rows, weights = marker(dtype), weights_marker(dtype)
+    kind = {None: weights, "int8": INT8, "int4": INT4}.get(quantize)
+    head_kind = weights if quantize is None else INT8
     fields = [layer.fields(kind) for layer in layers]
     if any(item is None for item in fields):
         return None
@@ -90,8 +91,8 @@ class CompiledLayers:
         from numba import typeof
 
         from text_generation_shard.kernels import layers
-        from text_generation_shard.kernels.linear import aligned
         from text_generation_shard.kernels.team import board_words
+        from text_generation_shard.kernels.vector import aligned
 
         self._run = layers.run_layers
         self._backend, self._kinds, self._vocab_size = backend, kinds, config.vocab_size
