@@ -64,6 +64,7 @@ def load_steps(builder: Any, address: Any) -> list[Any]:
 
 
 def shorts(number: int) -> Any:
+    """A vector of 32 times the same whole number."""
     return ir.Constant(SHORTS, [number] * 2 * LANES)
 
 
