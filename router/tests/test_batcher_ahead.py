@@ -31,11 +31,22 @@ async def test_one_request_alone() -> None:
         assert num_ahead(rig.shards) == 7
 
 
-@pytest.mark.parametrize("limits", [{}, {"runs_ahead": True, "speculate": 2}])
-async def test_never_where_the_next_step_depends_on_the_last(limits: dict[str, Any]) -> None:
-    async with running(slow(), **limits) as rig:
+async def test_never_where_the_router_has_no_core() -> None:
+    async with running(slow()) as rig:
         assert (await rig.outcome(PROMPT, 9)).ids == expected_ids(PROMPT, 9)
         assert num_ahead(rig.shards) == 0
+
+
+@pytest.mark.parametrize("speculate", [1, 2, 20])
+async def test_with_guesses(speculate: int) -> None:
+    """Nobody knows how many tokens the step before gives, and all steps but two are ahead of it."""
+    async with running(slow(), runs_ahead=True, speculate=speculate) as rig:
+        outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 40) for n in range(3)))
+        assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 40) for n in range(3)]
+        assert num_ahead(rig.shards) == len(rig.shards.advances) - 2
+        guessing = [one for one in rig.shards.advances if one is not None and one.is_ahead]
+        assert {one.speculate for one in guessing} == {speculate}
+        assert len(rig.shards.passes) < 30
 
 
 async def test_an_end_that_nobody_could_foresee() -> None:

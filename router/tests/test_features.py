@@ -44,7 +44,7 @@ def test_as_it_starts(tmp_path: Path) -> None:
         ("prefill_chunking", {}, {"disable_prefill_chunking": True}, "off: --disable-prefill-ch"),
         ("speculation", {}, {"speculate": 3}, "on: up to 3 guessed tokens"),
         ("async_scheduling", {"spares_core": True}, {}, "on$"),
-        ("async_scheduling", {"spares_core": True}, {"speculate": 3}, "off: not together with"),
+        ("async_scheduling", {"spares_core": True}, {"speculate": 3}, "on$"),
         ("quantization", {"quantize": "int8"}, {}, "on: int8"),
         ("deterministic", {"deterministic": True}, {}, "on$"),
         ("grammars", {}, {"disable_grammar_support": True}, "off: --disable-grammar-support "),

@@ -289,6 +289,25 @@ def test_guesses_are_given_up_where_blocks_are_short(num_blocks: int, guessed: i
     assert len(plan.advance.grown_blocks) == (2 if guessed else 0)
 
 
+# As above: rows of 4 tokens that may be 9 by the end of the step, and 13 behind the next one.
+@pytest.mark.parametrize(
+    ("num_blocks", "guessed", "num_grown"), [(100, 4, 4), (8, 4, 4), (6, 2, 2), (4, None, 0)]
+)
+def test_a_step_ahead_has_blocks_for_whatever_the_one_before_may_give(
+    num_blocks: int, guessed: int | None, num_grown: int
+) -> None:
+    desk = Desk(num_blocks=num_blocks, speculate=4, runs_ahead=True)
+    for number in range(2):
+        desk.submit((number, 2, 3), 30)
+    desk.step()
+    ahead = desk.planner.plan_ahead(desk.plan())
+    if guessed is None:
+        assert ahead is None
+    else:
+        assert ahead.advance.is_ahead and ahead.advance.speculate == guessed
+        assert len(ahead.advance.grown_blocks) == num_grown
+
+
 def test_no_guesses_behind_the_end_of_a_text() -> None:
     """A table is never longer than its longest context."""
     desk = Desk(speculate=50)

@@ -16,7 +16,10 @@ def features(services: Services) -> dict[str, str]:
             if config.speculate
             else "off: start with --speculate N"
         ),
-        "async_scheduling": _async_scheduling(services),
+        "async_scheduling": _unless(
+            not shard.spares_core,
+            "the model computes on every core, and the router's work would delay it",
+        ),
         "quantization": (
             f"on: {shard.quantize}" if shard.quantize else "off: start with --quantize"
         ),
@@ -50,12 +53,6 @@ def _prefix_caching(services: Services) -> str:
             "as long, because this model stretches its context by their length"
         )
     return "on"
-
-
-def _async_scheduling(services: Services) -> str:
-    if not services.info.spares_core:
-        return "off: the model computes on every core, and the router's work would delay it"
-    return _unless(bool(services.config.speculate), "not together with --speculate yet")
 
 
 def _unless(is_off: bool, reason: str) -> str:

@@ -122,16 +122,11 @@ class Planner:
         grown_blocks = self._grow()
         chunks = self._share_budget()
         speculate = self._limits.speculate
-        resting = _resting(self.running.values(), chunks) if speculate else set()
-        getting = [entry for entry in self.running.values() if entry.id not in resting]
-        while speculate and self._num_missing(getting, speculate) > self.allocator.num_free:
-            speculate //= 2
         if speculate:
-            grown_blocks += [
-                (entry.id, self._take_block(entry))
-                for entry in getting
-                for _ in range(self._missing(entry, speculate))
-            ]
+            resting = _resting(self.running.values(), chunks)
+            getting = [entry for entry in self.running.values() if entry.id not in resting]
+            speculate = self._num_guesses(getting, 0)
+            grown_blocks += self._take_missing(getting, speculate)
         return Advance(grown_blocks, tuple(chunks.items()), speculate)
 
     def plan(self, advance: Advance | None) -> Plan | None:
@@ -154,11 +149,8 @@ class Planner:
 
     def is_steady(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is under way, will be a decode of the same entries
-        less those that end in it: nobody waits, comes or leaves, and nothing is guessed."""
-        limits = self._limits
-        if not limits.runs_ahead or limits.speculate:
-            return False
-        return not (
+        less those that end in it: nobody waits, comes or leaves."""
+        return self._limits.runs_ahead and not (
             self.queue
             or plan.admitted
             or plan.chunks
@@ -170,16 +162,18 @@ class Planner:
 
         Who ends in `plan` without our knowing beforehand is in it: see `Plan.without`.
         """
-        if not self.is_steady(plan):
+        if not self.is_steady(plan) or plan.advance is None:
             return None
         going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
-        # Each has a token more by then.
-        growing = [e for e in going_on if not self._has_slots(e, e.num_tokens + 1)]
-        if not going_on or len(growing) > self.allocator.num_free:
+        # So many tokens more has each by then, if all that is guessed in `plan` is right.
+        num_more = 1 + plan.advance.speculate
+        if not going_on or self._num_missing(going_on, num_more) > self.allocator.num_free:
             return None
         self._steps_since_join += 1
-        grown_blocks = [(entry.id, self._take_block(entry)) for entry in growing]
-        return Plan([], Advance(grown_blocks, is_ahead=True), plan.entries, {}, plan.asked)
+        speculate = self._num_guesses(going_on, num_more)
+        grown_blocks = self._take_missing(going_on, num_more + speculate)
+        advance = Advance(grown_blocks, speculate=speculate, is_ahead=True)
+        return Plan([], advance, plan.entries, {}, plan.asked)
 
     def _grow(self) -> list[tuple[int, int]]:
         """Gives every decoding entry room for the token whose KV the next step writes.
@@ -201,15 +195,31 @@ class Planner:
         assert entry.block_table is not None
         return entry.block_table.num_slots >= num_tokens
 
-    def _missing(self, entry: Entry, num_guesses: int) -> int:
-        """How many blocks it lacks to write its tokens and so many guessed ones."""
+    def _num_guesses(self, entries: list[Entry], num_more: int) -> int:
+        """How many tokens there are blocks to guess of each, behind so many it may have by then."""
+        speculate = self._limits.speculate
+        while speculate and (
+            self._num_missing(entries, num_more + speculate) > self.allocator.num_free
+        ):
+            speculate //= 2
+        return speculate
+
+    def _missing(self, entry: Entry, num_more: int) -> int:
+        """How many blocks it lacks to write its tokens and so many more, up to its end."""
         assert entry.block_table is not None
-        num_tokens = min(entry.num_tokens + num_guesses, entry.max_context)
+        num_tokens = min(entry.num_tokens + num_more, entry.max_context)
         num_blocks = self.allocator.num_blocks_for(num_tokens)
         return max(0, num_blocks - len(entry.block_table.block_ids))
 
-    def _num_missing(self, entries: Iterable[Entry], num_guesses: int) -> int:
-        return sum(self._missing(entry, num_guesses) for entry in entries)
+    def _num_missing(self, entries: Iterable[Entry], num_more: int) -> int:
+        return sum(self._missing(entry, num_more) for entry in entries)
+
+    def _take_missing(self, entries: Iterable[Entry], num_more: int) -> list[tuple[int, int]]:
+        return [
+            (entry.id, self._take_block(entry))
+            for entry in entries
+            for _ in range(self._missing(entry, num_more))
+        ]
 
     def _take_block(self, entry: Entry) -> int:
         assert entry.block_table is not None
