@@ -113,3 +113,17 @@ def test_rotation_by_length_takes_the_long_way(
 
 def test_a_gate_with_a_bias_runs_one_by_one(checkpoint: Callable[[str], Path]) -> None:
     assert load_engine(checkpoint("llama-bias"))._model._compiled is None
+
+
+def test_the_buffers_of_a_pass_are_kept(tmp_path: Path) -> None:
+    """Only a larger pass than all before has the system give memory."""
+    engine = load_engine(write_checkpoint("llama3", tmp_path), **FLOAT32)
+    driver, compiled = Driver(engine), engine._model._compiled
+    assert compiled is not None
+    driver.add([driver.request(0, range(3, 90))])
+    kept, num_bytes = compiled._memory, len(compiled._memory)
+    driver.add([driver.request(1, range(3, 50))])
+    driver.step()
+    assert compiled._memory is kept
+    driver.add([driver.request(2, range(3, 200))])
+    assert len(compiled._memory) > num_bytes

@@ -24,13 +24,19 @@ class CacheShape:
         return per_token * self.block_size
 
 
+def untouched(nbytes: int) -> Tensor:
+    """So many bytes of zeros that take neither memory nor time until they are written."""
+    # Not shared, as mmap's would be: each page of those takes the system longer.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+
+
 def _zeros(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """So many bytes of zeros; finite from the start, for the reason given in `store`."""
     if device.type != "cpu":
         return torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    # Pages of an anonymous map are zero and cost nothing until they are written; torch.zeros would
-    # write them all, a second for the embedded model's cache.
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype)
+    # torch.zeros would write them all, a second for the embedded model's cache.
+    return untouched(nbytes).view(dtype)
 
 
 class KVCache:

@@ -12,12 +12,6 @@ from text_generation_shard.kv_cache import CacheShape
 MAX_GATHER_TOKENS = 1 << 17
 
 
-class BlockMemory(Protocol):
-    """What `AttentionBackend.allocate` made."""
-
-    nbytes: int
-
-
 class AttentionPlan(Protocol):
     """What `AttentionBackend.plan` found out about one pass; opaque to everyone else."""
 

@@ -1,6 +1,5 @@
 """Attention on the processor: paged blocks in the order `kernels.attention` multiplies them."""
 
-import mmap
 from typing import Any, NamedTuple
 
 import numba
@@ -14,7 +13,7 @@ from text_generation_shard.forward import ForwardBatch, RowBatch
 from text_generation_shard.kernels import attention
 from text_generation_shard.kernels.rows import plan_rows
 from text_generation_shard.kernels.vector import marker
-from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.kv_cache import CacheShape, untouched
 
 
 class PackedCache:
@@ -24,9 +23,8 @@ class PackedCache:
         self.shape = shape
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
-        # Pages of an anonymous map are zero and cost nothing until they are written.
         self.layer_bytes = self.nbytes // shape.num_layers
-        self._memory = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
+        self._memory = untouched(self.nbytes)
         self._start = self._memory.data_ptr()
         self.place = self._start, self.layer_bytes, num_blocks
         """As `kernels.layers` takes it."""

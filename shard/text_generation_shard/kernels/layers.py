@@ -97,8 +97,6 @@ class Given(NamedTuple):
     tasks: Any
     # [T, vocab_size] in float32; [0, 0]: they are not wanted.
     logits: Any
-    # Where the buffers are.
-    memory: Any
     phases: Any
 
 
@@ -159,14 +157,14 @@ def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     kinds, tables = (weight_kind, head_kind, kind), (int64[:, ::1], int64[:, ::1])
     tokens = int64[::1], int64[::1], int64[::1]
     given = from_dtype(PASS)[::1], LAYERS, int64, int64, types.UniTuple(int64, 3)
-    return *kinds, *given, *tokens, *tables, float32[:, ::1], int64
+    return *kinds, *given, *tokens, *tables, float32[:, ::1], uint8[::1], int64
 
 
 def signature_of_item(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `compute_item`, likewise."""
     taken = signature(weight_kind, head_kind, kind)
-    # Neither what `run_layers` writes into PASS nor the number of threads.
-    given = types.NamedTuple((*taken[:5], *taken[8:-1], uint8[::1], PHASES), Given)
+    # Neither what `run_layers` writes into PASS nor the memory and the number of threads.
+    given = types.NamedTuple((*taken[:5], *taken[8:-2], PHASES), Given)
     return given, int64, int64, int64
 
 
@@ -186,33 +184,37 @@ def run_layers(
     block_tables: Any,
     tasks: Any,
     logits: Any,
+    memory: Any,
     num_threads: int,
-) -> None:
+) -> int:
     """Take T tokens through all layers; what the last one adds is taken in by the hidden states,
     and the head makes logits of them if those are wanted.
 
     hidden: the address of T hidden states, or 0: nobody asks for them. angles: that of the angles
     as in `rotate_`. cache: where it lies, the bytes of a layer, and its blocks, see `attention`.
-    For the rest see `Given`.
+    memory: bytes for the buffers of the pass; returns how many it takes, and where there are less,
+    nothing else is done. For the rest see `Given`.
     """
     rows, this = len(slots), passes[0]
     this.hidden, this.angles = hidden, angles
     this.cache, this.layer_bytes, this.num_blocks = cache
+    is_widened = len(logits) > 0 and itemsize(kind) < 4
+    sizes = _buffer_sizes(kind, this, rows, len(logits) if is_widened else 0)
+    needed: int = _LINE_BYTES + sum(sizes)
+    if len(memory) < needed:
+        return needed
+    _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
     blocks = -(-rows // ROWS_AT_ONCE)
     count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     phases = np.zeros(count + (blocks + 1 if len(logits) else 0), PHASE)
     # Scores of float32 are logits already.
-    is_widened = len(logits) > 0 and itemsize(kind) < 4
-    sizes = _buffer_sizes(kind, this, rows, len(logits) if is_widened else 0)
-    # `given` holds it until the team is through.
-    memory = np.empty(_LINE_BYTES + sum(sizes), np.uint8)
-    _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
     if not is_widened:
         this.scores = np.int64(logits.ctypes.data)
     kinds, tokens = (weight_kind, head_kind, kind), (input_ids, positions, slots)
-    given = Given(*kinds, passes, layers, *tokens, block_tables, tasks, logits, memory, phases)
+    given = Given(*kinds, passes, layers, *tokens, block_tables, tasks, logits, phases)
     _write_program(given)
     go_through(this.item, given, phases, this.board, num_threads)
+    return needed
 
 
 @njit

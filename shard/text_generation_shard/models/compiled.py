@@ -74,8 +74,8 @@ def compiled_layers(
 
 
 class CompiledLayers:
-    """Runs layers whose weights others own. Owns their addresses, and the board of the threads that
-    go through a pass: of one pass at a time."""
+    """Runs layers whose weights others own. Owns their addresses, the buffers of a pass and the
+    board of the threads that go through it: of one pass at a time."""
 
     def __init__(
         self,
@@ -108,6 +108,8 @@ class CompiledLayers:
             self.regions.append((ends.head.weight, ends.head.nbytes))
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
         self._pass = np.zeros(1, layers.PASS)
+        # As much as the largest pass so far took; kept, so that a step allocates nothing.
+        self._memory = np.empty(0, dtype=np.uint8)
         size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
         half = config.rope.rotary_dim // 2
         sizes = size, config.intermediate_size, heads, kv_heads, config.head_dim, half
@@ -144,7 +146,7 @@ class CompiledLayers:
         # Nobody else makes plans here; to ask takes longer than to know.
         cache, plan = self._backend.cache, cast("PackedPlan", tokens.plan)
         assert cache is not None and (hidden is None or hidden.is_contiguous())
-        self._run(
+        given = (
             *self._kinds,
             self._pass,
             self._layers,
@@ -157,8 +159,12 @@ class CompiledLayers:
             plan.block_tables,
             plan.tasks,
             logits,
-            plan.num_threads,
         )
+        needed = self._run(*given, self._memory, plan.num_threads)
+        if needed > len(self._memory):
+            self._memory = np.empty(0, dtype=np.uint8)
+            self._memory = np.empty(needed, dtype=np.uint8)
+            self._run(*given, self._memory, plan.num_threads)
 
 
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
