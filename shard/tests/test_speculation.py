@@ -247,6 +247,25 @@ def test_a_grammar_is_followed_and_ended_as_without_guesses(
     assert several > 0
 
 
+def test_a_step_sent_ahead_follows_whatever_the_one_before_gave(driver: Driver) -> None:
+    """All guesses are right: one row has five tokens more by then, the other has ended."""
+    options = {"ignore_eos_token": True, "sampling": {"logit_bias": [(7, 90)]}}
+    driver.add([driver.request(0, [7] * 25, max_new_tokens=40, **options)])
+    driver.add([driver.request(1, [7] * 25, max_new_tokens=5, **options)])
+    engine, batch_id = driver.engine, driver.batch_id
+    assert batch_id is not None
+    # Two blocks hold the 26 tokens, and what is guessed first; three what is guessed behind that.
+    first = driver.advance({}, speculate=4)
+    second = Advance([(0, driver.free.pop()), (1, driver.free.pop())], speculate=4, is_ahead=True)
+    before = engine.decode([batch_id], first)
+    assert before.request_ids == [0, 1] and before.running_ids == [0]
+    assert before.token_counts == [5, 4] and set(before.token_ids) == {7}
+    result = engine.decode([batch_id], second)
+    assert result.request_ids == [0] and result.running_ids == [0]
+    assert result.token_ids == [7] * 5
+    engine.clear(None)
+
+
 def test_blocks_that_are_missing_lower_the_guess(driver: Driver) -> None:
     options = {
         "max_new_tokens": 40,

@@ -162,8 +162,9 @@ class Planner:
 
         Who ends in `plan` without our knowing beforehand is in it: see `Plan.without`.
         """
-        if not self.is_steady(plan) or plan.advance is None:
+        if not self.is_steady(plan):
             return None
+        assert plan.advance is not None, "without newcomers there is somebody who goes on"
         going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
         # So many tokens more has each by then, if all that is guessed in `plan` is right.
         num_more = 1 + plan.advance.speculate

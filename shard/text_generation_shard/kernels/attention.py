@@ -33,16 +33,12 @@ from text_generation_shard.kernels.vector import (
 
 BLOCK_SIZE: Final = LANES
 # Query vectors of one task; those that share a KV head are read against each block together.
-TASK_ROWS: Final = 12
-# Of a tile, with 4 columns: those of a chunk's scores, or of 64 features. It begins and ends every
-# 32 steps, which costs less the more sums it has.
-_TILE_ROWS: Final = 6
+TASK_ROWS: Final = 8
 _CHUNK: Final = CHUNK
 _CHUNK_BLOCKS: Final = _CHUNK // BLOCK_SIZE
 # Vectors of a task's queries, sums (float32 at most) and scores.
 _HEAD_VECTORS: Final = TASK_ROWS * MAX_HEAD_DIM // LANES
 _CHUNK_VECTORS: Final = TASK_ROWS * _CHUNK_BLOCKS
-_POSITION_VECTORS: Final = -(-TASK_ROWS * 8 // VECTOR_BYTES)
 # Tokens whose keys and values one thread stores sooner than two.
 _FEW_TOKENS: Final = 16
 _NOTHING: Final = np.float32(NOTHING)
@@ -221,11 +217,10 @@ def attend_task(
     rows = _padded(count)
     inputs, sums_at = scratch(_HEAD_VECTORS), scratch(_HEAD_VECTORS)
     scores_at, weights_at = scratch(_CHUNK_VECTORS), scratch(_CHUNK_VECTORS)
-    # A number each: 16 rows at most.
     best_at, totals_at, pages_at = scratch(1), scratch(TASK_ROWS), scratch(1)
     best, totals = array_at(FLOAT32, best_at), array_at(FLOAT32, totals_at)
     sums, pages = array_at(FLOAT32, sums_at), array_at(ADDRESS, pages_at)
-    positions = array_at(ADDRESS, scratch(_POSITION_VECTORS))
+    positions = array_at(ADDRESS, scratch(1))
     for row in range(rows):
         best[row] = _NOTHING
         for lane in range(LANES):
@@ -295,17 +290,17 @@ def _soften(
 
 @njit(inline="always")
 def _padded(count: int) -> int:
-    return 12 if count > 6 else 6 if count > 4 else 4 if count > 1 else 1
+    return 8 if count > 4 else 4 if count > 1 else 1
 
 
 @njit(inline="always")
 def _score(kind: Any, rows: int, keys: Any, queries: int, stride: int, scores: int) -> None:
     """Scores [rows, 64] of the queries against the keys of four blocks."""
     steps, width = stride // STEP_BYTES, _CHUNK * 4
-    if rows >= _TILE_ROWS:
-        for row in range(0, rows, _TILE_ROWS):
-            at, to = queries + row * stride, scores + row * width
-            tile(kind, 6, 4, keys, at, stride, steps, to, width)
+    if rows == 8:
+        left, right = (keys[0], keys[1]), (keys[2], keys[3])
+        tile(kind, 8, 2, left, queries, stride, steps, scores, width)
+        tile(kind, 8, 2, right, queries, stride, steps, scores + 2 * VECTOR_BYTES, width)
     elif rows == 4:
         tile(kind, 4, 4, keys, queries, stride, steps, scores, width)
     else:
@@ -318,43 +313,27 @@ def _collect(
 ) -> None:
     """sums [rows, head_dim] += weights [rows, 16 * count] times the values of the pages."""
     panel = BLOCK_SIZE * LANES * itemsize(kind)
-    panels, place = head_dim // LANES, 0
-    stride, width = _CHUNK * itemsize(kind), head_dim * 4
-    # Few rows wait for memory, which comes sooner in two streams than in four.
-    most = 4 if rows >= _TILE_ROWS else 2
-    while place < panels:
-        columns = most if panels - place >= most else 1
-        start, to = place * panel, sums + place * VECTOR_BYTES
-        for row in range(0, rows, _TILE_ROWS):
-            source, target = weights + row * stride, to + row * width
-            _collect_tile(kind, rows, columns, pages, count, start, source, target, width)
-        place += columns
-
-
-@njit(inline="always")
-def _collect_tile(
-    kind: Any,
-    rows: int,
-    columns: int,
-    pages: int,
-    count: int,
-    start: int,
-    weights: int,
-    sums: int,
-    width: int,
-) -> None:
-    stride, panel = _CHUNK * itemsize(kind), BLOCK_SIZE * LANES * itemsize(kind)
     steps = BLOCK_SIZE * itemsize(kind) // STEP_BYTES
-    if columns == 4:
-        paged_tile(kind, 6, 4, pages, count, start, panel, weights, stride, steps, sums, width)
-    elif columns == 2:
-        if rows == 4:
-            paged_tile(kind, 4, 2, pages, count, start, panel, weights, stride, steps, sums, width)
+    stride, width = _CHUNK * itemsize(kind), head_dim * 4
+    last = head_dim // LANES - 1
+    for place in range(0, last + 1, 2):
+        start, to = place * panel, sums + place * VECTOR_BYTES
+        if place == last:
+            if rows == 8:
+                paged_tile(
+                    kind, 8, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+            elif rows == 4:
+                paged_tile(
+                    kind, 4, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+            else:
+                paged_tile(
+                    kind, 1, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+        elif rows == 8:
+            paged_tile(kind, 8, 2, pages, count, start, panel, weights, stride, steps, to, width)
+        elif rows == 4:
+            paged_tile(kind, 4, 2, pages, count, start, panel, weights, stride, steps, to, width)
         else:
-            paged_tile(kind, 1, 2, pages, count, start, panel, weights, stride, steps, sums, width)
-    elif rows >= _TILE_ROWS:
-        paged_tile(kind, 6, 1, pages, count, start, panel, weights, stride, steps, sums, width)
-    elif rows == 4:
-        paged_tile(kind, 4, 1, pages, count, start, panel, weights, stride, steps, sums, width)
-    else:
-        paged_tile(kind, 1, 1, pages, count, start, panel, weights, stride, steps, sums, width)
+            paged_tile(kind, 1, 2, pages, count, start, panel, weights, stride, steps, to, width)
