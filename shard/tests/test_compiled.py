@@ -1,16 +1,19 @@
 """All layers in one call compute what they do one by one."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from text_generation_shard.engine import Engine
+from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kernels import are_vectors_wide
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from text_generation_shard.models.config import RopeConfig
 from text_generation_shard.step import StepResult
+from torch import Tensor
 
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.driver import Driver, load_engine
@@ -54,6 +57,65 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
     # Its heads are normalised by torch there, which adds in another order.
     for left, right in zip(compiled, one_by_one, strict=True):
         assert left == pytest.approx(right, abs=1e-5)
+
+
+def mixed_answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities where some tokens of a pass are followed by a choice and others
+    are not: several prompts at once, parts of prompts beside those who decode, guesses."""
+    driver = Driver(engine)
+    request = partial(driver.request, ignore_eos_token=True)
+    ids = [[3 + (7 * place + 11 * number) % 90 for place in range(120)] for number in range(6)]
+    # Two that end in this pass, one that does not, and nobody decodes.
+    first = [request(number, ids[number][: 5 + 30 * number]) for number in range(2)]
+    driver.add([*first, request(2, ids[2], chunk_len=16)])
+    # Parts alone are followed by no choice; beside them two rows decode.
+    driver.step({2: 32})
+    driver.add([request(3, ids[3], chunk_len=48)], driver.advance({2: 16}))
+    driver.step({2: 56, 3: 16}, speculate=3)
+    driver.step({3: 56}, speculate=3)
+    driver.run()
+    # Nobody decodes, and no input is complete.
+    driver.add([request(4, ids[4], chunk_len=64), request(5, ids[5], chunk_len=16)])
+    driver.step({4: 56, 5: 48})
+    driver.step({5: 56})
+    driver.run()
+    return [(driver.tokens[number], driver.logprobs[number]) for number in range(6)]
+
+
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_what_is_not_wanted_of_the_last_layer_changes_nothing(
+    family: str, form: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"mlp_bias": False, "intermediate_size": 128}
+    if family == "llama3":
+        # More than a task's query vectors share a KV head.
+        sizes |= {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 16}
+    engine = load_engine(write_checkpoint(family, tmp_path, **sizes), **form)
+    narrowed = mixed_answers(engine)
+    assert all(len(tokens) == 8 for tokens, _ in narrowed)
+    with monkeypatch.context() as patch:
+        # All tokens through all layers.
+        patch.setattr(
+            type(engine._model),
+            "score",
+            lambda model, batch: model.logits(model.forward(batch)[wanted_of(batch)]),
+        )
+        assert mixed_answers(engine) == narrowed
+    alone = []
+    for number in range(6):
+        driver = Driver(engine)
+        ids = [3 + (7 * place + 11 * number) % 90 for place in range(120)]
+        ids = ids[: 5 + 30 * number] if number < 2 else ids
+        driver.add([driver.request(0, ids, ignore_eos_token=True)])
+        driver.run()
+        alone.append((driver.tokens[0], driver.logprobs[0]))
+    if engine.is_deterministic:
+        assert alone == narrowed
+
+
+def wanted_of(batch: ForwardBatch) -> Tensor | slice:
+    """Of hidden states, those whose logits are wanted."""
+    return slice(None) if batch.logits_indices is None else batch.logits_indices
 
 
 SAMPLINGS: list[dict[str, Any]] = [

@@ -194,7 +194,7 @@ def test_a_failed_prefill_leaves_everything_as_it_was(
         raise RuntimeError("the device says no")
 
     with monkeypatch.context() as patch:
-        for name in ("forward", "score_rows"):
+        for name in ("score", "score_rows"):
             patch.setattr(driver.engine._model, name, fail)
         with pytest.raises(RuntimeError, match="says no"):
             driver.add([driver.request(2, [4] * 50)])

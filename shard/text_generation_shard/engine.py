@@ -20,6 +20,7 @@ from text_generation_shard.columns import Watermark
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_cores
 from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.first_touch import FirstTouch
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.layers import matrix
 from text_generation_shard.models.config import ModelConfig
@@ -88,6 +89,8 @@ class Engine:
             self.device,
         )
         self._is_stopping = threading.Event()
+        self.first_touch = FirstTouch(lambda: self.num_rows_taken > 0)
+        """Whoever serves runs it in a thread of its own."""
         self._max_prefill_tokens = 1
         self._use_table(0, 0, 0)
         self._batches: dict[int, CachedBatch] = {}
@@ -138,6 +141,7 @@ class Engine:
         ModelError names the numbers when what is asked for does not fit.
         """
         self.clear(None)
+        self.first_touch.follow(None)
         self._max_prefill_tokens = limits.max_prefill_tokens
         shape = CacheShape(
             self.model_config.num_layers,
@@ -153,6 +157,7 @@ class Engine:
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache = self._backend.allocate(shape, num_blocks, self.device)
         self._costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
+        self.first_touch.follow(cache.parts)
         ledger = memory.Ledger(
             self.weights_bytes,
             cache.nbytes,
@@ -199,6 +204,7 @@ class Engine:
             raise BatchError(
                 f"token id {largest} is not below {self.model_config.vocab_size}, the vocabulary"
             )
+        self.first_touch.note_use(1 + max(max(item.block_table, default=0) for item in requests))
         rows: list[int] = []
         try:
             for request in requests:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from text_generation_shard.first_touch import Parts
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -58,6 +60,9 @@ class KVCache:
             shape.block_size,
             shape.head_dim,
         )
+        count, address = 2 * shape.num_layers * shape.num_kv_heads, data.data_ptr()
+        block_bytes, is_host = shape.block_bytes // count, device.type == "cpu"
+        self.parts = Parts(address, count, num_blocks, block_bytes) if is_host else None
         # Keys and values are indexed alike, so that one operator stores or gathers both. Per layer
         # [2 * kv_heads * blocks * block_size, head_dim] …
         self._slots = [layer.view(-1, shape.head_dim) for layer in data]

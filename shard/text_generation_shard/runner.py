@@ -96,16 +96,16 @@ class StepRunner:
             if self._is_stopping.is_set():
                 raise BatchError(_STOPPING)
             batch = self._builder.batch(spans)
-            hidden, wanted = self._model.forward(batch), batch.logits_indices
-            if wanted is None or len(wanted):
-                scores.append(self._model.logits(hidden if wanted is None else hidden[wanted]))
             if table.prompt_logprobs:
+                hidden, wanted = self._model.forward(batch), batch.logits_indices
+                scores.append(self._model.logits(hidden if wanted is None else hidden[wanted]))
                 self._add_prompt_logprobs(hidden, spans, batch.cu_seqlens_q, logprobs)
+            else:
+                scores.append(self._model.score(batch))
         self._synchronize()
         forward = time.perf_counter_ns()
-        chosen = None
-        if scores:
-            logits = scores[0] if len(scores) == 1 else torch.cat(scores)
+        chosen, logits = None, scores[0] if len(scores) == 1 else torch.cat(scores)
+        if len(logits):
             chosen = self._chooser.choose(table, choices, logits, grammars)
         return Step(passes, choices, chosen, logprobs, forward)
 

@@ -103,6 +103,7 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     await server.start()
     if pages := pages_of(engine.weight_regions):
         threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()
+    threading.Thread(target=engine.first_touch.run, name="first-touch", daemon=True).start()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
     # A prompt of many pieces ends between two of them; what is asked for then fails.

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from text_generation_shard.first_touch import Parts
 from text_generation_shard.forward import ForwardBatch
 from text_generation_shard.kv_cache import CacheShape
 
@@ -20,6 +21,8 @@ class Cache(Protocol):
     """Where keys and values are kept, in whatever order."""
 
     nbytes: int
+    # Its memory, where that is the processor's and not there before it is written.
+    parts: Parts | None
 
 
 class AttentionBackend(Protocol):

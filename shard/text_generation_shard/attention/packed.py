@@ -9,6 +9,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.attention.base import AttentionPlan
+from text_generation_shard.first_touch import Parts
 from text_generation_shard.forward import ForwardBatch, RowBatch
 from text_generation_shard.kernels import attention
 from text_generation_shard.kernels.rows import plan_rows
@@ -26,6 +27,8 @@ class PackedCache:
         self.layer_bytes = self.nbytes // shape.num_layers
         self._memory = untouched(self.nbytes)
         self._start = self._memory.data_ptr()
+        count = shape.num_layers * shape.num_kv_heads
+        self.parts: Parts | None = Parts(self._start, count, num_blocks, shape.block_bytes // count)
         self.place = self._start, self.layer_bytes, num_blocks
         """As `kernels.layers` takes it."""
 
@@ -41,6 +44,9 @@ class PackedPlan(NamedTuple):
     slots: Any
     block_tables: Any
     tasks: Any
+    # [S] and [M, 6], as `kernels.layers` takes them; M is 0 where all tokens are wanted.
+    wanted: Any
+    last_tasks: Any
     # That the tasks were dealt to.
     num_threads: int
 
@@ -65,18 +71,23 @@ class PackedAttention:
 
     def plan(self, batch: ForwardBatch) -> PackedPlan:
         """See AttentionBackend."""
-        contexts = np.array(batch.host_context_lens)
+        offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
         num_threads = numba.get_num_threads()
-        tasks = _tasks(np.array(batch.cu_seqlens_q), contexts, group, num_threads)
-        tables = batch.block_tables.contiguous().numpy()
-        return PackedPlan(batch.slots.numpy(), tables, tasks, num_threads)
+        slots, tables = batch.slots.numpy(), batch.block_tables.contiguous().numpy()
+        tasks = _tasks(offsets, contexts, group, num_threads)
+        if batch.logits_indices is None:
+            return PackedPlan(slots, tables, tasks, np.arange(len(slots)), _NO_TASKS, num_threads)
+        wanted = batch.logits_indices.numpy()
+        last_tasks = _tasks_of(wanted, offsets, contexts, group, num_threads)
+        return PackedPlan(slots, tables, tasks, wanted, last_tasks, num_threads)
 
     def plan_rows(self, batch: RowBatch) -> tuple[Ints, PackedPlan]:
         """The ids of the tokens [R], and `plan` for a pass of these."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
         input_ids, slots, tasks = plan_rows(*batch, group, num_threads)
-        return input_ids, PackedPlan(slots, batch.block_tables, tasks, num_threads)
+        plan = slots, batch.block_tables, tasks, np.arange(len(slots)), _NO_TASKS
+        return input_ids, PackedPlan(*plan, num_threads)
 
     def forward(
         self,
@@ -125,7 +136,25 @@ def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
     return np.ascontiguousarray(tasks[dealt], dtype=np.int64)
 
 
+def _tasks_of(wanted: Any, offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
+    """Tasks [M, 6] for some tokens [S] of R rows alone: those of `_tasks`, and behind each by how
+    many tokens earlier than in the pass the results of its one token are put."""
+    parts = -(-group // attention.TASK_ROWS)
+    places = np.repeat(np.arange(len(wanted)), parts)
+    tokens = wanted[places]
+    rows = np.searchsorted(offsets, tokens, side="right") - 1
+    within = tokens - offsets[rows]
+    starts = (contexts - np.diff(offsets))[rows]
+    first = within * group + np.tile(np.arange(parts) * attention.TASK_ROWS, len(wanted))
+    columns = rows, offsets[rows], starts, first, (within + 1) * group, tokens - places
+    dealt = _dealt(starts + within, num_threads)
+    return np.ascontiguousarray(np.stack(columns, axis=1)[dealt], dtype=np.int64)
+
+
 def _dealt(lengths: Any, num_threads: int) -> Any:
     """The order in which tasks of these lengths are dealt to the threads, who get a part each."""
     order = np.argsort(-lengths, kind="stable")
     return np.concatenate([order[thread::num_threads] for thread in range(num_threads)])
+
+
+_NO_TASKS = np.empty((0, 6), dtype=np.int64)

@@ -95,7 +95,11 @@ class Given(NamedTuple):
     slots: Any
     block_tables: Any
     tasks: Any
-    # [T, vocab_size] in float32; [0, 0]: they are not wanted.
+    # [S] the tokens whose last hidden states are wanted, in their order. Of fewer than T there are
+    # tasks [M, 6] for these alone, last in each by how much earlier its results are put.
+    wanted: Any
+    last_tasks: Any
+    # [S, vocab_size] in float32; [0, 0]: they are not wanted.
     logits: Any
     phases: Any
 
@@ -154,7 +158,8 @@ def codes(weight_kind: Any, head_kind: Any, kind: Any) -> dict[str, int]:
 
 def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
     """Of `run_layers`, for the same types."""
-    kinds, tables = (weight_kind, head_kind, kind), (int64[:, ::1], int64[:, ::1])
+    kinds, table = (weight_kind, head_kind, kind), int64[:, ::1]
+    tables = table, table, int64[::1], table
     tokens = int64[::1], int64[::1], int64[::1]
     given = from_dtype(PASS)[::1], LAYERS, int64, int64, types.UniTuple(int64, 3)
     return *kinds, *given, *tokens, *tables, float32[:, ::1], uint8[::1], int64
@@ -183,12 +188,15 @@ def run_layers(
     slots: Any,
     block_tables: Any,
     tasks: Any,
+    wanted: Any,
+    last_tasks: Any,
     logits: Any,
     memory: Any,
     num_threads: int,
 ) -> int:
-    """Take T tokens through all layers; what the last one adds is taken in by the hidden states,
-    and the head makes logits of them if those are wanted.
+    """Take T tokens through all layers; what the last one adds is taken in by the hidden states
+    that are wanted, and the head makes logits of them if there is room for such. Of tokens that are
+    not wanted the last layer computes keys and values, and nothing else.
 
     hidden: the address of T hidden states, or 0: nobody asks for them. angles: that of the angles
     as in `rotate_`. cache: where it lies, the bytes of a layer, and its blocks, see `attention`.
@@ -211,7 +219,8 @@ def run_layers(
     if not is_widened:
         this.scores = np.int64(logits.ctypes.data)
     kinds, tokens = (weight_kind, head_kind, kind), (input_ids, positions, slots)
-    given = Given(*kinds, passes, layers, *tokens, block_tables, tasks, logits, phases)
+    attention = block_tables, tasks, wanted, last_tasks
+    given = Given(*kinds, passes, layers, *tokens, *attention, logits, phases)
     _write_program(given)
     go_through(this.item, given, phases, this.board, num_threads)
     return needed
@@ -274,9 +283,9 @@ def _write_program(given: Any) -> None:
 @njit
 def _write_step(given: Any, place: int, layer: int, step: int) -> int:
     """The phases of a step, from a place on; returns the place behind them."""
-    this, rows = given.passes[0], len(given.slots)
+    this, rows = given.passes[0], _num_rows(given, layer, step)
     weights, _, _, _, num_inputs, num_outputs = _product(given, layer, step)
-    for first in range(0, rows, ROWS_AT_ONCE if weights else rows):
+    for first in range(0, rows, ROWS_AT_ONCE if weights else rows + 1):
         phase = given.phases[place]
         place += 1
         phase.step, phase.layer = step, layer
@@ -290,12 +299,27 @@ def _write_step(given: Any, place: int, layer: int, step: int) -> int:
                 phase.items, phase.item_bytes = cost_of_items(given.weight_kind, *size)
             phase.weights, phase.is_short = weights, rows <= TILE_ROWS
         elif step == _ATTEND:
-            phase.items = len(given.tasks) * this.num_kv_heads
+            tasks = given.last_tasks if _is_narrowed(given, layer, step) else given.tasks
+            phase.items = len(tasks) * this.num_kv_heads
         elif step == _WIDEN and itemsize(given.kind) == 4:
             phase.items = 0
         elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
             phase.items = rows
     return place
+
+
+@njit(inline="always")
+def _is_narrowed(given: Any, layer: int, step: int) -> Any:
+    """Whether a step is for the wanted tokens alone: of these there are rows one behind the other,
+    but for the hidden states, which stay where they are."""
+    is_last = layer == len(given.layers) - 1 and step >= _ATTEND
+    return is_last and len(given.wanted) < len(given.slots)
+
+
+@njit(inline="always")
+def _num_rows(given: Any, layer: int, step: int) -> Any:
+    """For how many tokens a step is."""
+    return len(given.wanted) if _is_narrowed(given, layer, step) else len(given.slots)
 
 
 @njit(inline="always")
@@ -349,7 +373,7 @@ def _multiply(given: Any, phase: int, item: int, ticket: int) -> None:
     this, where = given.passes[0], given.phases[phase]
     product = _product(given, where.layer, where.step)
     weights, scales, inputs, out, num_inputs, num_outputs = product
-    rows = where.first, where.last, np.int64(len(given.slots))
+    rows = where.first, where.last, np.int64(_num_rows(given, where.layer, where.step))
     sizes = num_inputs * itemsize(given.kind) // STEP_BYTES, num_outputs, where.step == _GATE_UP
     where_to = inputs, out, ticket if where.is_short else np.int64(0)
     if where.step == _HEAD:
@@ -369,8 +393,12 @@ def _attend(given: Any, phase: int, item: int) -> None:
     head_bytes = this.num_blocks * 2 * this.head_dim * BLOCK_SIZE * itemsize(given.kind)
     blocks = this.cache + layer * this.layer_bytes + head * head_bytes
     counts = this.num_heads, this.num_kv_heads, this.head_dim
-    seen = given.block_tables[given.tasks[task, 0]], given.tasks[task]
-    buffers = given.kind, this.heads, this.attended
+    tasks, out = given.tasks, this.attended
+    if _is_narrowed(given, layer, _ATTEND):
+        tasks = given.last_tasks
+        out -= tasks[task, 5] * this.num_heads * this.head_dim * itemsize(given.kind)
+    seen = given.block_tables[tasks[task, 0]], tasks[task]
+    buffers = given.kind, this.heads, out
     call(this.attend, (*buffers, *counts, blocks, *seen, head, given.layers[layer].window))
 
 
@@ -398,8 +426,10 @@ def _turn(given: Any, phase: int, row: int) -> None:
 def _normalize(given: Any, phase: int, row: int) -> None:
     """Hidden states of a row begin, or take in what the block before adds, and are normalised."""
     this, place = given.passes[0], given.phases[phase].layer
-    layer, delta = given.layers[place], this.delta
+    layer, hidden, delta = given.layers[place], this.hidden, this.delta
     weight, bias, step = layer.mlp_norm, layer.out_bias, given.phases[phase].step
+    if _is_narrowed(given, place, step):
+        hidden += (given.wanted[row] - row) * this.hidden_size * itemsize(given.kind)
     if step == _NORM_BEFORE_ATTENTION:
         weight = layer.attention_norm
         delta = delta if place else np.int64(0)
@@ -413,7 +443,7 @@ def _normalize(given: Any, phase: int, row: int) -> None:
         _add_bias(given, delta, bias, row, this.hidden_size)
     scales = this.multiplier, weight, this.eps
     target = this.normed, row, this.hidden_size
-    call(this.normalize, (given.kind, this.hidden, delta, *scales, *target))
+    call(this.normalize, (given.kind, hidden, delta, *scales, *target))
     _sum_groups(given, this.normed, row, this.hidden_size)
 
 

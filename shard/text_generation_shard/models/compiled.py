@@ -132,13 +132,15 @@ class CompiledLayers:
 
     def forward(self, tokens: Tokens, hidden: Tensor) -> None:
         """hidden [T, hidden_size] goes through all layers in place; if the layers have the
-        embedding, it begins as anything."""
+        embedding, it begins as anything. Tokens that the plan does not want end as anything."""
         self._compute(tokens, hidden, _NO_LOGITS)
 
     def logits(self, tokens: Tokens, hidden: Tensor | None) -> Floats:
-        """What the head makes of all tokens: [T, vocab_size] in float32. Only if the layers have
-        it. hidden as in `forward`; None, only if they have the embedding: nobody asks for it."""
-        logits: Floats = np.empty((len(tokens.input_ids), self._vocab_size), dtype=np.float32)
+        """What the head makes of the S tokens that the plan wants: [S, vocab_size] in float32. Only
+        if the layers have it. hidden as in `forward`; None, only if they have the embedding: nobody
+        asks for it."""
+        num_wanted = len(cast("PackedPlan", tokens.plan).wanted)
+        logits: Floats = np.empty((num_wanted, self._vocab_size), dtype=np.float32)
         self._compute(tokens, hidden, logits)
         return logits
 
@@ -158,6 +160,8 @@ class CompiledLayers:
             plan.slots,
             plan.block_tables,
             plan.tasks,
+            plan.wanted,
+            plan.last_tasks,
             logits,
         )
         needed = self._run(*given, self._memory, plan.num_threads)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def _unmeasured(tokens: int) -> AbstractContextManager[None]:
 
 
 class LlamaModel:
-    """Token ids to hidden states (`forward`) and hidden states to scores (`logits`)."""
+    """Token ids to hidden states (`forward`), these to scores (`logits`), or both (`score`)."""
 
     def __init__(
         self, parameters: Parameters, config: ModelConfig, backend: AttentionBackend
@@ -102,21 +103,50 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
+        if batch.logits_indices is not None:
+            batch = replace(batch, logits_indices=None)
         with self._measured(len(batch.input_ids)):
-            plan, end = self._backend.plan(batch), max(batch.host_context_lens)
-            rotation = self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
             hidden = self._embed(batch.input_ids)
-            if self._compiled is not None:
-                assert isinstance(rotation, KernelRotation)
-                where = rotation.angles, rotation.positions.numpy(), plan
-                self._compiled.forward(Tokens(batch.input_ids.numpy(), *where), hidden)
-                return hidden
-            delta: Tensor | None = None
-            for block in self._blocks:
-                delta = block(hidden, delta, rotation, plan)
-            if delta is not None:
-                self._norm.take_in(hidden, delta, self.config.residual_multiplier)
+            self._compute(batch, hidden)
             return hidden
+
+    def score(self, batch: ForwardBatch) -> Tensor:
+        """`forward`, and the `logits` of the tokens that the batch wants them of [S, vocab_size].
+
+        What the last layer makes of the others is computed only where the kernels do not run.
+        """
+        compiled, wanted = self._compiled, batch.logits_indices
+        with self._measured(len(batch.input_ids)):
+            if compiled is not None and compiled.has_head:
+                hidden = None if compiled.has_embedding else self._embed(batch.input_ids)
+                logits = torch.from_numpy(compiled.logits(self._tokens(batch), hidden))
+                divisor = self.config.logits_divisor
+                return logits if divisor == 1.0 else logits.div_(divisor)
+            hidden = self._embed(batch.input_ids)
+            self._compute(batch, hidden)
+        return self.logits(hidden if wanted is None else hidden[wanted])
+
+    def _compute(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """hidden [T, hidden_size] goes through all layers in place."""
+        if self._compiled is not None:
+            self._compiled.forward(self._tokens(batch), hidden)
+            return
+        plan, rotation = self._backend.plan(batch), self._rotation(batch)
+        delta: Tensor | None = None
+        for block in self._blocks:
+            delta = block(hidden, delta, rotation, plan)
+        if delta is not None:
+            self._norm.take_in(hidden, delta, self.config.residual_multiplier)
+
+    def _tokens(self, batch: ForwardBatch) -> Tokens:
+        rotation = self._rotation(batch)
+        assert isinstance(rotation, KernelRotation)
+        where = rotation.angles, rotation.positions.numpy(), self._backend.plan(batch)
+        return Tokens(batch.input_ids.numpy(), *where)
+
+    def _rotation(self, batch: ForwardBatch) -> Rotation:
+        end = max(batch.host_context_lens)
+        return self.rotary(batch.positions, batch.rope_lens, self._dtype, end)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """What the layers start with [T, hidden_size]; anything if they have the embedding."""
@@ -150,5 +180,7 @@ class LlamaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
+        if not len(hidden):
+            return torch.empty(0, self.config.vocab_size, device=hidden.device)
         logits, divisor = self._head(self._norm.add(hidden, None)), self.config.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
