@@ -81,6 +81,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
             max_total_tokens=request.max_total_tokens or MAX_MODEL_LEN,
             decode_step_ns=1_000_000,
             prefill_token_ns=100,
+            prefill_context_ns=0,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:

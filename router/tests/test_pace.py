@@ -1,5 +1,7 @@
 """How much of the prompts goes beside those who decode."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,36 @@ def test_the_more_wait_for_each_that_decodes_the_more_is_computed(
     num_waiting: int, target_ns: float | None, budget: int
 ) -> None:
     assert Pace(5000, 16, COSTS, target_ns).budget(8, num_waiting) == budget
+
+
+# Behind 1024 tokens, a prompt token takes twice as long.
+LONG = replace(COSTS, prefill_context_ns=100_000)
+
+
+@pytest.mark.parametrize(
+    ("start", "target_ns", "budget"),
+    [
+        (0, None, 192),
+        (1024, None, 96),
+        # A fourth more.
+        (256, None, 160),
+        (3 * 1024, None, 48),
+        (1_000_000, None, 16),
+        (1024, 40e6, 96),
+        (1024, 1e12, 1000),
+    ],
+)
+def test_the_further_back_a_part_is_the_shorter(
+    start: int, target_ns: float | None, budget: int
+) -> None:
+    assert Pace(1000, 16, LONG, target_ns).budget(8, start=start) == budget
+
+
+def test_what_is_in_front_is_no_lateness() -> None:
+    pace = Pace(1000, 16, LONG)
+    for _ in range(40):
+        pace.note(20_000_000 + 96 * 200_000, 8, 96, 96 * 1024)
+    assert (pace.budget(8), pace.budget(8, start=1024)) == (192, 96)
 
 
 def test_it_learns_what_a_step_takes_by_the_number_of_rows() -> None:

@@ -1,6 +1,7 @@
 """What is in a step: tables of who is let in, with how much of a prompt, in which blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,15 +53,16 @@ class Desk:
         self.planner.integrity()
         return plan
 
-    def settle(self, plan: Plan, num_tokens: int = 1, ending: Sequence[int] = ()) -> None:
+    def settle(
+        self, plan: Plan, num_tokens: int = 1, ending: Sequence[int] = (), forward_ns: int = 0
+    ) -> None:
         """Everybody who was asked gets so many tokens 7."""
         ids = sorted(plan.asked)
         reasons = [FinishReason.EOS_TOKEN if i in ending else None for i in ids]
         tokens = [7] * (num_tokens * len(ids))
         counts = [num_tokens] * len(ids) if num_tokens > 1 else ()
-        self.planner.settle(
-            plan, StepResult(ids, tokens, [0.0] * len(tokens), reasons, None, counts)
-        )
+        result = StepResult(ids, tokens, [0.0] * len(tokens), reasons, None, counts)
+        self.planner.settle(plan, replace(result, forward_ns=forward_ns))
         self.planner.integrity()
 
     def step(self, num_tokens: int = 1) -> Plan:
@@ -159,6 +161,30 @@ def test_the_more_wait_the_more_is_computed() -> None:
     for start in range(4):
         desk.submit(range(start, start + 20))
     assert [desk.step().chunks for _ in range(2)] == [{1: 20, 2: 12}, {2: 8, 3: 8}]
+
+
+def test_parts_get_shorter_towards_the_end_of_a_long_prompt() -> None:
+    """Of 2,048 tokens, the last take three times as long as the first."""
+    desk = Desk(
+        costs=replace(COSTS, prefill_context_ns=COSTS.prefill_token_ns),
+        **{"num_blocks": 1000, "max_batch_total_tokens": 4000, "max_batch_prefill_tokens": 3000},
+        target_ns=COSTS.decode_step_ns + 256 * COSTS.prefill_token_ns,
+    )
+    desk.submit((1, 2, 3), max_new_tokens=100)
+    desk.step()
+    entry = desk.submit(range(2048))
+    parts = []
+    while entry.num_computed < 2048:
+        plan = desk.plan()
+        assert plan is not None
+        [part] = plan.chunks.values()
+        start = entry.num_computed
+        duration_ns = 200 + part * 25 * (1024 + start) // 1024
+        desk.settle(plan, forward_ns=duration_ns)
+        parts.append(part)
+        # The time that is left, in blocks of 4, or all that is left.
+        assert part == min(256 * 1024 // (1024 + start) // 4 * 4, 2048 - start)
+    assert parts[:3] == [256, 204, 176] and parts[-2] < 100
 
 
 def test_nobody_decodes_so_nobody_waits() -> None:

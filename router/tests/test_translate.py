@@ -166,6 +166,7 @@ def test_what_fits_is_what_fits_on_every_rank() -> None:
             weights_bytes=500,
             decode_step_ns=blocks,
             prefill_token_ns=10 * blocks,
+            prefill_context_ns=20 * blocks,
         )
         for blocks in (8, 6)
     ]
@@ -173,6 +174,7 @@ def test_what_fits_is_what_fits_on_every_rank() -> None:
     assert (warmup.num_blocks, warmup.max_input_tokens, warmup.max_total_tokens) == (6, 100, 200)
     assert (warmup.kv_cache_bytes, warmup.weights_bytes) == (2000, 1000)
     assert (warmup.decode_step_ns, warmup.prefill_token_ns) == (8, 80)
+    assert warmup.prefill_context_ns == 160
 
 
 def test_info() -> None:

@@ -126,7 +126,10 @@ def assemble(
         speculate=config.speculate,
         runs_ahead=info.spares_core,
         costs=StepCosts(
-            warmup.decode_step_ns, min(WARMUP_ROWS, config.batch_rows), warmup.prefill_token_ns
+            warmup.decode_step_ns,
+            min(WARMUP_ROWS, config.batch_rows),
+            warmup.prefill_token_ns,
+            warmup.prefill_context_ns,
         ),
         target_ns=None if target_ms is None else target_ms * 1e6,
     )

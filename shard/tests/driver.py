@@ -28,7 +28,7 @@ def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> En
         )
     )
     # Guesses pay nearly always, however fast this machine is.
-    engine._costs = StepCosts(10**6, 10**6, 1)
+    engine._costs = StepCosts(10**6, 10**6, 1, 0)
     return engine
 
 

@@ -1,14 +1,17 @@
 """What a shard finds out about itself before it serves: its memory and what its steps cost."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from text_generation_shard import memory
+from text_generation_shard.batch import RowRequest
 from text_generation_shard.engine import Engine
 from text_generation_shard.errors import ModelError
-from text_generation_shard.step import WarmupLimits
+from text_generation_shard.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.warmup import measure
 from torch.profiler import ProfilerActivity, profile
 
 from shard.tests.driver import Driver, load_engine
@@ -39,6 +42,37 @@ def test_steps_are_measured_whatever_the_limits(engine: Engine, rows: int, longe
     result = engine.warmup(WarmupLimits(64, rows, max_total_tokens=longest))
     assert 0 < result.prefill_token_ns <= result.decode_step_ns
     assert engine.num_rows_taken == 0
+
+
+class ScriptedSteps:
+    """An engine whose steps take 5 ms, 100 us a token, and 20 ns for each in front of that."""
+
+    block_size = 16
+
+    def prefill(
+        self, batch_id: int, requests: Sequence[RowRequest], cached_batch_id: int | None
+    ) -> StepResult:
+        result = StepResult([], [], [], [])
+        for item in requests:
+            count = len(item.input_ids) - item.num_cached_tokens
+            result.total_ns += count * (100_000 + 20 * item.num_cached_tokens)
+            if item.max_new_tokens > 1:
+                result.running_ids.append(item.id)
+        result.total_ns += 5_000_000
+        return result
+
+    def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+        return StepResult([], [], [], [], total_ns=5_100_000)
+
+    def clear(self, batch_id: int | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("longest", "context_ns"), [(8192, 20 * 1024), (400, 20 * 1024), (100, 0)])
+def test_what_is_in_front_of_a_prompt_token_has_its_price(longest: int, context_ns: int) -> None:
+    costs = measure(ScriptedSteps(), 4096, 8, longest)
+    assert costs.context_ns == pytest.approx(context_ns, rel=0.01)
+    assert costs.token_ns == pytest.approx(100_000, rel=0.01)
 
 
 def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:

@@ -94,7 +94,7 @@ class Engine:
         self._max_prefill_tokens = 1
         self._use_table(0, 0, 0)
         self._batches: dict[int, CachedBatch] = {}
-        self._costs = StepCosts(1, 1, 1)
+        self._costs = StepCosts(1, 1, 1, 0)
 
     @property
     def block_size(self) -> int:
@@ -176,6 +176,7 @@ class Engine:
             weights_bytes=self.weights_bytes,
             decode_step_ns=self._costs.full_ns,
             prefill_token_ns=self._costs.token_ns,
+            prefill_context_ns=self._costs.context_ns,
         )
 
     def prefill(

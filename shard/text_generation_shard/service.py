@@ -109,6 +109,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             weights_bytes=result.weights_bytes,
             decode_step_ns=result.decode_step_ns,
             prefill_token_ns=result.prefill_token_ns,
+            prefill_context_ns=result.prefill_context_ns,
         )
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:

@@ -36,6 +36,7 @@ class WarmupResult:
     weights_bytes: int
     decode_step_ns: int
     prefill_token_ns: int
+    prefill_context_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,22 @@ logger = logging.getLogger(__name__)
 _MOST_ROWS = 32
 _CONTEXT = 128
 _PROMPT = 64
+# Tokens in front of a part of a prompt, and for how many of these it is told what they cost.
+_FRONT = 2048
+_CONTEXT_UNIT = 1024
 # Steps of each kind that are measured; the fastest counts.
 _TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What steps take, in nanoseconds: of one row, of a full batch, and of each token more."""
+    """What steps take, in nanoseconds: of one row, of a full batch, of each token more, and of
+    each for every 1024 tokens in front of it."""
 
     single_ns: int
     full_ns: int
     token_ns: int
+    context_ns: int
 
 
 class Steps(Protocol):
@@ -63,6 +68,7 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     prompt, others = _steps(engine, [_request(engine, 0, length, 0, new)])
     single = others or prompt
     token = max(1, (prompt - single) // max(1, length - 1))
+    in_front = _time_in_front(engine, length, max_total, prompt)
     context = max(1, min(_CONTEXT, max_total - 1 - _TRIES))
     new = min(1 + _TRIES, max_total - context)
     rows = min(max_rows, _MOST_ROWS)
@@ -71,15 +77,30 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     )
     full = others or first
     # Of a prompt of one or two tokens the difference is noise: a token costs at most a step.
-    costs = StepCosts(single, full, min(token, full))
+    costs = StepCosts(single, full, min(token, full), in_front)
     logger.info(
-        "a step of one request takes %.2f ms, of %d %.2f ms, a prompt token adds %.3f ms",
+        "a step of one request takes %.2f ms, of %d %.2f ms, a prompt token adds %.3f ms, and %.3f "
+        "ms for %d tokens in front of it",
         costs.single_ns / 1e6,
         rows,
         costs.full_ns / 1e6,
         costs.token_ns / 1e6,
+        costs.context_ns / 1e6,
+        _CONTEXT_UNIT,
     )
     return costs
+
+
+def _time_in_front(engine: Steps, length: int, max_total: int, prompt_ns: int) -> int:
+    """What _CONTEXT_UNIT tokens in front of a prompt of `length` tokens add to each of these; alone
+    it takes `prompt_ns`."""
+    front = min(_FRONT, max_total - length)
+    if front < length:
+        return 0  # the difference would be noise
+    request = _request(engine, 0, front + length, front, 0)
+    _steps(engine, [request])
+    behind_ns, _ = _steps(engine, [request])
+    return max(0, behind_ns - prompt_ns) * _CONTEXT_UNIT // (front * length)
 
 
 def _steps(engine: Steps, requests: Sequence[RowRequest]) -> tuple[int, int]:

@@ -205,7 +205,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns")
+    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns", "prefill_context_ns")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class WarmupResponse(_message.Message):
     WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CONTEXT_NS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_input_tokens: int
     max_total_tokens: int
@@ -220,7 +221,8 @@ class WarmupResponse(_message.Message):
     weights_bytes: int
     decode_step_ns: int
     prefill_token_ns: int
-    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ...) -> None: ...
+    prefill_context_ns: int
+    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ..., prefill_context_ns: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate", "is_ahead")

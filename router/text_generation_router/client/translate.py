@@ -49,6 +49,7 @@ class WarmupResult:
     # See WarmupResponse; 0: not measured.
     decode_step_ns: int = 0
     prefill_token_ns: int = 0
+    prefill_context_ns: int = 0
 
 
 def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
@@ -185,4 +186,5 @@ def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
         weights_bytes=sum(r.weights_bytes for r in responses),
         decode_step_ns=max(r.decode_step_ns for r in responses),
         prefill_token_ns=max(r.prefill_token_ns for r in responses),
+        prefill_context_ns=max(r.prefill_context_ns for r in responses),
     )

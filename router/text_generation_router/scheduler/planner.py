@@ -245,7 +245,7 @@ class Planner:
         for entry in self.running.values():
             if entry.num_computed >= entry.num_inputs:
                 continue
-            budget = self._budget() if budget is None else budget
+            budget = self._budget(entry.num_computed) if budget is None else budget
             left = entry.num_inputs - entry.num_computed
             chunk = self._chunk(entry.num_computed, left, budget, not chunks, may_split=True)
             if not chunk:
@@ -254,14 +254,15 @@ class Planner:
             budget -= chunk
         return chunks
 
-    def _budget(self) -> int:
+    def _budget(self, start: int) -> int:
+        """Prompt tokens for the next step, with so many in front of the first."""
         if not self._limits.chunks_prompts:
             return self._limits.max_batch_prefill_tokens
         running = self.running.values()
         num_decoding = sum(entry.num_computed >= entry.num_inputs for entry in running)
         num_free = self._limits.max_batch_size - len(running)
         num_waiting = len(running) - num_decoding + min(len(self.queue), num_free)
-        return self._pace.budget(num_decoding, num_waiting)
+        return self._pace.budget(num_decoding, num_waiting, start)
 
     def _chunk(self, start: int, left: int, budget: int, is_first: bool, may_split: bool) -> int:
         """How many of `left` tokens from `start` on fit the budget; up to a block's end if not all.
@@ -289,7 +290,8 @@ class Planner:
             return []
         promises = self._promises(chunks)
         num_running, num_chunks = len(self.running), len(chunks)
-        budget = self._budget() - sum(chunks.values())
+        start = max((self.running[entry_id].num_computed for entry_id in chunks), default=0)
+        budget = self._budget(start) - sum(chunks.values())
         admitted: list[Entry] = []
         while (entry := self.queue.first()) is not None and budget > 0:
             if len(self.running) == self._limits.max_batch_size:
@@ -380,7 +382,9 @@ class Planner:
 
     def settle(self, plan: Plan, result: StepResult) -> None:
         """Takes account of a step that is done: tokens, what is computed, who ended."""
+        num_in_front = 0
         for entry_id, chunk in plan.chunks.items():
+            num_in_front += chunk * plan.entries[entry_id].num_computed
             plan.entries[entry_id].num_computed += chunk
         start = 0
         for request_id, num in zip(result.request_ids, result.counts, strict=True):
@@ -396,7 +400,8 @@ class Planner:
             if reason is not None or request_id in result.errors:
                 self.release(plan.entries[request_id])
         duration_ns = result.forward_ns + result.decode_ns
-        self._pace.note(duration_ns, plan.num_decoding, sum(plan.chunks.values()))
+        num_tokens = sum(plan.chunks.values())
+        self._pace.note(duration_ns, plan.num_decoding, num_tokens, num_in_front)
 
     def _publish(self, entry: Entry) -> None:
         """Lets others find what is computed of an entry's text."""
