@@ -182,9 +182,33 @@ def test_parts_get_shorter_towards_the_end_of_a_long_prompt() -> None:
         duration_ns = 200 + part * 25 * (1024 + start) // 1024
         desk.settle(plan, forward_ns=duration_ns)
         parts.append(part)
-        # The time that is left, in blocks of 4, or all that is left.
+        # The time there is, in blocks of 4, or all that is left.
         assert part == min(256 * 1024 // (1024 + start) // 4 * 4, 2048 - start)
     assert parts[:3] == [256, 204, 176] and parts[-2] < 100
+
+
+def test_behind_a_cached_prefix_tokens_take_longer_too() -> None:
+    desk = Desk(
+        costs=replace(COSTS, prefill_context_ns=COSTS.prefill_token_ns),
+        **{"num_blocks": 1000, "max_batch_total_tokens": 4000, "max_batch_prefill_tokens": 3000},
+        target_ns=COSTS.decode_step_ns + 256 * COSTS.prefill_token_ns,
+    )
+    desk.submit(range(1024))
+    plan = desk.plan()
+    assert plan is not None
+    desk.settle(plan, ending=[0])
+    desk.submit((1, 2, 3), max_new_tokens=100)
+    desk.step()
+    # 256 tokens with nothing in front of them, or half as many behind 1024; what comes in beside
+    # them gets the time that they leave.
+    cached = desk.submit([*range(1024), *range(5000, 5200)])
+    plan = desk.plan()
+    assert plan is not None
+    assert plan.chunks == {2: 128} and cached.num_cached_tokens == 1024
+    desk.settle(plan, forward_ns=200 + 128 * 50)
+    desk.submit(range(3000, 3200))
+    # 72 * (1 + 1152 / 1024) is 153: that leaves 103.
+    assert desk.step().chunks == {2: 72, 3: 100}
 
 
 def test_nobody_decodes_so_nobody_waits() -> None:

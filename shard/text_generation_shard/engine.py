@@ -20,7 +20,7 @@ from text_generation_shard.columns import Watermark
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_cores
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.first_touch import FirstTouch
+from text_generation_shard.first_touch import FirstTouch, bring_first
 from text_generation_shard.kv_cache import CacheShape
 from text_generation_shard.layers import matrix
 from text_generation_shard.models.config import ModelConfig
@@ -30,7 +30,7 @@ from text_generation_shard.rows import RowTable
 from text_generation_shard.runner import Step, StepRunner
 from text_generation_shard.speculation import Guesser
 from text_generation_shard.step import Advance, StepResult, WarmupLimits, WarmupResult
-from text_generation_shard.warmup import StepCosts, measure, rehearse
+from text_generation_shard.warmup import MEASURED_TOKENS, StepCosts, measure, rehearse
 from text_generation_shard.weights import Parameters
 
 logger = logging.getLogger(__name__)
@@ -143,19 +143,15 @@ class Engine:
         self.clear(None)
         self.first_touch.follow(None)
         self._max_prefill_tokens = limits.max_prefill_tokens
-        shape = CacheShape(
-            self.model_config.num_layers,
-            self.model_config.num_kv_heads,
-            self.model_config.head_dim,
-            self._backend.block_size,
-            self.dtype,
-        )
+        config = self.model_config
+        sizes = config.num_layers, config.num_kv_heads, config.head_dim
+        shape = CacheShape(*sizes, self._backend.block_size, self.dtype)
         available, activations = self._available_bytes(shape, limits)
-        num_blocks, max_total = memory.cache_size(
-            shape, limits, available, self.model_config.max_position
-        )
+        num_blocks, max_total = memory.cache_size(shape, limits, available, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache = self._backend.allocate(shape, num_blocks, self.device)
+        if cache.parts is not None:
+            bring_first(cache.parts, min(num_blocks, -(-MEASURED_TOKENS // shape.block_size)))
         self._costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
         self.first_touch.follow(cache.parts)
         ledger = memory.Ledger(
@@ -176,7 +172,8 @@ class Engine:
             weights_bytes=self.weights_bytes,
             decode_step_ns=self._costs.full_ns,
             prefill_token_ns=self._costs.token_ns,
-            prefill_context_ns=self._costs.context_ns,
+            # Where there are windows, the price does not go on growing as it begins.
+            prefill_context_ns=0 if any(config.layer_windows) else self._costs.context_ns,
         )
 
     def prefill(
@@ -205,12 +202,12 @@ class Engine:
             raise BatchError(
                 f"token id {largest} is not below {self.model_config.vocab_size}, the vocabulary"
             )
-        self.first_touch.note_use(1 + max(max(item.block_table, default=0) for item in requests))
         rows: list[int] = []
         try:
             for request in requests:
                 rows.append(self._table.take(request))
                 self._guesser.forget(rows[-1])
+            self.first_touch.note_use(1 + max(max(item.block_table) for item in requests))
             batch = CachedBatch(batch_id, [item.id for item in requests], np.array(rows))
             plain: Spans | None = None
             inputs: dict[int, tuple[int, int]] = {}

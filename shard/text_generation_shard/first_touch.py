@@ -7,10 +7,13 @@ seconds at the start, and memory that most servers never need.
 """
 
 import ctypes
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -20,7 +23,8 @@ _POPULATE_WRITE = 23
 _PAGE_BYTES = 4096
 # So much beyond the highest block in use is brought there.
 _AHEAD_BYTES = 512 * 2**20
-# At once: some 3 ms, by which a request that comes meanwhile is slowed down a little.
+# So much goes from one end of the blocks on at a time, in all parts; whether somebody computes is
+# asked before each part.
 _PIECE_BYTES = 2**20
 # Nothing was computed at so many looks one after the other.
 _IDLE_LOOKS = 3
@@ -63,8 +67,7 @@ class FirstTouch:
         self._num_wanted = 0
 
     def follow(self, parts: Parts | None) -> None:
-        """Another cache, which nobody has written to; None: there is none, and what was there may
-        go."""
+        """Another cache; None: there is none, and what was there may go."""
         with self._lock:
             self._parts, self._num_there, self._num_wanted = parts, 0, 0
         self.note_use(0)
@@ -75,31 +78,36 @@ class FirstTouch:
             return
         ahead = _AHEAD_BYTES // (parts.count * parts.block_bytes)
         wanted = min(parts.num_blocks, num_blocks + ahead)
-        # Some at once, so that the thread is not woken by every request.
-        if wanted > self._num_wanted + ahead // 8 or self._num_wanted == 0:
+        # Some at once, so that the thread is not woken by every request; the last ones in any case.
+        least = 1 if wanted == parts.num_blocks else 1 + ahead // 8
+        if wanted >= self._num_wanted + least:
             self._num_wanted = wanted
             self._has_work.set()
 
     def run(self) -> None:
         """Bring pages whenever some are missing and nothing is computed; never returns, unless the
         system does not know how."""
-        populate = _populate()
-        while self._has_work.wait():
-            self._has_work.clear()
-            while self._num_there < self._num_wanted:
-                self._wait_until_idle()
-                if not self._bring_piece(populate):
-                    logger.info("this system does not bring pages of memory beforehand")
-                    return
+        try:
+            while self._has_work.wait():
+                self._has_work.clear()
+                self.catch_up()
+        except OSError as error:
+            logger.info("the pages of the KV cache are not brought beforehand: %s", error)
 
-    def _bring_piece(self, populate: Callable[[int, int], bool]) -> bool:
-        with self._lock:
-            if (parts := self._parts) is None:
-                return True
-            first = self._num_there
+    def catch_up(self) -> None:
+        """Bring what is missing now. OSError: the system does not."""
+        while (parts := self._parts) is not None and self._num_there < self._num_wanted:
             count = max(1, _PIECE_BYTES // (parts.count * parts.block_bytes))
-            self._num_there = last = min(first + count, parts.num_blocks)
-            return all(populate(*region) for region in parts.regions(first, last))
+            last = min(self._num_there + count, parts.num_blocks)
+            for region in parts.regions(self._num_there, last):
+                self._wait_until_idle()
+                with self._lock:
+                    if self._parts is not parts:
+                        return  # `follow` has set `_has_work`, if there is another
+                    bring(*region)
+            with self._lock:
+                if self._parts is parts:
+                    self._num_there = last
 
     def _wait_until_idle(self) -> None:
         looks = 0 if self._is_busy() else _IDLE_LOOKS
@@ -108,13 +116,19 @@ class FirstTouch:
             looks = 0 if self._is_busy() else looks + 1
 
 
-def _populate() -> Callable[[int, int], bool]:
-    """What brings the pages of (address, bytes), and says whether the system can."""
-    system = getattr(ctypes.CDLL(None), "madvise", None)
+def bring_first(parts: Parts, num_blocks: int) -> None:
+    """The memory of the first blocks, at once; where the system does not give it beforehand, it
+    comes when it is written, as ever."""
+    with suppress(OSError):
+        for region in parts.regions(0, num_blocks):
+            bring(*region)
 
-    def populate(address: int, size: int) -> bool:
-        return system is not None and not system(
-            ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE
-        )
 
-    return populate
+def bring(address: int, size: int) -> None:
+    """Have the system give the pages there, so many bytes from a page's address on. OSError: it
+    does not."""
+    advise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+    if advise is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if advise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,5 +1,6 @@
 """How much of the prompts a step may carry, so that those who decode do not wait too long."""
 
+import math
 from dataclasses import dataclass
 
 # A step may take so many times as long as one that carries no prompt, if nobody says how long and
@@ -26,6 +27,35 @@ class StepCosts:
     # What a prompt token adds to it, and what every 1024 tokens in front add to that.
     prefill_token_ns: int = 0
     prefill_context_ns: int = 0
+
+
+@dataclass(slots=True)
+class Budget:
+    """What a step may still carry of prompts."""
+
+    # Tokens, wherever they are.
+    most: int
+    # The time there is, in tokens that have nothing in front of them.
+    tokens: float = math.inf
+    # Of how many such tokens one takes the time for each that is in front of it.
+    context_share: float = 0.0
+    # The first part of a step gets so many at least, wherever it is, so that nobody waits for ever.
+    least: int = 0
+
+    def room(self, start: int, is_first: bool = False) -> int:
+        """How many tokens behind `start` others fit."""
+        fitting = int(min(self.most, self.tokens / (1.0 + start * self.context_share)))
+        return max(fitting, self.least) if is_first else fitting
+
+    def take(self, start: int, count: int) -> None:
+        """A part of so many tokens goes along."""
+        self.most -= count
+        self.tokens -= count * (1.0 + start * self.context_share)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no token fits any more, wherever it is."""
+        return self.room(0) < 1
 
 
 class Pace:
@@ -60,18 +90,17 @@ class Pace:
         # What steps with prompts took longer than they should have.
         self._lateness_ns = 0.0
 
-    def budget(self, num_decoding: int, num_waiting: int = 0, start: int = 0) -> int:
+    def budget(self, num_decoding: int, num_waiting: int = 0) -> Budget:
         """Prompt tokens for the next step: whole blocks, one at least, if somebody is decoding.
-        `num_waiting`: requests whose prompts are not computed and could be. `start`: tokens in
-        front of the first part."""
+        `num_waiting`: requests whose prompts are not computed and could be."""
         step_ns = self._decode_step_ns(num_decoding)
         if not num_decoding or not step_ns or not self._token_ns:
-            return self._max_tokens
+            return Budget(self._max_tokens)
         room_ns = self._room_ns(step_ns, num_waiting / num_decoding)
         time_ns = max(room_ns - self._lateness_ns, room_ns * _LEAST_SHARE)
-        token_ns = self._token_ns + start * self._context_ns
-        num_blocks = max(1, int(time_ns / token_ns) // self._block_size)
-        return min(self._max_tokens, num_blocks * self._block_size)
+        num_blocks = max(1, int(time_ns / self._token_ns) // self._block_size)
+        share, least = self._context_ns / self._token_ns, min(self._max_tokens, self._block_size)
+        return Budget(self._max_tokens, num_blocks * self._block_size, share, least)
 
     def note(
         self, duration_ns: int, num_decoding: int, num_prompt_tokens: int, num_in_front: int = 0

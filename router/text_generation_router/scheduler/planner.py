@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.pace import Pace, StepCosts
+from text_generation_router.scheduler.pace import Budget, Pace, StepCosts
 from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache, Promises
 from text_generation_router.scheduler.queue import Queue
 from text_generation_router.scheduler.shards import Advance, StepResult
@@ -245,24 +245,24 @@ class Planner:
         for entry in self.running.values():
             if entry.num_computed >= entry.num_inputs:
                 continue
-            budget = self._budget(entry.num_computed) if budget is None else budget
-            left = entry.num_inputs - entry.num_computed
-            chunk = self._chunk(entry.num_computed, left, budget, not chunks, may_split=True)
+            budget = budget or self._budget()
+            start, is_first = entry.num_computed, not chunks
+            room = budget.room(start, is_first)
+            chunk = self._chunk(start, entry.num_inputs - start, room, is_first, may_split=True)
             if not chunk:
                 break
             chunks[entry.id] = chunk
-            budget -= chunk
+            budget.take(start, chunk)
         return chunks
 
-    def _budget(self, start: int) -> int:
-        """Prompt tokens for the next step, with so many in front of the first."""
+    def _budget(self) -> Budget:
         if not self._limits.chunks_prompts:
-            return self._limits.max_batch_prefill_tokens
+            return Budget(self._limits.max_batch_prefill_tokens)
         running = self.running.values()
         num_decoding = sum(entry.num_computed >= entry.num_inputs for entry in running)
         num_free = self._limits.max_batch_size - len(running)
         num_waiting = len(running) - num_decoding + min(len(self.queue), num_free)
-        return self._pace.budget(num_decoding, num_waiting, start)
+        return self._pace.budget(num_decoding, num_waiting)
 
     def _chunk(self, start: int, left: int, budget: int, is_first: bool, may_split: bool) -> int:
         """How many of `left` tokens from `start` on fit the budget; up to a block's end if not all.
@@ -290,16 +290,17 @@ class Planner:
             return []
         promises = self._promises(chunks)
         num_running, num_chunks = len(self.running), len(chunks)
-        start = max((self.running[entry_id].num_computed for entry_id in chunks), default=0)
-        budget = self._budget(start) - sum(chunks.values())
+        budget = self._budget()
+        for entry_id, chunk in chunks.items():
+            budget.take(self.running[entry_id].num_computed, chunk)
         admitted: list[Entry] = []
-        while (entry := self.queue.first()) is not None and budget > 0:
+        while (entry := self.queue.first()) is not None and not budget.is_spent:
             if len(self.running) == self._limits.max_batch_size:
                 break
             is_first = not admitted and not num_chunks
             if not self._try_admit(entry, budget, is_first, promises):
                 break
-            budget -= entry.chunk_len
+            budget.take(entry.num_computed, entry.chunk_len)
             admitted.append(self.queue.pop())
         if len(admitted) < min_size:
             for entry in reversed(admitted):
@@ -319,7 +320,7 @@ class Planner:
             return 0
         return int(min(len(self.running) * self._limits.waiting_served_ratio, sys.maxsize))
 
-    def _try_admit(self, entry: Entry, budget: int, is_first: bool, promises: Promises) -> bool:
+    def _try_admit(self, entry: Entry, budget: Budget, is_first: bool, promises: Promises) -> bool:
         """Gives the entry blocks and a part of the budget; False, and nothing done, if it can not
         have them."""
         allocator, block_size = self.allocator, self._limits.block_size
@@ -334,8 +335,8 @@ class Planner:
         if allocator.num_free - allocator.num_idle(shared) - num_new < len(self.running):
             return False
         num_cached = len(shared) * block_size
-        left = entry.num_tokens - num_cached
-        chunk = self._chunk(num_cached, left, budget, is_first, self._limits.chunks_prompts)
+        left, room = entry.num_tokens - num_cached, budget.room(num_cached, is_first)
+        chunk = self._chunk(num_cached, left, room, is_first, self._limits.chunks_prompts)
         if not chunk:
             return False
         entry.block_table = allocator.allocate(entry.num_tokens + 1, shared)

@@ -76,11 +76,11 @@ class PackedAttention:
         num_threads = numba.get_num_threads()
         slots, tables = batch.slots.numpy(), batch.block_tables.contiguous().numpy()
         tasks = _tasks(offsets, contexts, group, num_threads)
-        if batch.logits_indices is None:
+        wanted = batch.logits_indices
+        if wanted is None or len(wanted) == len(slots):
             return PackedPlan(slots, tables, tasks, np.arange(len(slots)), _NO_TASKS, num_threads)
-        wanted = batch.logits_indices.numpy()
-        last_tasks = _tasks_of(wanted, offsets, contexts, group, num_threads)
-        return PackedPlan(slots, tables, tasks, wanted, last_tasks, num_threads)
+        last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
+        return PackedPlan(slots, tables, tasks, wanted.numpy(), last_tasks, num_threads)
 
     def plan_rows(self, batch: RowBatch) -> tuple[Ints, PackedPlan]:
         """The ids of the tokens [R], and `plan` for a pass of these."""

@@ -17,8 +17,9 @@ from text_generation_shard.kernels.attention import (
     store_token,
     task_signature,
 )
+from text_generation_shard.kernels.buffers import LINE_BYTES, buffer_sizes, lines, place_buffers
 from text_generation_shard.kernels.calls import address_of, call
-from text_generation_shard.kernels.grouped import GROUP, STEPS
+from text_generation_shard.kernels.grouped import STEPS
 from text_generation_shard.kernels.grouped_linear import (
     cost_of_items,
     multiply_grouped_item,
@@ -72,10 +73,6 @@ PASS: Final = np.dtype(
     + [(name, np.float32) for name in CONSTANTS]
 )
 """What a pass is computed from, beside its tokens."""
-
-# Of a row that weights of 4 bits are multiplied with, for two numbers of the buffer of sums.
-_NUMBERS_PER_PAIR: Final = 2 * GROUP
-_LINE_BYTES: Final = 64
 
 
 class Given(NamedTuple):
@@ -207,11 +204,11 @@ def run_layers(
     this.hidden, this.angles = hidden, angles
     this.cache, this.layer_bytes, this.num_blocks = cache
     is_widened = len(logits) > 0 and itemsize(kind) < 4
-    sizes = _buffer_sizes(kind, this, rows, len(logits) if is_widened else 0)
-    needed: int = _LINE_BYTES + sum(sizes)
+    sizes = buffer_sizes(kind, this, rows, len(logits) if is_widened else 0)
+    needed: int = LINE_BYTES + sum(sizes)
     if len(memory) < needed:
         return needed
-    _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
+    place_buffers(this, sizes, lines(np.int64(memory.ctypes.data)))
     blocks = -(-rows // ROWS_AT_ONCE)
     count = len(layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     phases = np.zeros(count + (blocks + 1 if len(logits) else 0), PHASE)
@@ -224,46 +221,6 @@ def run_layers(
     _write_program(given)
     go_through(this.item, given, phases, this.board, num_threads)
     return needed
-
-
-@njit
-def _buffer_sizes(kind: Any, this: Any, rows: int, num_logits: int) -> Any:
-    """Bytes of hidden states, if nobody gives them, and of the buffers behind them in CHANGING:
-    whole cache lines."""
-    attended = this.num_heads * this.head_dim
-    width = attended + 2 * this.num_kv_heads * this.head_dim
-    widest = max(this.hidden_size, attended, this.inner_size)
-    row = rows * itemsize(kind)
-    return (
-        np.int64(0) if this.hidden else _lines(row * this.hidden_size),
-        _lines(row * this.hidden_size),
-        _lines(row * this.hidden_size),
-        _lines(row * width),
-        _lines(row * attended),
-        _lines(row * this.inner_size),
-        _lines(row * 2 * -(-widest // _NUMBERS_PER_PAIR)) if this.sum_groups else np.int64(0),
-        _lines(num_logits * itemsize(kind) * this.vocab_size),
-    )
-
-
-@njit
-def _lines(count: int) -> int:
-    """Up to whole cache lines."""
-    return -(-count // _LINE_BYTES) * _LINE_BYTES
-
-
-@njit
-def _place_buffers(this: Any, sizes: Any, start: int) -> None:
-    """One behind the other."""
-    if sizes[0]:
-        this.hidden = start
-    this.normed = start + sizes[0]
-    this.delta = this.normed + sizes[1]
-    this.heads = this.delta + sizes[2]
-    this.attended = this.heads + sizes[3]
-    this.inner = this.attended + sizes[4]
-    this.sums = this.inner + sizes[5]
-    this.scores = this.sums + sizes[6]
 
 
 @njit(inline="always")
