@@ -24,7 +24,7 @@ READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 # Everything else the launcher could take from the environment belongs to the developer's shell.
-_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
 
 _METRIC_LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?) (\S+)$")
 
