@@ -17,7 +17,7 @@ from text_generation_router.errors import GenerationError
 from text_generation_router.front import Front
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 from text_generation_router.server import bind, server_config
 from text_generation_router.services import Services, assemble
 from text_generation_router.tokenizer import Tokenizer
@@ -94,10 +94,10 @@ class ScriptedShards:
             for request_id in self._batches.pop(known, []):
                 del self.rows[request_id]
 
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """Takes every grammar, and writes the script all the same."""
         self.grammars.append(grammar)
-        return "", self.min_tokens
+        return GrammarResult(min_tokens=self.min_tokens)
 
     async def health(self) -> None:
         if self.is_stuck:

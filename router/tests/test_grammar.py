@@ -11,6 +11,7 @@ from text_generation_router.api.schemas import GrammarBody, ResponseFormatBody
 from text_generation_router.errors import ValidationError
 from text_generation_router.grammar import GrammarCompiler, write
 from text_generation_router.request import Grammar
+from text_generation_router.scheduler.shards import GrammarResult
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -19,11 +20,11 @@ class Compiling:
     """The part of the shards that a GrammarCompiler asks."""
 
     def __init__(self, error: str = "", delay_s: float = 0.0) -> None:
-        self.answer = (error, 7)
+        self.answer = GrammarResult(error, 7)
         self.delay_s = delay_s
         self.asked: list[str] = []
 
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         self.asked.append(grammar)
         async with asyncio.timeout(min(timeout_s, 0.05)):
             await asyncio.sleep(self.delay_s)

@@ -14,7 +14,12 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.batcher import TURNS_TO_SEND
-from text_generation_router.scheduler.shards import Advance, CachedBatch, LostStepError
+from text_generation_router.scheduler.shards import (
+    Advance,
+    CachedBatch,
+    GrammarResult,
+    LostStepError,
+)
 
 from router.tests.test_translate import make_entry
 
@@ -124,7 +129,7 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
     assert prefill.token_ids == decode.token_ids == (0,) and info.rank == 0
     assert kept == CachedBatch(3, (11,))
     assert (warmup.num_blocks, warmup.kv_cache_bytes) == (7, 30)
-    assert compiled == ("no start", 3)
+    assert compiled == GrammarResult("no start", 3)
 
 
 async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@
     ├── TemplateError              422 template_error
     ├── ToolError                  422 tool_error
     ├── OverloadedError            429 overloaded
+    ├── GrammarsBusyError          429 overloaded
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
     ├── UnhealthyError             503 healthcheck
@@ -99,6 +100,18 @@ class OverloadedError(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Model is overloaded")
+
+
+class GrammarsBusyError(RouterError):
+    """The grammar is a large one, and enough of those are being compiled."""
+
+    status_code = 429
+    error_type = "overloaded"
+    metric_label = "overloaded"
+
+    def __init__(self, reason: str, retry_after_s: int) -> None:
+        super().__init__(f"Model is overloaded: {reason}")
+        self.retry_after_s = retry_after_s
 
 
 class GenerationError(RouterError):

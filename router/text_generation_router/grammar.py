@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.errors import GrammarError
+from text_generation_router.errors import GrammarError, GrammarsBusyError
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
@@ -18,7 +19,8 @@ MAX_SOURCE_BYTES = 65_536
 # Of schemas within schemas.
 MAX_DEPTH = 64
 COMPILE_TIMEOUT_S = 10.0
-_CACHED_GRAMMARS = 256
+# Grammars that are remembered: how many, and bytes of their texts.
+_CACHED_GRAMMARS, _CACHED_BYTES = 256, 16 << 20
 
 # At most one space where JSON allows whitespace, as in TGI: a text can not end in nothing else.
 _JSON_OPTIONS = {
@@ -54,6 +56,7 @@ class GrammarCompiler:
         self._shards = shards
         self._is_enabled = is_enabled
         self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._known_bytes = 0
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarError, which says what is wrong or too large."""
@@ -64,20 +67,35 @@ class GrammarCompiler:
             return known
         text = await asyncio.to_thread(write, grammar)
         try:
-            error, min_tokens = await self._shards.compile_grammar(text, COMPILE_TIMEOUT_S)
+            result = await self._shards.compile_grammar(text, COMPILE_TIMEOUT_S)
         except TimeoutError as late:
             raise GrammarError(
                 f"grammar is too complex: it could not be compiled within {COMPILE_TIMEOUT_S:g} s; "
                 "make it smaller"
             ) from late
-        if error:
+        if result.retry_after_s:
+            raise GrammarsBusyError(result.error, result.retry_after_s)
+        if result.error:
             is_schema = grammar.kind == "json_schema"
             reason = "cannot compile regex from schema" if is_schema else "grammar is not valid"
-            raise GrammarError(f"{reason}: {error}")
-        compiled = self._known[grammar] = CompiledGrammar(text, min_tokens)
-        if len(self._known) > _CACHED_GRAMMARS:
-            self._known.popitem(last=False)
+            raise GrammarError(f"{reason}: {result.error}")
+        compiled = CompiledGrammar(text, result.min_tokens)
+        self._remember(grammar, compiled)
         return compiled
+
+    def _remember(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        # Another request may have asked for the same meanwhile.
+        if (known := self._known.pop(grammar, None)) is not None:
+            self._known_bytes -= _size(grammar, known)
+        self._known[grammar] = compiled
+        self._known_bytes += _size(grammar, compiled)
+        while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
+            self._known_bytes -= _size(*self._known.popitem(last=False))
+
+
+def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
+    """Bytes of both texts, as Python holds them."""
+    return sys.getsizeof(grammar.source) + sys.getsizeof(compiled.text)
 
 
 def write(grammar: Grammar) -> str:

@@ -7,7 +7,8 @@ import numpy as np
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import SamplingParams
-from text_generation_shard.grammar import Constraint, Grammar
+from text_generation_shard.constraint import Grammar
+from text_generation_shard.guard import AnyConstraint, begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,14 @@ class RowRequest:
             return self.num_cached_tokens + self.chunk_len
         return len(self.input_ids)
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self) -> AnyConstraint | None:
         """Its place in its grammar, behind what was generated before a preemption."""
         if self.grammar is None:
             return None
         # An end token is not ignored for a grammar, but it comes as late as can be.
         least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
         generated = self.input_ids[self.num_prompt_tokens :]
-        return Constraint(self.grammar, generated, self.max_new_tokens, least)
+        return begin(self.grammar, generated, self.max_new_tokens, least)
 
 
 @dataclass(slots=True)

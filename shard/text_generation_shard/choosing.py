@@ -8,7 +8,7 @@ import torch
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.columns import Watermark
-from text_generation_shard.grammar import ConstrainedRow, GrammarMasks, StepGrammars
+from text_generation_shard.masks import ConstrainedRow, GrammarMasks, StepGrammars
 from text_generation_shard.ragged import Choices
 from text_generation_shard.rows import RowTable
 from text_generation_shard.sampling import Choice, Sampler, Scores, TokenHistory, sample, top_tokens

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import torch
 from llguidance import LLMatcher, LLTokenizer
 
 # States that one search looks at, at most: what cannot be found so is given up.
@@ -240,6 +239,5 @@ def _is_allowed(mask: bytes, token: int) -> bool:
 
 
 def _allowed(mask: bytes) -> list[int]:
-    octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-    places = octets.nonzero()[:, 0].tolist()
-    return [place * 8 + bit for place in places for bit in range(8) if mask[place] >> bit & 1]
+    octets = ((place, octet) for place, octet in enumerate(mask) if octet)
+    return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]

@@ -8,7 +8,7 @@ from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.columns import SamplingTable
 from text_generation_shard.errors import BatchError
-from text_generation_shard.grammar import Constraint
+from text_generation_shard.guard import AnyConstraint
 
 
 class RowTable:
@@ -39,7 +39,7 @@ class RowTable:
         # Of the rows that want it, how many of the best tokens are told.
         self.top_n_tokens: dict[int, int] = {}
         # Of the rows whose output must follow a grammar.
-        self.constraints: dict[int, Constraint] = {}
+        self.constraints: dict[int, AnyConstraint] = {}
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, list[float]] = {}
         self._requests: list[RowRequest | None] = [None] * capacity

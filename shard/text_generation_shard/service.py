@@ -11,8 +11,9 @@ from text_generation_proto import pb, pb_grpc
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.columns import SamplingParams
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.constraint import Grammar
 from text_generation_shard.engine import Engine
-from text_generation_shard.grammar import Grammar, GrammarCompiler
+from text_generation_shard.grammar import GrammarCompiler
 from text_generation_shard.step import Advance, StepResult, WarmupLimits
 
 _T = TypeVar("_T")
@@ -126,10 +127,15 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     ) -> pb.CompileGrammarResponse:
         """Compile a grammar that requests will carry."""
         grammar = await self._grammars.compile(request.grammar)
-        return pb.CompileGrammarResponse(error=grammar.error, min_tokens=grammar.min_tokens)
+        return pb.CompileGrammarResponse(
+            error=grammar.error,
+            min_tokens=grammar.min_tokens,
+            retry_after_s=grammar.retry_after_s,
+        )
 
     async def _to_row_request(self, message: pb.Request) -> RowRequest:
-        # Compiled and remembered since CompileGrammar, unless many others came between.
+        # Compiled and remembered since CompileGrammar, unless many others came between; then it is
+        # tried again.
         grammar = await self._grammars.compile(message.grammar) if message.grammar else None
         return _to_row_request(message, grammar)
 

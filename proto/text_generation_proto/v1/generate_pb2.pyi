@@ -89,12 +89,14 @@ class CompileGrammarRequest(_message.Message):
     def __init__(self, grammar: _Optional[str] = ...) -> None: ...
 
 class CompileGrammarResponse(_message.Message):
-    __slots__ = ("error", "min_tokens")
+    __slots__ = ("error", "min_tokens", "retry_after_s")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     error: str
     min_tokens: int
-    def __init__(self, error: _Optional[str] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+    retry_after_s: int
+    def __init__(self, error: _Optional[str] = ..., min_tokens: _Optional[int] = ..., retry_after_s: _Optional[int] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty", "watermark", "logit_bias_ids", "logit_bias_values")

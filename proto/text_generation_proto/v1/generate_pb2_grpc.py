@@ -140,7 +140,8 @@ class TextGenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CompileGrammar(self, request, context):
-        """Compiles a grammar beside the device's work and keeps it for the requests that carry it.
+        """Compiles a grammar beside the device's work and keeps it for the requests that carry it; within
+        some seconds, whatever the grammar. A call that is cancelled ends what only it has waited for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,6 +14,7 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
     Advance,
     CachedBatch,
+    GrammarResult,
     LostStepError,
     StepResult,
 )
@@ -115,12 +116,12 @@ class ShardedClient:
         [response, *_] = await _all(decode(request) for decode in self._decodes)
         return translate.from_step(response)
 
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
         request = pb.CompileGrammarRequest(grammar=grammar)
         async with asyncio.timeout(timeout_s):
-            [response, *_] = await _all(stub.CompileGrammar(request) for stub in self._stubs)
-        return response.error, response.min_tokens
+            responses = await _all(stub.CompileGrammar(request) for stub in self._stubs)
+        return translate.from_compiled(responses)
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""

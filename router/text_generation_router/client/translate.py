@@ -7,7 +7,7 @@ from text_generation_proto import pb
 
 from text_generation_router.request import FinishReason, SamplingParams, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
+from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_NONE: None,
@@ -151,6 +151,12 @@ def from_step(response: pb.StepResponse) -> StepResult:
 def from_cached_batch(batch: pb.CachedBatch) -> CachedBatch:
     """A receipt for rows."""
     return CachedBatch(batch.id, tuple(batch.request_ids))
+
+
+def from_compiled(responses: Sequence[pb.CompileGrammarResponse]) -> GrammarResult:
+    """What all ranks say of a grammar: it can be used if every one of them can."""
+    refused = next((response for response in responses if response.error), responses[0])
+    return GrammarResult(refused.error, refused.min_tokens, refused.retry_after_s)
 
 
 def from_info(response: pb.InfoResponse) -> ShardInfo:

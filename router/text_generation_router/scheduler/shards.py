@@ -39,6 +39,19 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarResult:
+    """What the shards say about a grammar."""
+
+    # A sentence if it can not be used.
+    error: str = ""
+    # The fewest tokens it needs, if it can.
+    min_tokens: int = 0
+    # Not 0, with an error: nothing is known about it, since too many are being compiled; ask again
+    # after so many seconds.
+    retry_after_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The answer to one Prefill or Decode: parallel columns, one entry a request or a token.
 
@@ -140,11 +153,8 @@ class Shards(Protocol):
         """Frees all rows of a batch, or of all batches; an unknown id is no error."""
         ...
 
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
-        """Has a grammar in llguidance's form compiled, beside the steps; raises TimeoutError.
-
-        Returns a sentence if it can not be used (else ""), and the fewest tokens it needs.
-        """
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
+        """Has a grammar in llguidance's form compiled, beside the steps; raises TimeoutError."""
         ...
 
     async def health(self) -> None:

@@ -10,6 +10,7 @@ from text_generation_router.scheduler.pace import StepCosts
 from text_generation_router.scheduler.shards import (
     Advance,
     CachedBatch,
+    GrammarResult,
     LostStepError,
     Shards,
     StepResult,
@@ -74,7 +75,7 @@ class WatchedShards:
         """See `Shards.clear_cache`."""
         await self._watched(self._shards.clear_cache, batch_id)
 
-    async def compile_grammar(self, grammar: str, timeout_s: float) -> tuple[str, int]:
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`; its time is limited anyway."""
         return await self._shards.compile_grammar(grammar, timeout_s)
 

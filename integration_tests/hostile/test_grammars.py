@@ -1,0 +1,195 @@
+"""Grammars that take any time and memory to compile or to follow: they are refused in time, hurt
+nobody, and leave nothing behind."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import httpx
+import psutil
+
+from integration_tests.hostile.contained import contained, cpu_seconds, family_bytes
+from integration_tests.hostile.neighbours import neighbours
+from integration_tests.server import LauncherHandle, wait_until
+
+# Of a refusal, and of what else is asked for meanwhile.
+BUDGET_S, SMALL_S = 10.0, 2.0
+LEVEL_BYTES = 100 << 20
+
+
+def all_of(number: int, form: str = "a{}") -> dict[str, Any]:
+    """A schema of patterns that must hold at once."""
+    patterns = [{"type": "string", "pattern": form.format(n)} for n in range(number)]
+    return {"type": "json", "value": {"allOf": patterns}}
+
+
+def regex(text: str) -> dict[str, Any]:
+    return {"type": "regex", "value": text}
+
+
+async def ask(client: httpx.AsyncClient, grammar: dict[str, Any], **more: Any) -> httpx.Response:
+    parameters = {"grammar": grammar, "max_new_tokens": 60, **more}
+    return await client.post("/generate", json={"inputs": "x", "parameters": parameters})
+
+
+async def timed(answer: Awaitable[httpx.Response]) -> tuple[httpx.Response, float]:
+    began = time.monotonic()
+    return await answer, time.monotonic() - began
+
+
+def trials(handle: LauncherHandle) -> list[psutil.Process]:
+    """The processes of grammars."""
+    found = []
+    for process in handle.family():
+        try:
+            if "text_generation_shard.trial_server" in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue  # it has just ended
+    return found
+
+
+def assert_nothing_goes_on(handle: LauncherHandle, bytes_before: int, num_kept: int = 0) -> None:
+    """The family does nothing, has no process that compiles, and no more memory than before.
+
+    `num_kept`: grammars that passed are remembered, some of them in a process of their own.
+    """
+    wait_until(lambda: len(trials(handle)) <= 1 + num_kept, 5, "all trials have ended")
+    used = cpu_seconds(handle)
+    began = time.monotonic()
+    wait_until(lambda: time.monotonic() > began + 1, 5, "a second has passed")
+    assert cpu_seconds(handle) - used < 0.3
+    assert family_bytes(handle) < bytes_before + LEVEL_BYTES
+
+
+async def attack(handle: LauncherHandle, grammars: list[dict[str, Any]]) -> list[httpx.Response]:
+    """All at once; meanwhile small grammars, which must be answered, and at once."""
+    async with handle.async_client() as client:
+        hostile = [asyncio.create_task(timed(ask(client, grammar))) for grammar in grammars]
+        count = 0
+        while not all(task.done() for task in hostile):
+            # Never seen before.
+            answer, took_s = await timed(ask(client, regex(f"[0-9]{{2}}|x{time.monotonic_ns()}y")))
+            assert answer.status_code == 200, answer.text
+            assert took_s < SMALL_S
+            count += 1
+        assert count
+        answer, took_s = await timed(ask(client, regex("[0-9]{2}")))
+        assert answer.json()["generated_text"].isdecimal()
+    answers = [task.result() for task in hostile]
+    assert max(took_s for _, took_s in answers) < BUDGET_S
+    return [answer for answer, _ in answers]
+
+
+def assert_refused(answer: httpx.Response) -> None:
+    assert answer.status_code in (422, 429), answer.text
+    body = answer.json()
+    assert len(body["error"]) < 400
+    if answer.status_code == 422:
+        assert body["error_type"] == "validation" and "smaller" in body["error"]
+    else:
+        assert body["error_type"] == "overloaded" and "try again" in body["error"]
+
+
+def test_patterns_that_must_hold_at_once(hostile_server: LauncherHandle) -> None:
+    before = family_bytes(hostile_server)
+    with neighbours(hostile_server) as seen:
+        for grammars in (
+            [all_of(26)],
+            [all_of(200)],
+            [all_of(27), all_of(28)],
+            [all_of(30 + number) for number in range(8)],
+        ):
+            answers = asyncio.run(attack(hostile_server, grammars))
+            for answer in answers:
+                assert_refused(answer)
+            if len(grammars) < 3:
+                assert {answer.status_code for answer in answers} == {422}
+    seen.assert_unharmed()
+    assert_nothing_goes_on(hostile_server, before)
+
+
+def test_a_million(hostile_server: LauncherHandle) -> None:
+    before = family_bytes(hostile_server)
+    answers = asyncio.run(attack(hostile_server, [regex("a{1000000}"), regex("b{1000000}")]))
+    for answer in answers:
+        assert answer.status_code == 422
+        assert_refused(answer)
+    assert_nothing_goes_on(hostile_server, before)
+
+
+def test_what_blows_up_while_the_text_is_written(hostile_server: LauncherHandle) -> None:
+    """Compiled in no time, since the shortest text has no `b`."""
+    before = family_bytes(hostile_server)
+
+    def hidden(number: int) -> dict[str, Any]:
+        value = all_of(number, "^(z{{0,3}}|y.*a{}.*)$")["value"]
+        properties = {"a": {"type": "null"}, "b": value}
+        return {
+            "type": "json",
+            "value": {
+                "type": "object",
+                "properties": properties,
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        }
+
+    async def attack() -> list[httpx.Response]:
+        async with hostile_server.async_client() as client:
+            asked = [
+                ask(client, hidden(26 + n), do_sample=True, temperature=2.0, seed=n)
+                for n in range(6)
+            ]
+            return await asyncio.gather(*asked)
+
+    with neighbours(hostile_server) as seen:
+        answers = asyncio.run(attack())
+    seen.assert_unharmed()
+    failed = [answer for answer in answers if answer.status_code != 200]
+    assert failed, [answer.text for answer in answers]
+    for answer in failed:
+        assert answer.status_code == 424
+        assert "too complex to be followed" in answer.json()["error"]
+    hostile_server.assert_idle()
+    # Those that were not followed so far are remembered.
+    assert_nothing_goes_on(hostile_server, before, len(answers) - len(failed))
+
+
+async def test_who_leaves_ends_the_trial(hostile_server: LauncherHandle) -> None:
+    num_kept = len(trials(hostile_server))
+    async with hostile_server.async_client() as client:
+        asked = asyncio.create_task(ask(client, all_of(80)))
+        await asyncio.to_thread(
+            wait_until, lambda: len(trials(hostile_server)) > num_kept, 10, "it is being compiled"
+        )
+        asked.cancel()
+        await asyncio.to_thread(
+            wait_until, lambda: len(trials(hostile_server)) == num_kept, 1, "its trial has ended"
+        )
+
+
+def test_sigterm_while_grammars_are_compiled_and_nothing_of_them_in_the_log() -> None:
+    with contained(None) as handle:
+
+        async def leave_it_compiling() -> None:
+            async with handle.async_client() as client:
+                form = "secretpattern{}"
+                refused = await ask(client, regex("secretpattern("))
+                assert refused.status_code == 422
+                asked = [asyncio.create_task(ask(client, all_of(40 + n, form))) for n in range(2)]
+                await asyncio.to_thread(
+                    wait_until, lambda: len(trials(handle)) == 3, 10, "both are being compiled"
+                )
+                family = handle.family()
+                began = time.monotonic()
+                handle.process.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(handle.process.wait, 20)
+                assert time.monotonic() - began < 12
+                await asyncio.gather(*asked, return_exceptions=True)
+                assert not psutil.wait_procs(family, 5)[1]
+
+        asyncio.run(leave_it_compiling())
+        assert "secretpattern" not in handle.log

@@ -1,0 +1,246 @@
+"""Trials: what a hostile grammar costs, whom it delays, and that nothing of it is left."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from text_generation_shard.constraint import Constraint, sentence
+from text_generation_shard.grammar import Grammar, GrammarCompiler
+from text_generation_shard.guard import AnyConstraint, GuardedConstraint, GuardedGrammar, begin
+from text_generation_shard.masks import ConstrainedRow, GrammarMasks
+from tokenizers import Tokenizer
+
+from integration_tests.schemas import check, closed
+from shard.tests.test_grammar import EMBEDDED, schema_text
+
+VOCAB_SIZE = 4096
+
+
+def all_of(number: int, form: str = "a{}") -> str:
+    """A schema of patterns that must hold at once: 26 take more memory than there is."""
+    patterns = [{"type": "string", "pattern": form.format(n)} for n in range(number)]
+    return schema_text({"allOf": patterns})
+
+
+def hidden(number: int) -> str:
+    """A schema that is compiled in no time: its shortest text has no `b`. What may follow where the
+    value of `b` begins takes more memory than there is."""
+    patterns = [{"type": "string", "pattern": f"^(z{{0,3}}|y.*a{n}.*)$"} for n in range(number)]
+    properties = {"a": {"type": "null"}, "b": {"allOf": patterns}}
+    schema = {"type": "object", "properties": properties, "required": ["a"]}
+    return schema_text({**schema, "additionalProperties": False})
+
+
+def regex(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": f"start: /{text}/"}]})
+
+
+@pytest.fixture
+async def compiler() -> AsyncIterator[GrammarCompiler]:
+    compiler = GrammarCompiler(EMBEDDED, VOCAB_SIZE, [2, 0])
+    yield compiler
+    compiler.close()
+    assert not psutil.Process().children(recursive=True)
+
+
+def children() -> list[psutil.Process]:
+    """The processes of trials, those that have ended but are not waited for not counted."""
+    servers = psutil.Process().children()
+    found = [child for server in servers for child in server.children()]
+    return [child for child in found if child.is_running()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_too_large_is_refused_and_nothing_goes_on(compiler: GrammarCompiler) -> None:
+    own = psutil.Process().memory_info().rss
+    for text in (all_of(26), all_of(200), regex("a{1000000}")):
+        began = time.monotonic()
+        grammar = await compiler.compile(text)
+        assert grammar.error.endswith("smaller") and not grammar.retry_after_s
+        assert time.monotonic() - began < 10
+        await until(lambda: not children())
+    assert psutil.Process().memory_info().rss < own + (50 << 20)
+    # It is known now.
+    began = time.monotonic()
+    assert (await compiler.compile(all_of(26))).error
+    assert time.monotonic() - began < 0.1
+
+
+async def test_small_ones_do_not_wait_and_the_third_large_one_is_told_to_come_again(
+    compiler: GrammarCompiler,
+) -> None:
+    hostile = [asyncio.create_task(compiler.compile(all_of(30 + n))) for n in range(8)]
+    small = []
+    while not all(task.done() for task in hostile):
+        began = time.monotonic()
+        grammar = await compiler.compile(regex(f"[0-9]{{{len(small) + 2}}}"))
+        assert not grammar.error
+        small.append(time.monotonic() - began)
+        await asyncio.sleep(0.1)
+    assert len(small) > 2 and max(small) < 5, small
+    ended = [task.result() for task in hostile]
+    assert all(grammar.error for grammar in ended)
+    assert sum(not grammar.retry_after_s for grammar in ended) <= 4
+    await until(lambda: not children())
+
+
+async def test_one_trial_for_all_who_ask_and_none_for_nobody(compiler: GrammarCompiler) -> None:
+    asked = [asyncio.create_task(compiler.compile(all_of(60))) for _ in range(3)]
+    await until(lambda: len(children()) == 1)
+    child = children()[0]
+    for task in asked[:2]:
+        task.cancel()
+    await asyncio.wait(asked[:2])
+    await until(lambda: child.cpu_times().user > 0.1)
+    assert [child] == children(), "one still waits"
+    asked[2].cancel()
+    await until(lambda: not children())
+
+
+async def test_who_waits_is_told_when_the_server_dies_and_it_is_started_again(
+    compiler: GrammarCompiler,
+) -> None:
+    asked = asyncio.create_task(compiler.compile(all_of(40)))
+    await until(lambda: len(children()) == 1)
+    [server] = psutil.Process().children()
+    os.kill(server.pid, signal.SIGKILL)
+    assert (await asked).retry_after_s
+    assert not (await compiler.compile(regex("[0-9]{2}"))).error
+
+
+async def test_closing_ends_what_is_under_way() -> None:
+    compiler = GrammarCompiler(EMBEDDED, VOCAB_SIZE, [2, 0])
+    asked = [asyncio.create_task(compiler.compile(all_of(40 + n))) for n in range(2)]
+    await until(lambda: len(children()) == 2)
+    began = time.monotonic()
+    compiler.close()
+    assert time.monotonic() - began < 2
+    assert not psutil.Process().children(recursive=True)
+    for task in asked:
+        assert (await task).retry_after_s
+
+
+async def test_what_is_remembered_is_bounded_in_bytes(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("text_generation_shard.grammar._CACHED_BYTES", 30 << 20)
+    for number in range(8):
+        text = all_of(2, f"^z{number}[a-z]*y{{}}?$")
+        grammar = await compiler.compile(text)
+        assert isinstance(grammar, GuardedGrammar)
+    del grammar
+    gc.collect()
+    await until(lambda: len(children()) <= 5)
+    assert len(children()) >= 2
+
+
+async def test_a_model_without_a_usable_tokenizer(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, 300, [0])
+    grammar = await compiler.compile(regex("a"))
+    assert "grammars do not work with this model's tokenizer.json" in grammar.error
+    compiler.close()
+
+
+PERSON = closed(
+    name={"type": "string", "pattern": "^[a-z]{2,9}$"},
+    id={"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+)
+
+
+def masks_of(item: AnyConstraint, guesses: list[int]) -> list[list[int]]:
+    masks = GrammarMasks(VOCAB_SIZE, torch.device("cpu"))
+    step = masks.start([ConstrainedRow(item, 0, guesses)])
+    assert step is not None
+    logits = torch.zeros(len(guesses) + 1, VOCAB_SIZE)
+    step.restrict(logits)
+    return [torch.isfinite(row).nonzero()[:, 0].tolist() for row in logits]
+
+
+@pytest.mark.parametrize("max_new_tokens", [28, 60])
+async def test_a_guarded_grammar_does_what_one_here_does(
+    compiler: GrammarCompiler, max_new_tokens: int
+) -> None:
+    guarded = await compiler.compile(schema_text(PERSON))
+    here = compiler.compile_now(schema_text(PERSON))
+    assert isinstance(guarded, GuardedGrammar) and not here.error
+    assert guarded.min_tokens == here.min_tokens <= max_new_tokens
+    rows = [begin(grammar, (), max_new_tokens, 5) for grammar in (guarded, here)]
+    assert [type(row) for row in rows] == [GuardedConstraint, Constraint]
+    written: list[int] = []
+    seen: list[Any] = []
+    token = -1
+    while token not in here.eos_ids:
+        guess = [written[-1]] if written else []
+        assert len({tuple(row.allowed(guess)) for row in rows}) == 1
+        guess = list(rows[0].allowed(guess))
+        seen = [masks_of(row, guess) for row in rows]
+        assert seen[0] == seen[1]
+        token = seen[0][0][len(written) * 7 % len(seen[0][0])]
+        tokens = {row.settle(token) for row in rows}
+        assert len(tokens) == 1
+        token = tokens.pop()
+        written.append(token)
+        assert [row.failure for row in rows] == ["", ""]
+    assert rows[0].is_driven == rows[1].is_driven
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    check(tokenizer.decode(written), PERSON)
+    # A preempted one goes on where it was.
+    again = [begin(grammar, written[:4], max_new_tokens, 5) for grammar in (guarded, here)]
+    assert masks_of(again[0], []) == masks_of(again[1], [])
+
+
+async def test_what_blows_up_while_it_is_followed_fails_alone_and_soon(
+    compiler: GrammarCompiler,
+) -> None:
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    hostile = await compiler.compile(hidden(26))
+    assert isinstance(hostile, GuardedGrammar), hostile.error
+    other = await compiler.compile(schema_text(PERSON))
+    row, twin, innocent = (begin(grammar, (), 100, 0) for grammar in (hostile, hostile, other))
+    began = time.monotonic()
+    for token in tokenizer.encode('{"a":null,"b":"', add_special_tokens=False).ids:
+        row.settle(token)
+        masks_of(row, [])
+        if row.failure:
+            break
+    assert "too complex to be followed" in row.failure
+    assert time.monotonic() - began < 5
+    assert masks_of(innocent, []) and not innocent.failure
+    masks_of(twin, [])
+    assert twin.failure, "it followed the same grammar"
+    await until(lambda: len(children()) == 1)
+
+
+async def test_a_row_that_is_given_up_is_forgotten(compiler: GrammarCompiler) -> None:
+    guarded = await compiler.compile(schema_text(PERSON))
+    row: AnyConstraint = begin(guarded, (), 60, 0)
+    number = row.row if isinstance(row, GuardedConstraint) else 0
+    del row
+    gc.collect()
+    assert isinstance(guarded, GuardedGrammar) and guarded.guard is not None
+    assert list(guarded.guard._forgotten) == [number]
+    other = begin(guarded, (), 60, 0)
+    assert not other.failure and not guarded.guard._forgotten
+
+
+def test_an_error_shows_little_of_a_pattern() -> None:
+    shown = sentence("Unable to determine: " + "secret " * 500 + " is empty")
+    assert len(shown) < 220 and shown.startswith("Unable") and shown.endswith("is empty")
+
+
+def test_a_grammar_that_fails_is_no_grammar() -> None:
+    assert begin(Grammar("reason"), (), 5, 0).failure == "reason"
