@@ -67,7 +67,14 @@ class LauncherHandle:
     test leaves behind; `stop` asserts an orderly end.
     """
 
-    def __init__(self, model: Path | None, *flags: str, **environment: str) -> None:
+    def __init__(
+        self,
+        model: Path | None,
+        *flags: str,
+        in_child: Callable[[], object] = bool,
+        **environment: str,
+    ) -> None:
+        """`in_child` runs in the new process before it becomes the launcher."""
         # Not under pytest's tmp_path: a unix socket path has at most 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="pytgi-")
         self.uds_path = Path(self._folder.name) / "shard"
@@ -91,7 +98,7 @@ class LauncherHandle:
                 env=clean_environment() | environment,
                 cwd=self._folder.name,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=lambda: (_end_with_parent(), in_child()),
             )
 
     @property

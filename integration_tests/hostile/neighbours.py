@@ -1,0 +1,157 @@
+"""Honest clients beside an attack, in a process of their own, and what they notice of it.
+
+Run as a program it is that process: it says `ready` once it has seen how the server is without the
+attack, goes on until its standard input ends, and prints what it has seen as JSON.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from integration_tests.server import LauncherHandle
+
+STREAMS = 8
+BASELINE_S = 2.0
+# What the issue allows.
+MORE_GAP_S = 0.5
+HEALTH_S = 0.3
+SMALL_REQUEST_S = 2.0
+_TIMEOUT_S = 60.0
+_PROMPT = "What does textwrap.dedent do? "
+
+
+@dataclass
+class Seen:
+    """The longest times in seconds, before the attack and during it, and what failed."""
+
+    gap_before: float = 0.0
+    gap: float = 0.0
+    health: float = 0.0
+    small_request: float = 0.0
+    num_tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def assert_unharmed(self) -> None:
+        """Fails unless the honest clients were served as if there were no attack."""
+        assert not self.failures, self.failures[:5]
+        assert self.num_tokens > 0, self
+        assert self.gap <= self.gap_before + MORE_GAP_S, self
+        assert self.health <= HEALTH_S, self
+        assert self.small_request <= SMALL_REQUEST_S, self
+
+
+@contextmanager
+def neighbours(handle: LauncherHandle, key: str = "") -> Iterator[Seen]:
+    """While the block runs, `STREAMS` streams, /health and a small request go on again and again;
+    behind it the yielded `Seen` is filled."""
+    seen = Seen()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "integration_tests.hostile.neighbours", handle.url, key],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n", "the honest clients are not served"
+        yield seen
+        process.stdin.close()
+        for name, value in json.loads(process.stdout.readline()).items():
+            setattr(seen, name, value)
+        assert process.wait(_TIMEOUT_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+class Neighbours:
+    """Owns the honest clients and what they have seen so far."""
+
+    def __init__(self, url: str, key: str) -> None:
+        parts = urlsplit(url)
+        assert parts.hostname is not None and parts.port is not None
+        self._host, self._port = parts.hostname, parts.port
+        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+        self._stopped = asyncio.Event()
+        self.seen = Seen()
+
+    async def run(self) -> None:
+        """Until standard input ends."""
+        clients = [self._again(self._stream, 0.0) for _ in range(STREAMS)]
+        clients += [self._again(self._health, 0.05), self._again(self._small_request, 0.2)]
+        tasks = [asyncio.create_task(client) for client in clients]
+        await asyncio.sleep(BASELINE_S)
+        self.seen = Seen(gap_before=self.seen.gap, failures=self.seen.failures)
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        self._stopped.set()
+        await asyncio.gather(*tasks)
+        print(json.dumps(asdict(self.seen)), flush=True)
+
+    async def _again(self, client: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        while not self._stopped.is_set():
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await client()
+            except (OSError, EOFError, TimeoutError, AssertionError) as error:
+                name = getattr(client, "__name__", "client")
+                self.seen.failures.append(f"{name}: {type(error).__name__}: {error}"[:300])
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(pause_s)
+
+    async def _stream(self) -> None:
+        last: float | None = None
+        async for data in self._ask("/generate_stream", _PROMPT, 400):
+            now = time.monotonic()
+            if last is not None:
+                self.seen.gap = max(self.seen.gap, now - last)
+            last = now
+            assert b'"error"' not in data, data
+            self.seen.num_tokens += data.count(b"data:")
+            if self._stopped.is_set():
+                return
+
+    async def _small_request(self) -> None:
+        began = time.monotonic()
+        async for _ in self._ask("/generate", _PROMPT * 16, 8):
+            continue
+        self.seen.small_request = max(self.seen.small_request, time.monotonic() - began)
+
+    async def _health(self) -> None:
+        began = time.monotonic()
+        async for _ in self._exchange("GET /health HTTP/1.1", b""):
+            continue
+        self.seen.health = max(self.seen.health, time.monotonic() - began)
+
+    def _ask(self, path: str, inputs: str, num_tokens: int) -> AsyncIterator[bytes]:
+        parameters = {"max_new_tokens": num_tokens, "ignore_eos_token": True}
+        body = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+        return self._exchange(f"POST {path} HTTP/1.1", body)
+
+    async def _exchange(self, line: str, body: bytes) -> AsyncIterator[bytes]:
+        """The pieces of the answer's body as they come; asserts its status."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            head = f"{line}\r\nHost: test\r\nConnection: close\r\n{self._key}"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert b" 200 " in answer.partition(b"\r\n")[0], answer
+            while data := await reader.read(65536):
+                yield data
+        finally:
+            writer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(Neighbours(*sys.argv[1:]).run())
