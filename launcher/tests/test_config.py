@@ -46,7 +46,7 @@ def test_the_commands_of_a_hub_model():
     assert arguments(config.shards[0].argv) == [
         "serve",
         "{model_path}",
-        "--uds-path=/tmp/text-generation-server",
+        "--uds-path={shard_uds_path}",
         "--rank=0",
         "--world-size=1",
         "--logger-level",
@@ -54,7 +54,7 @@ def test_the_commands_of_a_hub_model():
         "--json-output",
     ]
     assert list(config.router.argv[-11:]) == [
-        "--master-shard-uds-path=/tmp/text-generation-server-0",
+        "--master-shard-uds-path={shard_uds_path}-0",
         "--tokenizer-name={model_path}",
         "--model-id=a/b",
         "--revision=v1",

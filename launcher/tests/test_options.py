@@ -69,7 +69,6 @@ def test_every_option_does_something():
 
 def test_defaults_are_those_of_the_launcher_alone():
     assert dict(read_options([], {})) == {
-        "shard-uds-path": ("/tmp/text-generation-server",),
         "waiting-served-ratio": ("0.3",),
         "hostname": ("0.0.0.0",),
         "port": ("3000",),
@@ -261,13 +260,8 @@ def test_the_first_word_is_the_mode(argv, mode, rest):
 
 
 def test_shards_and_batches_have_no_defaults_of_the_router_and_the_http_side():
-    assert dict(read_options([], {}, Mode.SHARDS)) == {
-        "shard-uds-path": ("/tmp/text-generation-server",)
-    }
-    assert dict(read_options([], {}, Mode.BATCH)) == {
-        "shard-uds-path": ("/tmp/text-generation-server",),
-        "waiting-served-ratio": ("0.3",),
-    }
+    assert dict(read_options([], {}, Mode.SHARDS)) == {}
+    assert dict(read_options([], {}, Mode.BATCH)) == {"waiting-served-ratio": ("0.3",)}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ EMBEDDED_MODEL_ID = "pytgi/embedded"
 EMBEDDED_MODEL_PATH = Path(__file__).parent / "embedded_model"
 MODEL_PATH = "{model_path}"
 """Stands in a command for the model's directory, which the download step finds out."""
-
+SOCKETS = "{shard_uds_path}"
+"""Stands in a command for the prefix of the shards' sockets, where nobody has chosen one."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
 _SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -34,8 +35,13 @@ class LauncherConfig:
     mode: Mode = Mode.SERVE
     model_id: str = EMBEDDED_MODEL_ID
     """The name that was asked for."""
-    shard_uds_path: str = "/tmp/text-generation-server"
-    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready."""
+    shard_uds_path: str | None = None
+    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready. None: it is
+    `text-generation-server` in a private folder of this launcher's own."""
+    runtime_folder: Path | None = None
+    """Of this user's session, where there is one: the first choice for that folder."""
+    temporary_folders: tuple[Path, ...] = (Path("/tmp"),)
+    """The other ones, in order."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     prometheus_port: int | None = None
@@ -79,8 +85,10 @@ def create_config(
     model_id = _model_id(values)
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
-    prefix = values["shard-uds-path"][0]
+    given = values.get("shard-uds-path")
+    prefix = given[0] if given else SOCKETS
     served_id = model_id or EMBEDDED_MODEL_ID
+    temporary = (environment.get("TMPDIR"), "/tmp", "/var/tmp")
     config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
@@ -88,7 +96,9 @@ def create_config(
         router=_with_router(mode, values, served_id, prefix, inherited, logging),
         mode=mode,
         model_id=served_id,
-        shard_uds_path=prefix,
+        shard_uds_path=given[0] if given else None,
+        runtime_folder=Path(runtime) if (runtime := environment.get("XDG_RUNTIME_DIR")) else None,
+        temporary_folders=tuple(Path(folder) for folder in temporary if folder),
     )
     return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
 

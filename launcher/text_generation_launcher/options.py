@@ -181,8 +181,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "shard-uds-path",
-        "prefix of the shards' unix sockets, -<rank> is appended",
-        default="/tmp/text-generation-server",
+        "prefix of the shards' unix sockets, -<rank> is appended; by default they are in a new "
+        "folder that only this user can enter, in XDG_RUNTIME_DIR or TMPDIR",
     ),
     Option("cuda-memory-fraction", "of the card's memory", number(0, maximum=1), SHARD),
     refused("cuda-graphs", "CUDA graphs", "start without it or with 0", plain=("0",)),

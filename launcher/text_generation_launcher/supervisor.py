@@ -17,10 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from text_generation_launcher.address import AddressError, SocketClaim, claim_port
-from text_generation_launcher.config import MODEL_PATH, LauncherConfig
+from text_generation_launcher.address import (
+    SOCKET_NAME,
+    AddressError,
+    SocketClaim,
+    claim_port,
+    private_folder,
+)
+from text_generation_launcher.config import MODEL_PATH, SOCKETS, LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import Mode
+from text_generation_launcher.private_folder import PrivateFolder
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -64,6 +71,7 @@ class Supervisor:
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
         self._claim: SocketClaim | None = None
+        self._folder: PrivateFolder | None = None
         self._ports: list[socket.socket] = []
         self._is_ready = False
         # nohup asks for a server that outlives its terminal
@@ -82,6 +90,8 @@ class Supervisor:
                 port.close()
             if self._claim:
                 self._claim.close()
+            if self._folder:
+                self._folder.close()
 
     def _run(self) -> int:
         try:
@@ -118,7 +128,14 @@ class Supervisor:
         if config.prometheus_port is not None:
             flag = "--prometheus-port"
             self._ports.append(claim_port(config.hostname, config.prometheus_port, flag))
-        self._claim = SocketClaim(config.shard_uds_path, len(config.shards))
+        self._claim = self._claim_sockets()
+
+    def _claim_sockets(self) -> SocketClaim:
+        config = self._config
+        if config.shard_uds_path is not None:
+            return SocketClaim(config.shard_uds_path, len(config.shards))
+        self._folder = private_folder(config.runtime_folder, config.temporary_folders)
+        return SocketClaim(str(self._folder.path / SOCKET_NAME), len(config.shards))
 
     def _find_model(self) -> Path:
         """The model's directory; for a hub model this is where it is downloaded."""
@@ -151,8 +168,9 @@ class Supervisor:
             self._wait_for(shard, Path(socket_path).exists)
 
     def _announce_shards(self, model_path: Path) -> None:
+        assert self._claim is not None
         self._is_ready = True
-        socket_path = f"{self._config.shard_uds_path}-0"
+        socket_path = self._claim.paths[0]
         elapsed_s = time.monotonic() - self._started_at
         self._log.info(
             f"Ready on unix:{socket_path} after {elapsed_s:.1f} s - try: "
@@ -191,7 +209,11 @@ class Supervisor:
         self._wait_for(self._router, self._is_healthy)
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
-        argv = tuple(part.replace(MODEL_PATH, str(model_path)) for part in command.argv)
+        assert self._claim is not None
+        known = {MODEL_PATH: str(model_path), SOCKETS: self._claim.prefix}
+        argv = command.argv
+        for name, value in known.items():
+            argv = tuple(part.replace(name, value) for part in argv)
         self._log.debug(f"starting {command.name}: {argv[:3]}")
         return ManagedProcess(replace(command, argv=argv), self._log.write)
 

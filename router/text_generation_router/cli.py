@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -36,11 +36,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options["tokenizer_name"] is None:
         parser.error("--tokenizer-name is required: the directory with the model's tokenizer.json")
     options["api_key"] = options["api_key"] or keys_from(os.environ)
-    configure_logs(options["logger_level"], options["json_output"])
+    log = configure_logs(options["logger_level"], options["json_output"])
     try:
         config = RouterConfig(**options)
         calm_garbage_collector()
-        code = uvloop.run(serve(config))
+        code = uvloop.run(serve(config, lambda: log.num_dropped))
     except KeyboardInterrupt:
         logger.info("Interrupted before the server was up")
     except (StartError, ValueError) as error:
@@ -83,7 +83,7 @@ def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:
     return () if given is None else tuple(given.splitlines() or [""])
 
 
-async def serve(config: RouterConfig) -> int:
+async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int) -> int:
     """Takes the port, starts everything behind it, listens, and ends in order on SIGTERM.
 
     Returns the exit code: 0 after one signal, 1 if a second one cut requests off or the shards were
@@ -94,6 +94,7 @@ async def serve(config: RouterConfig) -> int:
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         services = await stack.enter_async_context(start(config))
+        services.metrics.log_lines_dropped.read = num_lines_dropped
         front = Front(create_app(config, services), create_refusal(config))
         patience_s = config.graceful_termination_timeout
         server = Server(server_config(front), front, services, patience_s)

@@ -6,7 +6,7 @@ prometheus_client counts only what it knows of the process: to counters it appen
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -86,6 +86,19 @@ class Counter(_Metric):
     def _samples(self) -> Iterator[str]:
         for label_value, total in self._totals.items():
             yield self._sample(total, label_value)
+
+
+class Reading(_Metric):
+    """A number that only grows and is counted elsewhere: `read` says it when it is asked for."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description)
+        self.read: Callable[[], int] = int
+
+    def _samples(self) -> Iterator[str]:
+        yield self._sample(self.read(), "")
 
 
 class Gauge(_Metric):
@@ -312,6 +325,9 @@ class Metrics:
         )
         self.prefix_cache_hit_tokens = Counter(
             "tgi_prefix_cache_hit_tokens", "Prompt tokens that had been computed for others"
+        )
+        self.log_lines_dropped = Reading(
+            "tgi_log_lines_dropped", "Log lines that nobody read in time"
         )
 
     def render(self) -> bytes:

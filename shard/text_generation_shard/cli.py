@@ -11,6 +11,7 @@ from pathlib import Path
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_compute_threads
+from text_generation_shard.output import Output
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,11 @@ _SPIN_COUNT = "10000"
 def main(argv: list[str] | None = None) -> int:
     """Run the command; what the user can mend is one ERROR line and exit code 1."""
     arguments = build_parser().parse_args(argv)
-    logs.set_up(arguments.logger_level, arguments.json_output)
+    output = logs.set_up(arguments.logger_level, arguments.json_output)
     try:
         if arguments.command == "serve":
             return _serve(arguments)
-        return _download(arguments)
+        return _download(arguments, output)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
@@ -81,11 +82,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     return serve(ShardConfig(**{name: getattr(arguments, name) for name in names}))
 
 
-def _download(arguments: argparse.Namespace) -> int:
+def _download(arguments: argparse.Namespace, output: Output) -> int:
     from text_generation_shard.download import resolve_model
 
     path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
-    print(json.dumps({"model_path": str(path)}), flush=True)
+    output.write(json.dumps({"model_path": str(path)}), is_needed=True)
+    output.flush(None)  # who asked may be stopped, and goes on with it later
     return 0
 
 
