@@ -45,6 +45,7 @@ FAMILIES = {
     "tgi_prefix_cache_blocks": "gauge",
     "tgi_prefix_cache_queried_tokens": "counter",
     "tgi_prefix_cache_hit_tokens": "counter",
+    "tgi_connections_refused": "counter",
 }
 
 
