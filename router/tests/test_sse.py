@@ -54,7 +54,7 @@ async def test_begun_raises_what_fails_before_the_first_chunk() -> None:
     ("error", "sentence", "error_type"),
     [
         (ValidationError("no"), "Input validation error: no", "validation"),
-        (OverloadedError(), "Model is overloaded", "overloaded"),
+        (OverloadedError(3), "Model is overloaded", "overloaded"),
         (GenerationError("oh"), "Request failed during generation: oh", "generation"),
         (
             IncompleteGenerationError(),

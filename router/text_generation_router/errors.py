@@ -15,7 +15,12 @@
 Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "JSON error shape").
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+# What nobody here can know: when shards that do not answer, or another server, will.
+UNHEALTHY_RETRY_S = 5
+SHUTDOWN_RETRY_S = 5
 
 
 class RouterError(Exception):
@@ -25,6 +30,16 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "internal"
     # The `err` label of tgi_request_failure.
     metric_label: ClassVar[str] = "generation"
+    retry_after_s: int | None = None
+    """When the same request may be sent again; None where that does not help. Every 429 and 503 has
+    it, and is found out before an answer begins."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers that tell it, whatever form the body has."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, self.retry_after_s))}
 
     @property
     def message(self) -> str:
@@ -97,8 +112,9 @@ class OverloadedError(RouterError):
     error_type = "overloaded"
     metric_label = "overloaded"
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after_s: int) -> None:
         super().__init__("Model is overloaded")
+        self.retry_after_s = retry_after_s
 
 
 class GenerationError(RouterError):
@@ -130,6 +146,7 @@ class UnhealthyError(RouterError):
     status_code = 503
     error_type = "healthcheck"
     metric_label = "generation"
+    retry_after_s = UNHEALTHY_RETRY_S
 
     def __init__(self) -> None:
         super().__init__("unhealthy")
@@ -140,6 +157,7 @@ class ShuttingDownError(RouterError):
 
     status_code = 503
     error_type = "shutting_down"
+    retry_after_s = SHUTDOWN_RETRY_S
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request to another")
