@@ -46,6 +46,11 @@ class RouterError(Exception):
         """The sentence in the body's `error` field."""
         return str(self)
 
+    @property
+    def log_message(self) -> str:
+        """The sentence for the log, which has no text that a user wrote."""
+        return self.message
+
 
 class ValidationError(RouterError):
     """The request asks for something that cannot be done; says what and what is allowed."""
@@ -66,6 +71,10 @@ class ContextLengthError(ValidationError):
 class GrammarError(ValidationError):
     """The grammar is wrong, too large, or not enabled."""
 
+    @property
+    def log_message(self) -> str:
+        return "Input validation error: the grammar can not be used"
+
 
 class AdapterNotFoundError(RouterError):
     """The request names an adapter that is not served; the base model never answers instead."""
@@ -80,6 +89,10 @@ class AdapterNotFoundError(RouterError):
             "remove `adapter_id`"
         )
 
+    @property
+    def log_message(self) -> str:
+        return "`adapter_id` names an adapter that is not served"
+
 
 class TemplateError(RouterError):
     """The chat template is missing or broken, or refuses these messages."""
@@ -92,6 +105,10 @@ class TemplateError(RouterError):
     def message(self) -> str:
         return f"Template error: {self}"
 
+    @property
+    def log_message(self) -> str:
+        return "Template error: the chat template refuses the messages, or is broken"
+
 
 class ToolError(RouterError):
     """The tools of a chat can not be used as they were given."""
@@ -103,6 +120,10 @@ class ToolError(RouterError):
     @property
     def message(self) -> str:
         return f"Tool error: {self}"
+
+    @property
+    def log_message(self) -> str:
+        return "Tool error: the tools can not be used as they were given"
 
 
 class OverloadedError(RouterError):
@@ -118,14 +139,30 @@ class OverloadedError(RouterError):
 
 
 class GenerationError(RouterError):
-    """A shard failed while it computed this request."""
+    """A shard failed while it computed this request.
+
+    `str` of it has the detail: paths and exceptions, for whoever runs the server. Clients are not
+    told.
+    """
 
     status_code = 424
     error_type = "generation"
     metric_label = "generation"
 
+    def __init__(self, sentence: str, detail: str = "") -> None:
+        super().__init__(sentence, detail)
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
+
     @property
     def message(self) -> str:
+        sentence, detail = self.args
+        behind = "; the server's log says why" if detail else ""
+        return f"Request failed during generation: {sentence}{behind}"
+
+    @property
+    def log_message(self) -> str:
         return f"Request failed during generation: {self}"
 
 

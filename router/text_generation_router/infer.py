@@ -314,4 +314,4 @@ def _sequences(request: Request, num: int) -> list[Request]:
 
 def _log_failure(error: RouterError) -> None:
     is_ours = isinstance(error, GenerationError | IncompleteGenerationError)
-    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.message)
+    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.log_message)
