@@ -25,6 +25,7 @@ from text_generation_router.request import (
     TokenOutput,
 )
 from text_generation_router.scheduler.batcher import Batcher
+from text_generation_router.scheduler.endings import EndingRate
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import (
     GenerateParameters,
@@ -157,7 +158,8 @@ class Infer:
         self._batcher = batcher
         self._validation = validation
         self._metrics = metrics
-        self._free_permits = max_concurrent_requests
+        self._max_permits = self._free_permits = max_concurrent_requests
+        self._rate = EndingRate()
 
     @property
     def free_permits(self) -> int:
@@ -252,13 +254,17 @@ class Infer:
 
     @contextmanager
     def _permits(self, num: int) -> Iterator[None]:
+        now = time.perf_counter()
         if self._free_permits < num:
-            raise OverloadedError
+            raise OverloadedError(self._rate.retry_after_s(now, num - self._free_permits))
+        if self._free_permits == self._max_permits:
+            self._rate.begin(now)
         self._free_permits -= num
         try:
             yield
         finally:
             self._free_permits += num
+            self._rate.end(time.perf_counter(), num)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
@@ -308,4 +314,4 @@ def _sequences(request: Request, num: int) -> list[Request]:
 
 def _log_failure(error: RouterError) -> None:
     is_ours = isinstance(error, GenerationError | IncompleteGenerationError)
-    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.message)
+    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.log_message)

@@ -9,7 +9,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.messages_errors import ERRORS, error_event
 from text_generation_router.api.messages_events import MessageRun
 from text_generation_router.api.messages_input import conversation_of
@@ -21,7 +25,7 @@ from text_generation_router.api.messages_schemas import (
     TokenCountBody,
 )
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.sse import EventStream, begun, named_events
+from text_generation_router.api.sse import named_events
 from text_generation_router.errors import RouterError
 
 logger = logging.getLogger(__name__)
@@ -52,10 +56,7 @@ async def messages(
     run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type}
     if body.stream:
-        chunks = await unless_disconnected(request, begun(_encoded(run)))
-        if chunks is None:
-            return Response(status_code=499)
-        return EventStream(chunks, headers, keep_alive=_PING)
+        return await open_stream(request, _encoded(run), headers, keep_alive=_PING)
     whole = await unless_disconnected(request, _whole(run))
     if whole is None:
         return Response(status_code=499)

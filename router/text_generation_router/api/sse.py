@@ -21,7 +21,7 @@ COMMENT = b":\n\n"
 
 
 class EventStream(EventSourceResponse):
-    """Sends chunks of ready events; each chunk is one write.
+    """Sends `first`, if there is any, and chunks of ready events; each chunk is one write.
 
     Closes `events` when the client leaves; one that stops reading is cut off by its `Connection`.
     A running stream outlives SIGTERM.
@@ -36,6 +36,7 @@ class EventStream(EventSourceResponse):
         events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
         keep_alive: bytes = COMMENT,
+        first: bytes = b"",
     ) -> None:
         # The type is given here, because starlette would add a charset, which TGI does not send.
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
@@ -43,6 +44,7 @@ class EventStream(EventSourceResponse):
         del self.headers["connection"]
         self._events = events
         self._keep_alive = keep_alive
+        self._first = first
         # Whether a write is under way, and when it or the last one began, in the loop's time.
         self._is_writing = False
         self._last_write = 0.0
@@ -75,6 +77,10 @@ class EventStream(EventSourceResponse):
 
     async def _write_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
+        if self._first:
+            self._is_writing = True
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            self._is_writing = False
         async for chunk in self._events:
             self._last_write = clock()
             self._is_writing = True
@@ -121,20 +127,6 @@ def event(payload: Mapping[str, Any]) -> bytes:
 def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
     """Events that say their `type` before their data as well, as newer APIs have them."""
     return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
-
-
-async def begun(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same chunks, of which the first is there already: what fails before it is raised here,
-    where it can still become a status."""
-    first = await anext(chunks)
-
-    async def all_of_them() -> AsyncGenerator[bytes]:
-        async with aclosing(chunks):
-            yield first
-            async for chunk in chunks:
-                yield chunk
-
-    return all_of_them()
 
 
 def error_event(error: RouterError) -> bytes:

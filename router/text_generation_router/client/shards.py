@@ -217,5 +217,10 @@ def _generation_error(error: BaseException, is_lost: bool) -> BaseException:
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return LostStepError(f"Could not connect to Text Generation server: {error.details()}")
-    return (LostStepError if is_lost else GenerationError)(f"Server error: {error.details()}")
+        return LostStepError("Could not connect to Text Generation server", _detail(error))
+    return (LostStepError if is_lost else GenerationError)("Server error", _detail(error))
+
+
+def _detail(error: grpc.aio.AioRpcError) -> str:
+    """What gRPC or the shard says, which may name sockets and files."""
+    return error.details() or error.code().name

@@ -10,7 +10,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.openai.answers import (
     Completion,
     CompletionChunk,
@@ -32,8 +36,8 @@ from text_generation_router.api.openai.stream import (
     envelope,
     generated_tokens,
     merged,
-    open_stream,
     usage,
+    with_error_event,
 )
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
@@ -72,7 +76,8 @@ async def completions(
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
         }
-        return await open_stream(request, _stream(body, prompts, services), headers)
+        chunks = with_error_event(_stream(body, prompts, services), request.url.path)
+        return await open_stream(request, chunks, headers)
     work = (services.infer.generate_many(prompt.asked, body.num_candidates) for prompt in prompts)
     results = await unless_disconnected(request, _all(list(work)))
     if results is None:

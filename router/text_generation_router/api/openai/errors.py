@@ -118,7 +118,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     status, detail = describe(error, request.url.path, request.method)
-    headers = error.headers if isinstance(error, HTTPException) else None
+    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     return JSONResponse({"error": detail}, status, headers=headers)
 
 
