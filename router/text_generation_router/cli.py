@@ -18,6 +18,7 @@ import uvloop
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.config import RouterConfig, flag, flags
 from text_generation_router.front import Front
+from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
 from text_generation_router.server import Server, bind, server_config
 from text_generation_router.services import StartError, start
@@ -89,12 +90,13 @@ async def serve(config: RouterConfig) -> int:
     Returns the exit code: 0 after one signal, 1 if a second one cut requests off or the shards were
     given up.
     """
+    keys = Keys.of(config)  # before a model is waited for
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         services = await stack.enter_async_context(start(config))
-        front = Front(create_app(config, services), create_refusal(config))
+        front = Front(create_app(config, services, keys), create_refusal(config))
         patience_s = config.graceful_termination_timeout
         server = Server(server_config(front), front, services, patience_s)
         # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
