@@ -111,9 +111,13 @@ def _http(values: Values, model_id: str) -> dict[str, Any]:
         "port": int(values["port"][0]),
         "prometheus_port": int(prometheus_port[0]) if prometheus_port else None,
         "example_request": _example_request(is_embedded=not model_id),
-        "has_api_key": "api-key" in values,
+        "has_api_key": _has_api_key(values),
         "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
     }
+
+
+def _has_api_key(values: Values) -> bool:
+    return "api-key" in values or "api-key-file" in values
 
 
 def _check_files(values: Values) -> None:
@@ -188,6 +192,11 @@ def _check_limits(values: Values) -> None:
             f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
             "already, start without --prometheus-port or choose another"
         )
+    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
+        if name in values and not _has_api_key(values):
+            raise InvalidOptions(
+                f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
+            )
 
 
 def _model_id(values: Values) -> str:

@@ -67,6 +67,8 @@ class Option:
     secret: bool = False
     """Never printed, and handed to a child by its environment, since command lines are for all to
     see; and empty is an error, so that a lost secret can't open the server."""
+    guards: bool = False
+    """No secret, but empty is an error for the same reason."""
     has_environment: bool = True
     environment_applies: Callable[[str], bool] = always
     refusal: str = ""
@@ -269,6 +271,35 @@ OPTIONS: tuple[Option, ...] = (
         to=ROUTER,
         repeat=True,
         secret=True,
+        modes=HTTP,
+    ),
+    Option(
+        "api-key-file",
+        "more of them, one a line; it is read again when it changes",
+        to=ROUTER,
+        guards=True,
+        modes=HTTP,
+    ),
+    Option(
+        "max-concurrent-requests-per-key",
+        "more of one API key are answered with 429",
+        whole(1),
+        ROUTER,
+        modes=HTTP,
+    ),
+    Option(
+        "max-tokens-per-minute-per-key",
+        "prompt and generated tokens of one API key, more are answered with 429",
+        whole(1),
+        ROUTER,
+        modes=HTTP,
+    ),
+    Option(
+        "public-docs",
+        "show /docs and the OpenAPI file without an API key",
+        true_or_false,
+        ROUTER,
+        switch=True,
         modes=HTTP,
     ),
     Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True, modes=HTTP),

@@ -65,6 +65,13 @@ def test_every_field_says_what_it_is() -> None:
         ({"port": 65536}, "`--port` must be <= 65535. Given: 65536"),
         ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
         ({"api_key": ("a", "")}, "`--api-key` must not be empty"),
+        ({"api_key_file": ""}, "`--api-key-file` must not be empty"),
+        (
+            {"max_concurrent_requests_per_key": 1},
+            "`--max-concurrent-requests-per-key` needs keys: add `--api-key` or `--api-key-file`",
+        ),
+        ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
+        ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be >= 1"),
         ({"aip_health_route": "h"}, "`--aip-health-route` must be a path like /predict. Given: h"),
         (
             {"aip_health_route": "/a", "aip_predict_route": "/a"},
@@ -159,6 +166,20 @@ def test_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
     assert error_line(capfd).startswith(
         f"Can not listen on 127.0.0.1 port {port}: Address already in use; choose another"
     )
+
+
+def test_a_key_file_is_read_before_a_model_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    fail("--api-key-file", str(file))
+    assert error_line(capfd) == (
+        f"--api-key-file {file} can not be read: No such file or directory; give a file with a "
+        "key a line"
+    )
+    file.write_text("# none\n")
+    fail("--api-key-file", str(file))
+    assert error_line(capfd).startswith(f"--api-key-file {file} holds no key: write one a line")
 
 
 def test_unknown_host(capfd: pytest.CaptureFixture[str]) -> None:

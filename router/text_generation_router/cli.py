@@ -19,6 +19,7 @@ from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig, flag, flags
 from text_generation_router.front import Front
+from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
 from text_generation_router.server import Server, bind, server_config
 from text_generation_router.services import StartError, start
@@ -91,13 +92,14 @@ async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int
     given up.
     """
     certificate = Certificate.of(config)
+    keys = Keys.of(config)  # before a model is waited for
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         services = await stack.enter_async_context(start(config))
         services.metrics.log_lines_dropped.read = num_lines_dropped
-        front = Front(create_app(config, services), create_refusal(config))
+        front = Front(create_app(config, services, keys), create_refusal(config))
         patience_s = config.graceful_termination_timeout
         settings = server_config(front, services, certificate=certificate)
         server = Server(settings, front, services, patience_s, certificate)

@@ -7,6 +7,7 @@
     ├── TemplateError              422 template_error
     ├── ToolError                  422 tool_error
     ├── OverloadedError            429 overloaded
+    ├── KeyLimitError              429 overloaded
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
     ├── UnhealthyError             503 healthcheck
@@ -136,6 +137,20 @@ class OverloadedError(RouterError):
     def __init__(self, retry_after_s: int) -> None:
         super().__init__("Model is overloaded")
         self.retry_after_s = retry_after_s
+
+
+class KeyLimitError(RouterError):
+    """An API key has used what each may; `reason` is the limit's name in the metrics."""
+
+    status_code = 429
+    error_type = "overloaded"
+    metric_label = "overloaded"
+
+    def __init__(self, sentence: str, reason: str, retry_after_s: int) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        """When the same request would be let in, if the key is not used meanwhile."""
 
 
 class GenerationError(RouterError):

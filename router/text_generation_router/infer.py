@@ -1,6 +1,7 @@
 """What one user asked for, from its permits to its endings."""
 
 import asyncio
+import copy
 import logging
 import math
 import time
@@ -8,13 +9,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from text_generation_router.callers import ANYBODY, Allowance, Caller
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
-    OverloadedError,
+    KeyLimitError,
     RouterError,
 )
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import Permits
 from text_generation_router.request import (
     GeneratedText,
     Output,
@@ -25,7 +28,6 @@ from text_generation_router.request import (
     TokenOutput,
 )
 from text_generation_router.scheduler.batcher import Batcher
-from text_generation_router.scheduler.endings import EndingRate
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.validation import (
     GenerateParameters,
@@ -81,12 +83,21 @@ class Generation:
     `ending` is set once the last list was handed out, `error` when a failure was raised.
     """
 
-    def __init__(self, entry: Entry, prompt_tokens: int, arrival: float) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        prompt_tokens: int,
+        arrival: float,
+        allowance: Allowance | None = None,
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.ending: Ending | None = None
         self.error: RouterError | None = None
         self._entry = entry
         self._arrival = arrival
+        self._allowance = allowance
+        # Of its tokens those that were taken off the allowance.
+        self._num_charged = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -104,11 +115,24 @@ class Generation:
         except RouterError as error:
             self.error = error
             raise
+        if self._allowance is not None:
+            self._charge(outputs, self._allowance)
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
             assert last.timings is not None
             self.ending = Ending(last.generated, self._durations(last.generated, last.timings))
         return outputs
+
+    def charge_unread(self) -> None:
+        """Takes the tokens off the allowance that were generated, but will never be read."""
+        if self._allowance is not None and self.ending is None:
+            unread = len(self._entry.token_ids) - self._num_charged
+            self._allowance.take(unread, time.perf_counter())
+
+    def _charge(self, outputs: Sequence[Output], allowance: Allowance) -> None:
+        num_tokens = sum(isinstance(output, TokenOutput) for output in outputs)
+        self._num_charged += num_tokens
+        allowance.take(num_tokens, time.perf_counter())
 
     async def collect(self) -> GenerateResult:
         """Reads it to its end; raises its failure."""
@@ -146,7 +170,9 @@ class Generation:
 
 
 class Infer:
-    """Owns the permits: at most `max_concurrent_requests` generations are in the house."""
+    """Lets at most `max_concurrent_requests` generations run, whoever asks for them: those that
+    work on behalf of different callers share the permits.
+    """
 
     def __init__(
         self,
@@ -158,13 +184,19 @@ class Infer:
         self._batcher = batcher
         self._validation = validation
         self._metrics = metrics
-        self._max_permits = self._free_permits = max_concurrent_requests
-        self._rate = EndingRate()
+        self._permits = Permits(max_concurrent_requests)
+        self._caller = ANYBODY
+
+    def on_behalf_of(self, caller: Caller) -> "Infer":
+        """The same for another caller: with its salt, within its limits."""
+        other = copy.copy(self)
+        other._caller = caller
+        return other
 
     @property
     def free_permits(self) -> int:
         """How many more generations would be let in now."""
-        return self._free_permits
+        return self._permits.num_free
 
     @asynccontextmanager
     async def start(
@@ -191,17 +223,25 @@ class Infer:
         try:
             if is_stream:
                 check_stream(asked)
-            with self._permits(num_sequences):
+            with self._admitted(num_sequences):
                 request = await self._validation.validate(asked)
-                entries = self._batcher.submit_many(_sequences(request, num_sequences))
-                prompt_tokens = len(request.input_ids)
-                generations = [Generation(entry, prompt_tokens, arrival) for entry in entries]
+                requests = _sequences(request, num_sequences, self._caller.salt)
+                entries = self._batcher.submit_many(requests)
+                prompt_tokens, allowance = len(request.input_ids), self._caller.allowance
+                if allowance is not None:
+                    allowance.take(prompt_tokens, time.perf_counter())
+                generations = [
+                    Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
+                ]
                 try:
                     yield generations
                 finally:
-                    for entry in entries:
+                    for entry, generation in zip(entries, generations, strict=True):
                         self._batcher.cancel(entry)
+                        generation.charge_unread()
         except RouterError as error:
+            if isinstance(error, KeyLimitError):
+                self._metrics.request_key_limit.inc(reason=error.reason)
             if all(error is not generation.error for generation in generations):
                 _log_failure(error)
             self._count(generations, error.metric_label)
@@ -253,18 +293,19 @@ class Infer:
         return results.pop(winner), results
 
     @contextmanager
-    def _permits(self, num: int) -> Iterator[None]:
-        now = time.perf_counter()
-        if self._free_permits < num:
-            raise OverloadedError(self._rate.retry_after_s(now, num - self._free_permits))
-        if self._free_permits == self._max_permits:
-            self._rate.begin(now)
-        self._free_permits -= num
+    def _admitted(self, num: int) -> Iterator[None]:
+        """Within the limits of the caller and the server. Raises KeyLimitError, OverloadedError."""
+        allowance = self._caller.allowance
+        if allowance is None:
+            with self._permits.taken(num):
+                yield
+            return
+        allowance.enter(num, time.perf_counter())
         try:
-            yield
+            with self._permits.taken(num):
+                yield
         finally:
-            self._free_permits += num
-            self._rate.end(time.perf_counter(), num)
+            allowance.leave(num)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
@@ -300,13 +341,19 @@ class Infer:
         )
 
 
-def _sequences(request: Request, num: int) -> list[Request]:
-    """So many requests for one prompt that differ in their seeds alone."""
+def _sequences(request: Request, num: int, salt: str) -> list[Request]:
+    """So many requests for one prompt that differ in their seeds alone, with the caller's salt.
+
+    All salts of a server's callers are of one length, so that a request's own, which comes behind,
+    can not make another caller's of it.
+    """
+    cache_salt = salt + request.cache_salt
     return [
         replace(
             request,
             sampling=replace(request.sampling, seed=(request.sampling.seed + place) % 2**64),
             prefill_logprobs=request.prefill_logprobs and place == 0,
+            cache_salt=cache_salt,
         )
         for place in range(num)
     ]

@@ -30,6 +30,7 @@ _METHOD = Label("method", ("prefill", "decode"))
 _ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dropped", "template"))
 # TGI's label for the time of a join, whatever call it happened in.
 _JOINING = Label("method", ("decode",))
+_KEY_LIMIT = Label("reason", ("requests", "tokens"))
 _REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
 # What a connection did that was refused or cut off; see connection.py.
 _REFUSED = Label(
@@ -251,6 +252,12 @@ class Metrics:
         self.request_count = Counter("tgi_request_count", "Requests that arrived")
         self.request_success = Counter("tgi_request_success", "Generations that were completed")
         self.request_failure = Counter("tgi_request_failure", "Requests that failed", _ERR)
+        self.request_unauthorized = Counter(
+            "tgi_request_unauthorized", "Requests without a good API key"
+        )
+        self.request_key_limit = Counter(
+            "tgi_request_key_limit", "Requests refused because of a limit per API key", _KEY_LIMIT
+        )
         self.request_preempted = Counter(
             "tgi_request_preempted", "Times a request gave its KV blocks back and was queued again"
         )

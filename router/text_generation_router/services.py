@@ -5,9 +5,10 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
@@ -59,6 +60,13 @@ class Services:
     def compute_type(self) -> str:
         """`<shards>-<device>`, sent with every answer."""
         return f"{self.info.world_size}-{self.info.device_type}"
+
+    def on_behalf_of(self, caller: Caller) -> "Services":
+        """The same services, whose generations are this caller's."""
+        if caller is ANYBODY:
+            return self
+        infer = self.infer.on_behalf_of(caller)
+        return replace(self, infer=infer, chat=self.chat.over(infer))
 
 
 @asynccontextmanager

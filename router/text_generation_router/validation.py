@@ -54,6 +54,7 @@ class GenerateParameters:
     keeps_stop_sequence: bool = True
     visible_special_tokens: frozenset[str] = frozenset()
     deterministic: bool = False
+    cache_salt: str | None = None
 
     @property
     def wants_sampling(self) -> bool:
@@ -315,6 +316,7 @@ class Validation:
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             visible_special_tokens=asked.visible_special_tokens,
+            cache_salt=asked.cache_salt or "",
         )
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:

@@ -1,18 +1,17 @@
-"""What routes ask before they run: API key, content type, size, JSON; each refused in its words.
+"""What routes ask of a body before they run: content type, size, JSON; each refused in its words.
 
 The statuses are those of TGI's extractor. The body of every refusal is the JSON error object, since
 clients call `.json()` on it.
 """
 
 import asyncio
-import hmac
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import HTTPException, Request, Response
-from fastapi.routing import APIRoute
 
+from text_generation_router.api.keys import Handler, KeyRoute
 from text_generation_router.config import RouterConfig
 
 # A client that has not sent its body after so long is told so.
@@ -20,10 +19,6 @@ BODY_TIMEOUT_S = 60
 _SHOWN_CHARACTERS = 60
 # orjson reads deeper than it writes (254), and answers show parts of requests some levels down.
 _SAFE_DEPTH = 240
-_NO_KEY = (
-    "The API key is missing or wrong; send one that the server was started with as "
-    "`Authorization: Bearer KEY` or `x-api-key: KEY`"
-)
 
 
 class BodyError(HTTPException):
@@ -91,23 +86,6 @@ class JsonRequest(Request):
         return b"".join(chunks)
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-class KeyRoute(APIRoute):
-    """A route behind the API keys; raises HTTPException 401."""
-
-    def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            if not _has_key(request):
-                raise HTTPException(401, _NO_KEY)
-            return await handler(request)
-
-        return guarded
-
-
 class JsonRoute(KeyRoute):
     """A POST route behind the API keys whose body is read by `JsonRequest`.
 
@@ -145,22 +123,6 @@ def _check_depth(parsed: Any) -> None:
         raise BodyError(
             400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
         ) from error
-
-
-def _has_key(request: Request) -> bool:
-    """Whether the request carries one of the keys, as OpenAI's clients or as Anthropic's send it.
-
-    Takes the same time wherever the keys differ, and whichever of them it is.
-    """
-    keys = _config(request).api_key
-    if not keys:
-        return True
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
-    # Headers are latin-1 text.
-    sent = given.strip().encode("latin-1")
-    return any([hmac.compare_digest(sent, key.encode()) for key in keys])
 
 
 def _config(request: Request) -> RouterConfig:

@@ -9,6 +9,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.keys import caller_of
 from text_generation_router.api.numbers import float32, float32_json
 from text_generation_router.api.schemas import (
     CompatGenerateRequest,
@@ -76,10 +77,10 @@ router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
 
 async def services_of(request: Request) -> Services:
-    """The services of the app that got this request."""
+    """The services of the app that got this request, for whoever sent it."""
     services = request.app.state.services
     assert isinstance(services, Services)
-    return services
+    return services.on_behalf_of(caller_of(request.scope))
 
 
 ServicesDependency = Annotated[Services, Depends(services_of)]

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import APIRouter, Response
 
-from text_generation_router.api.body import JsonRoute, KeyRoute
+from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.features import features
 from text_generation_router.api.generate import ERRORS, UNAUTHORIZED, ServicesDependency
+from text_generation_router.api.keys import KeyRoute
 from text_generation_router.api.schemas import (
     ErrorResponse,
     GenerateRequest,

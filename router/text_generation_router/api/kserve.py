@@ -6,7 +6,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from text_generation_router.api.body import JsonRoute, KeyRoute
+from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.generate import (
     ERRORS,
     UNAUTHORIZED,
@@ -16,6 +16,7 @@ from text_generation_router.api.generate import (
     unless_disconnected,
 )
 from text_generation_router.api.info import UNHEALTHY, check_health, get
+from text_generation_router.api.keys import KeyRoute
 from text_generation_router.api.schemas import Body, GenerateParametersBody, GenerateRequest, Uint64
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError

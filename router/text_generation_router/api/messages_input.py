@@ -59,6 +59,7 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
         stop=tuple(body.stop_sequences),
         grammar=grammar,
         deterministic=bool(body.deterministic),
+        cache_salt=body.cache_salt,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import Body, Float32
+from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
 
 class TextBlock(Body):
@@ -152,6 +152,7 @@ class MessagesRequest(CountTokensRequest):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
 
 
 class UsageBody(BaseModel):

@@ -45,6 +45,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
             grammar=_grammar(body.text.format if body.text else None),
             deterministic=bool(body.deterministic),
+            cache_salt=body.cache_salt,
         ),
     )
 

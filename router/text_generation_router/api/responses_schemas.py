@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import Body, Float32
+from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
@@ -213,6 +213,7 @@ class ResponsesRequest(Body):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None

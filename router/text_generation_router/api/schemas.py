@@ -32,6 +32,14 @@ Float32 = Annotated[float, AfterValidator(to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="Only prompts of the same salt share what is computed of them.",
+    ),
+]
 LogitBias = Annotated[dict[str, Float32], AfterValidator(_to_token_ids)]
 
 
@@ -132,7 +140,7 @@ def _schema_grammar(schema: JsonSchema | str) -> Grammar:
 
 
 class GenerateParametersBody(Body):
-    """How to generate. Fields that TGI does not have are the last four."""
+    """How to generate. Fields that TGI does not have are the last six."""
 
     best_of: Uint64 | None = Field(
         default=None, description="Generations to choose from.", examples=[1]
@@ -190,6 +198,7 @@ class GenerateParametersBody(Body):
         description="The same tokens in whatever company, bit for bit; refused where that can not "
         "be kept.",
     )
+    cache_salt: CacheSalt | None = None
 
 
 class GenerateRequest(Body):

@@ -1,6 +1,7 @@
 """Conversations in, the parts of the next message out. No API's words are known here."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -162,6 +163,12 @@ class ChatService:
         self._template = template
         self._format = chat_format
         self._special_ids = special_ids
+
+    def over(self, infer: Infer) -> "ChatService":
+        """The same service, which generates with another Infer."""
+        other = copy.copy(self)
+        other._infer = infer
+        return other
 
     async def render(self, conversation: Conversation) -> str:
         """The prompt, rendered off the event loop. Raises TemplateError."""

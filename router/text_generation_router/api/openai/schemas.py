@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from text_generation_router.api.schemas import Body, LogitBias, Uint32, to_float32
+from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
 from text_generation_router.validation import GenerateParameters
 
 # The limits come first, because the documentation shows them only there.
@@ -51,7 +51,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """How to generate. Fields that OpenAI does not have are the last three."""
+    """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
 
     model: str | None = Field(
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
@@ -84,6 +84,7 @@ class SamplingBody(Body):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -123,6 +124,7 @@ class SamplingBody(Body):
             seed=None if self.seed is None else self.seed % 2**64,
             keeps_stop_sequence=False,
             deterministic=bool(self.deterministic),
+            cache_salt=self.cache_salt,
             **drawing,
         )
 

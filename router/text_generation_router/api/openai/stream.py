@@ -60,11 +60,15 @@ def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Jso
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
     """Raises RequestError for more sequences than can ever be in the house at once."""
-    limit = services.config.max_concurrent_requests
+    config = services.config
+    limit, name = config.max_concurrent_requests, "--max-concurrent-requests"
+    of_a_key = config.max_concurrent_requests_per_key
+    if of_a_key is not None and of_a_key < limit:
+        limit, name = of_a_key, "--max-concurrent-requests-per-key"
     if num > limit:
         raise RequestError(
             f"`{field}` asks for {num} sequences in one request; this server takes at most {limit} "
-            "(--max-concurrent-requests)",
+            f"({name})",
             field,
         )
 
