@@ -96,6 +96,13 @@ def test_the_old_name_of_the_input_limit():
         (["--max-input-length", "6", "--max-total-tokens", "5"], {}, "must be less than"),
         (["--max-total-tokens", "6", "--max-batch-total-tokens", "5"], {}, "must not be more than"),
         (["--port", "81", "--prometheus-port", "81"], {}, "are both 81"),
+        (["--ssl-certfile", __file__], {}, "belong together: give both or neither"),
+        (["--ssl-keyfile", __file__], {}, "belong together: give both or neither"),
+        (
+            ["--ssl-certfile", "/none", "--ssl-keyfile", __file__],
+            {},
+            "--ssl-certfile /none is not a file that can be read",
+        ),
         (["--revision", "v1"], {}, "--revision is given without --model-id"),
         (["--model-id", "/nowhere"], {}, "--model-id /nowhere does not exist"),
         (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
@@ -184,6 +191,13 @@ def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
     router = create(*argv, **environment).router
     assert router.environment["API_KEY"].split("\n") == keys
     assert not any("api-key" in part or key in part for part in router.argv for key in keys)
+
+
+def test_tls():
+    config = create("--ssl-certfile", __file__, SSL_KEYFILE=__file__)
+    assert config.has_tls and not create().has_tls
+    flags = {f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"}
+    assert flags < set(config.router.argv)
 
 
 def test_vertex_names_port_and_routes():

@@ -38,6 +38,7 @@ VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
 OUR_FLAGS = [
     "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
+    "ssl-certfile", "ssl-keyfile",
 ]  # fmt: skip
 
 
