@@ -98,6 +98,13 @@ def test_the_old_name_of_the_input_limit():
         (["--port", "81", "--prometheus-port", "81"], {}, "are both 81"),
         (["--max-concurrent-requests-per-key", "1"], {}, "but there are no keys: add --api-key"),
         ([], {"MAX_TOKENS_PER_MINUTE_PER_KEY": "9"}, "but there are no keys: add --api-key"),
+        (["--ssl-certfile", __file__], {}, "belong together: give both or neither"),
+        (["--ssl-keyfile", __file__], {}, "belong together: give both or neither"),
+        (
+            ["--ssl-certfile", "/none", "--ssl-keyfile", __file__],
+            {},
+            "--ssl-certfile /none is not a file that can be read",
+        ),
         (["--revision", "v1"], {}, "--revision is given without --model-id"),
         (["--model-id", "/nowhere"], {}, "--model-id /nowhere does not exist"),
         (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
@@ -194,6 +201,13 @@ def test_a_file_of_keys_goes_by_its_name():
     assert {"--api-key-file=/run/keys", f"{limit}=3", "--public-docs"} <= set(config.router.argv)
     assert config.has_api_key
     assert not any("key" in part for shard in config.shards for part in shard.argv)
+
+
+def test_tls():
+    config = create("--ssl-certfile", __file__, SSL_KEYFILE=__file__)
+    assert config.has_tls and not create().has_tls
+    flags = {f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"}
+    assert flags < set(config.router.argv)
 
 
 def test_vertex_names_port_and_routes():

@@ -40,6 +40,7 @@ OUR_FLAGS = [
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
     "public-docs",
+    "ssl-certfile", "ssl-keyfile",
 ]  # fmt: skip
 
 

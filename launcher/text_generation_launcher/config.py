@@ -1,5 +1,6 @@
 """The launcher's configuration: what is started, with which arguments and environment."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ class LauncherConfig:
     example_request: str = '{"inputs": "Once upon a time"}'
     """Body of the request that the ready line suggests."""
     has_api_key: bool = False
+    has_tls: bool = False
+    """Whether the router speaks https instead of http."""
     termination_timeout_s: float = 90.0
     """How long the router, then the shards, may take to end."""
 
@@ -82,6 +85,7 @@ def create_config(
     if mode is Mode.BATCH:
         _check_files(values)
     _check_limits(values)
+    _check_tls(values)
     model_id = _model_id(values)
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
@@ -112,6 +116,7 @@ def _http(values: Values, model_id: str) -> dict[str, Any]:
         "prometheus_port": int(prometheus_port[0]) if prometheus_port else None,
         "example_request": _example_request(is_embedded=not model_id),
         "has_api_key": _has_api_key(values),
+        "has_tls": "ssl-certfile" in values,
         "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
     }
 
@@ -136,6 +141,22 @@ def _check_files(values: Values) -> None:
         raise InvalidOptions(f"--output {target} is a directory: give the name of a file")
     if target.exists() and target.samefile(source):
         raise InvalidOptions(f"--output {target} is the --input: give the results a file of theirs")
+
+
+def _check_tls(values: Values) -> None:
+    """What can be said about certificate and key before a model is loaded."""
+    names = ("ssl-certfile", "ssl-keyfile")
+    if sum(name in values for name in names) == 1:
+        raise InvalidOptions(
+            "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
+        )
+    for name in names:
+        path = values.get(name, ("",))[0]
+        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
+            raise InvalidOptions(
+                f"--{name} {path} is not a file that can be read: give a PEM file that this user "
+                "may read"
+            )
 
 
 def _refuse_environment(environment: Mapping[str, str]) -> None:

@@ -302,6 +302,8 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
         modes=HTTP,
     ),
+    Option("ssl-certfile", "speak TLS with this certificate (PEM)", to=ROUTER, modes=HTTP),
+    Option("ssl-keyfile", "its private key (PEM)", to=ROUTER, modes=HTTP),
     Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True, modes=HTTP),
     refused("ngrok", "tunnels", "put a tunnel in front", parse=true_or_false, switch=True),
     refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),

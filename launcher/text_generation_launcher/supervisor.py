@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from text_generation_launcher.address import (
     SOCKET_NAME,
@@ -35,6 +36,9 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 STARTUP_POLL_S = 0.02
 WATCH_POLL_S = 1.0
@@ -230,10 +234,10 @@ class Supervisor:
 
     def _is_healthy(self) -> bool:
         # imported here because it takes as long as all the rest, and the children load meanwhile
-        from http.client import HTTPConnection, HTTPException
+        from http.client import HTTPException
 
         host, port = reachable_host(self._config.hostname), self._config.port
-        connection = HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+        connection = connection_to(host, port, self._config.has_tls, PROBE_TIMEOUT_S)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -245,8 +249,11 @@ class Supervisor:
     def _announce(self) -> None:
         self._is_ready = True
         host = reachable_host(self._config.hostname)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
-        command = ["curl", f"{url}/generate", "-H", "Content-Type: application/json"]
+        scheme = "https" if self._config.has_tls else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+        # The certificate has the name that others call this machine by.
+        insecure = ["--insecure"] if self._config.has_tls else []
+        command = ["curl", *insecure, f"{url}/generate", "-H", "Content-Type: application/json"]
         if self._config.has_api_key:
             command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
         command += ["-d", self._config.example_request]
@@ -313,6 +320,20 @@ class Supervisor:
 def reachable_host(hostname: str) -> str:
     """An address under which a server that listens on `hostname` answers on this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
+
+
+def connection_to(host: str, port: int, has_tls: bool, timeout_s: float) -> "HTTPConnection":
+    """To a server on this machine, whose certificate bears another name: it is not verified."""
+    from http.client import HTTPConnection, HTTPSConnection
+
+    if not has_tls:
+        return HTTPConnection(host, port, timeout=timeout_s)
+    import ssl
+
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
 
 def describe_end(child: ManagedProcess, was_ready: bool = False) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
+from text_generation_router.certificate import Certificate
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.connection import ConnectionLimits
@@ -201,12 +202,14 @@ async def serve(
     directory: Path,
     text: str = "hello ",
     limits: ConnectionLimits | None = None,
+    certificate: Certificate | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """Runs the router in this event loop, and checks at the end that nothing was lost."""
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
-    config = server_config(Front(app, create_refusal(services.config)), services, limits)
+    front = Front(app, create_refusal(services.config))
+    config = server_config(front, services, limits, certificate)
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.

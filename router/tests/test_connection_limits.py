@@ -422,6 +422,26 @@ async def test_pipelined_requests_are_answered_in_order_up_to_a_number(server: S
     assert refused(server, "pipelined") == 1
 
 
+async def test_pipelined_requests_end_with_their_client(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    server.shards.delay_s = 0.01
+    talk = await Talk.to(server, of_body(asking(4000)) * 3)
+    while not server.shards.rows:
+        await asyncio.sleep(0.005)
+    talk.writer.close()
+    await server.settle()
+    assert server.services.metrics.request_count.value() == 1
+    assert not caplog.text
+
+
+def test_limits_follow_the_payload_limit() -> None:
+    assert ConnectionLimits.of(1) == ConnectionLimits()
+    large = ConnectionLimits.of(100_000_000)
+    assert (large.all_bodies_bytes, large.leftover_bytes) == (1_600_000_000, 800_000_000)
+
+
 async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: Server) -> None:
     server.shards.delay_s = 0.02
     answers = await said(server, of_body(asking(30)) + b"no such thing\r\n\r\n")

@@ -8,7 +8,7 @@ alone: nothing here is called for it.
 import asyncio
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -44,12 +44,12 @@ class ConnectionLimits:
     body_grace_s: float = 10.0
     body_bytes_per_s: float = 1024.0
     """What arrives of a body on average, once the grace is over."""
-    all_bodies_bytes: int = 64 * _MIB
+    all_bodies_bytes: int = 32 * _MIB
     """Of all bodies that are not complete; beyond it the oldest of them is refused."""
     unread_s: float = 30.0
     """In which a client takes what waits for it, which is 128 KiB at most."""
     leftover_s: float = 10.0
-    leftover_bytes: int = 64 * _MIB
+    leftover_bytes: int = 16 * _MIB
     """What is read, and thrown away, of a request that has its answer already, so that the client
     comes to read it."""
     num_pipelined: int = 16
@@ -59,7 +59,12 @@ class ConnectionLimits:
     @classmethod
     def of(cls, payload_limit: int) -> "ConnectionLimits":
         """Those of a server that takes bodies of so many bytes."""
-        return cls(all_bodies_bytes=max(64 * _MIB, 16 * payload_limit))
+        least = cls()
+        return replace(
+            least,
+            all_bodies_bytes=max(least.all_bodies_bytes, 16 * payload_limit),
+            leftover_bytes=max(least.leftover_bytes, 8 * payload_limit),
+        )
 
 
 class Refusal(Exception):
@@ -161,6 +166,8 @@ class Connection(HttpToolsProtocol):
         # What has arrived since the parser last understood something.
         self._num_unparsed = 0
         self._num_body_bytes = 0
+        # The request that is being answered; `cycle` is the one that came last.
+        self._answering: RequestResponseCycle | None = None
         # Since when the client owes it to take what waits for it.
         self._unread_since: float | None = None
 
@@ -175,6 +182,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.leave(self)
+        self.pipeline.clear()
+        if self._answering is not None:
+            # uvicorn tells the newest request only.
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -234,6 +246,10 @@ class Connection(HttpToolsProtocol):
         self._phase = Phase.BODY
         self._since = self._shared.now
         self._num_unparsed = self._num_body_bytes = 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
