@@ -39,7 +39,7 @@ def test_each_process_writes_its_log_in_the_same_way() -> None:
     """They share no package, so they have copies."""
     root = Path(__file__).parents[1]
     packages = ("launcher", "router", "shard")
-    texts = {(root / p / f"text_generation_{p}" / "output.py").read_text() for p in packages}
+    texts = {(root / p / f"text_generation_{p}" / "descriptors.py").read_text() for p in packages}
     assert len(texts) == 1
 
 

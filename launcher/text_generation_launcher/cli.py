@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
+from text_generation_launcher.descriptors import fill_standard_descriptors, raise_file_limit
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import InvalidOptions, describe, notes, secrets
-from text_generation_launcher.output import fill_standard_descriptors
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
 
@@ -16,7 +16,10 @@ from text_generation_launcher.supervisor import Supervisor
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Exit code 0 after a signal, 1 after a failure or for
     options that don't fit together, 2 for an option that can't be read; a batch has its own."""
+    if argv is None:
+        _insist_on_utf8()
     fill_standard_descriptors()
+    raise_file_limit()
     block_signals()
     environment = dict(os.environ)
     mode, argv = split_mode(sys.argv[1:] if argv is None else argv)
@@ -43,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Supervisor(config, log).run()
     finally:
         log.close()
+
+
+def _insist_on_utf8() -> None:
+    """Begins anew where names of files are not UTF-8 (LC_ALL=C and PYTHONUTF8=0): what the children
+    read and say is, and a model's directory has one name for all of them."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        environment = {**os.environ, "PYTHONUTF8": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import uvloop
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig, flag, flags
+from text_generation_router.descriptors import raise_file_limit
 from text_generation_router.front import Front
 from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
@@ -25,6 +26,9 @@ from text_generation_router.server import Server, bind, server_config
 from text_generation_router.services import StartError, start
 
 logger = logging.getLogger("text_generation_router")
+
+# What is open beside a connection for each request: listeners, the shards, the log.
+_OTHER_FILES = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     log = configure_logs(options["logger_level"], options["json_output"])
     try:
         config = RouterConfig(**options)
+        _warn_of_few_files(config, raise_file_limit())
         calm_garbage_collector()
         code = uvloop.run(serve(config, lambda: log.num_dropped))
     except KeyboardInterrupt:
@@ -114,6 +119,16 @@ async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int
         logger.error("%s; the server ends, so that it is started anew", services.watch.verdict)
         return 1
     return int(server.force_exit)
+
+
+def _warn_of_few_files(config: RouterConfig, limit: int) -> None:
+    needed = config.max_concurrent_requests + _OTHER_FILES
+    if 0 <= limit < needed:
+        logger.warning(
+            "This process may open %d files (ulimit -Hn), and --max-concurrent-requests %d takes "
+            "up to %d: raise the limit, or some clients will not be heard",
+            *(limit, config.max_concurrent_requests, needed),
+        )
 
 
 def calm_garbage_collector() -> None:

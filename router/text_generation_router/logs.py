@@ -9,7 +9,7 @@ from functools import partial
 
 import orjson
 
-from text_generation_router.output import LineStream, Output, fill_standard_descriptors
+from text_generation_router.descriptors import LineStream, Output, fill_standard_descriptors
 
 STDOUT, STDERR = 1, 2
 
@@ -33,7 +33,11 @@ class LineFormatter(logging.Formatter):
         if not self._json_output:
             return f"{timestamp} {level:>5} {record.name}: {message}"
         line = {"timestamp": timestamp, "level": level, "target": record.name, "message": message}
-        return orjson.dumps(line).decode()
+        try:
+            return orjson.dumps(line).decode()
+        except TypeError:  # names of files need not be text
+            line["message"] = message.encode("utf-8", "backslashreplace").decode()
+            return orjson.dumps(line).decode()
 
 
 class _Handler(logging.Handler):

@@ -11,7 +11,7 @@ from pathlib import Path
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_compute_threads
-from text_generation_shard.output import Output
+from text_generation_shard.descriptors import Output, raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ _SPIN_COUNT = "10000"
 def main(argv: list[str] | None = None) -> int:
     """Run the command; what the user can mend is one ERROR line and exit code 1."""
     arguments = build_parser().parse_args(argv)
+    raise_file_limit()
     output = logs.set_up(arguments.logger_level, arguments.json_output)
     try:
         if arguments.command == "serve":
@@ -64,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    # Compiled kernels are read at the next start, and run: nobody else may have written them.
+    os.umask(os.umask(0o022) | 0o022)
     # OpenMP reads this when torch is loaded: a thread that waits for another gives up its core
     # after so many spins, not after milliseconds. With a neighbour on one of two cores the linears
     # of a decode step took 967 ms without it and 79 ms with it; fewer spins cost more when alone.

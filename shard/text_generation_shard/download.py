@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_shard.hub_error import explain
+from text_generation_shard.places import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,16 @@ class _PartialFile(io.BufferedWriter):
         return super().write(data)
 
 
+def _elsewhere() -> Path:
+    """Where weights go whose cache may not be written. Nobody else may put others there."""
+    try:
+        return temporary_folder("huggingface")
+    except OSError as error:
+        raise DownloadError(
+            f"{error}; or choose a cache that can be written with --huggingface-hub-cache"
+        ) from error
+
+
 class _HubModel:
     """One revision of a repository, and its place in the hub cache."""
 
@@ -138,7 +149,7 @@ class _HubModel:
 
         cached = self._cached_snapshot()
         if cached is None and not _can_be_written(self._cache_dir):
-            elsewhere = Path(tempfile.gettempdir()) / f"huggingface-{os.getuid()}"
+            elsewhere = _elsewhere()
             logger.warning(
                 "user %d may not write to %s: %s is kept in %s, which ends with the container if "
                 "this is one; `chown %d` the directory on its disk, or run as its owner (--user)",

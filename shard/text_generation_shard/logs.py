@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from functools import partial
 
-from text_generation_shard.output import LineStream, Output, fill_standard_descriptors
+from text_generation_shard.descriptors import LineStream, Output, fill_standard_descriptors
 
 _STDOUT, _STDERR = 1, 2
 

@@ -1,4 +1,4 @@
-"""Lines that are written to a descriptor whose reader nobody waits for.
+"""The descriptors of a process: lines to a reader that nobody waits for, and how many there may be.
 
 The launcher, the router and the shard import nothing of one another, so each has a copy of this
 file; `integration_tests/test_boundaries.py` holds them equal.
@@ -6,6 +6,7 @@ file; `integration_tests/test_boundaries.py` holds them equal.
 
 import io
 import os
+import resource
 import select
 import stat
 import threading
@@ -165,6 +166,16 @@ def fill_standard_descriptors() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+def raise_file_limit() -> int:
+    """Lets this process and its children open as many files as it may; returns how many."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (ValueError, OSError):
+        return limit  # the system allows fewer by now
+    return most
 
 
 def _encode(text: str) -> bytes:
