@@ -37,7 +37,8 @@ VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
 # Three belong to the modes that TGI does not have, and some are environment variables there.
 OUR_FLAGS = [
     "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
-    "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
+    "enable-reflection", "disable-prefix-caching", "disable-prefill-chunking",
+    "inter-token-latency-target-ms",
 ]  # fmt: skip
 
 
