@@ -128,9 +128,7 @@ class Chooser:
         return counts, reasons
 
 
-def _reached(
-    unsound: frozenset[int], choices: Choices, counts: Sequence[int]
-) -> Sequence[int]:
+def _reached(unsound: frozenset[int], choices: Choices, counts: Sequence[int]) -> Sequence[int]:
     """Of the rows [R] that choose, those with a place among their first `counts` where nothing can
     be chosen. What stands behind a wrong guess is computed from it, and says nothing of a row."""
     places = zip(choices.firsts.tolist(), counts, strict=True)
