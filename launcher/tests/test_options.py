@@ -39,8 +39,7 @@ OUR_FLAGS = [
     "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
-    "public-docs",
-    "ssl-certfile", "ssl-keyfile",
+    "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection",
 ]  # fmt: skip
 
 

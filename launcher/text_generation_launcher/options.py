@@ -195,6 +195,13 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
         note="--disable-custom-kernels has no effect: there are no custom kernels",
     ),
+    Option(
+        "enable-reflection",
+        "let gRPC tools like grpcurl ask the shard which calls it has",
+        true_or_false,
+        SHARD,
+        switch=True,
+    ),
     Option("watermark-gamma", "share of the vocabulary that is favoured", number(0, 1), SHARD),
     Option("watermark-delta", "by how much it is favoured", not_negative, SHARD),
     Option(

@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
     serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
     serve.add_argument("--deterministic", action="store_true")
+    serve.add_argument("--enable-reflection", action="store_true")
     download = commands.add_parser("download-weights", help="bring a model to this machine")
     download.add_argument("model_id", help="hub id or local directory")
     download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import uvloop
-from grpc_reflection.v1alpha import reflection
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
@@ -100,6 +99,17 @@ def _listen(server: grpc.aio.Server, path: str) -> None:
         )
 
 
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    """Let tools like grpcurl ask what is served."""
+    from grpc_reflection.v1alpha import reflection
+
+    names = (
+        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
+
+
 async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig) -> int:
     stopped = asyncio.Event()
     exit_code = 0
@@ -116,11 +126,8 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     service = ShardService(engine, device_thread, config)
     server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    names = (
-        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
-        reflection.SERVICE_NAME,
-    )
-    reflection.enable_server_reflection(names, server)
+    if config.enable_reflection:
+        _enable_reflection(server)
     _listen(server, config.socket_path)
     await server.start()
     if pages := pages_of(engine.weight_regions):
