@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
+from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.connection import ConnectionLimits
@@ -21,7 +22,7 @@ from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
 from text_generation_router.server import bind, server_config
-from text_generation_router.services import Services, assemble
+from text_generation_router.services import Services, assemble, load_template
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -194,7 +195,9 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         kv_cache_bytes=0,
         weights_bytes=0,
     )
-    return assemble(config, shards, Tokenizer.load(directory), info, warmup)
+    tokenizer = Tokenizer.load(directory)
+    workers = TemplateWorkers(load_template(config, tokenizer))
+    return assemble(config, shards, tokenizer, info, warmup, workers)
 
 
 @asynccontextmanager
@@ -231,4 +234,5 @@ async def serve(
         await server.lifespan.shutdown()
         for connection in list(server.server_state.connections):
             connection.shutdown()
+        services.templates.close()
         await asyncio.sleep(0)

@@ -5,7 +5,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -37,6 +37,8 @@ from text_generation_router.validation import (
 )
 
 logger = logging.getLogger(__name__)
+
+Asking = Callable[[], Awaitable[GenerateParameters]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +210,11 @@ class Infer:
 
     @asynccontextmanager
     async def start_many(
-        self, asked: GenerateParameters, num_sequences: int, is_stream: bool = False
+        self, asked: GenerateParameters | Asking, num_sequences: int, is_stream: bool = False
     ) -> AsyncIterator[list[Generation]]:
         """Permits (a sequence each, all or none), validation, submission: generations over one
         prompt, which is computed once. Sequence i draws with the seed + i; prompt log-probabilities
-        come with the first alone.
+        come with the first alone. What is asked for may be made behind the permits.
 
         Leaving the block cancels what still runs. A failure is raised where that generation is
         iterated. Of each generation exactly one of success, failure and dropped is counted; what
@@ -221,9 +223,11 @@ class Infer:
         arrival = time.perf_counter()
         generations: list[Generation] = []
         try:
-            if is_stream:
+            if is_stream and isinstance(asked, GenerateParameters):
                 check_stream(asked)
             with self._admitted(num_sequences):
+                if not isinstance(asked, GenerateParameters):
+                    asked = await asked()
                 request = await self._validation.validate(asked)
                 requests = _sequences(request, num_sequences, self._caller.salt)
                 entries = self._batcher.submit_many(requests)

@@ -12,6 +12,7 @@ from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
+from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
@@ -55,6 +56,7 @@ class Services:
     infer: Infer
     grammars: GrammarCompiler
     chat: ChatService
+    templates: TemplateWorkers
 
     @property
     def compute_type(self) -> str:
@@ -73,10 +75,12 @@ class Services:
 async def start(config: RouterConfig) -> AsyncIterator[Services]:
     """Connects, warms the shards up and checks that everything fits. Raises StartError.
 
-    The connections to the shards are closed at the end of the block.
+    The connections to the shards are closed at the end of the block, and the processes that render
+    chat templates.
     """
-    # The tokenizer is read while the shards warm up.
-    load = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
+    # The tokenizer is read while the shards warm up, and the first of those processes started.
+    workers = TemplateWorkers()
+    load = asyncio.create_task(_load(config, workers))
     try:
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
@@ -94,11 +98,12 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
             tokenizer = await load
             check_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
-            yield assemble(config, shards, tokenizer, info, warmup)
+            yield assemble(config, shards, tokenizer, info, warmup, workers)
         finally:
             await shards.close()
     finally:
         load.cancel()
+        workers.close()
 
 
 def assemble(
@@ -107,8 +112,9 @@ def assemble(
     tokenizer: Tokenizer,
     info: ShardInfo,
     warmup: WarmupResult,
+    workers: TemplateWorkers,
 ) -> Services:
-    """The services on top of shards that are warm. Raises StartError."""
+    """The services on top of shards that are warm."""
     limits = Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
@@ -152,7 +158,7 @@ def assemble(
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
-    chat = _chat_service(config, tokenizer, infer, metrics)
+    chat = _chat_service(config, tokenizer, infer, workers)
     return Services(
         config,
         info,
@@ -166,6 +172,7 @@ def assemble(
         infer,
         grammars,
         chat,
+        workers,
     )
 
 
@@ -235,11 +242,28 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
 
 
 def _chat_service(
-    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, metrics: Metrics
+    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, workers: TemplateWorkers
 ) -> ChatService:
+    template = workers.template
+    chat_format = detect_format(
+        None if template is None else template.tool_source, config.chat_format
+    )
+    special_ids = tokenizer.special_ids(chat_format.special_tokens)
+    return ChatService(infer, workers, chat_format, special_ids)
+
+
+async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
+    """The tokenizer; the workers begin with the chat template. Raises StartError."""
+    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    workers.begin(await asyncio.to_thread(load_template, config, tokenizer))
+    return tokenizer
+
+
+def load_template(config: RouterConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template, None if it has none. Raises StartError."""
     path = config.tokenizer_config_path
     try:
-        template = ChatTemplate.load(
+        return ChatTemplate.load(
             Path(config.tokenizer_name),
             None if path is None else Path(path),
             tokenizer.bos_token,
@@ -247,11 +271,6 @@ def _chat_service(
         )
     except ValueError as error:
         raise StartError(str(error)) from error
-    chat_format = detect_format(
-        None if template is None else template.tool_source, config.chat_format
-    )
-    special_ids = tokenizer.special_ids(chat_format.special_tokens)
-    return ChatService(infer, metrics, template, chat_format, special_ids)
 
 
 def _load_tokenizer(config: RouterConfig) -> Tokenizer:

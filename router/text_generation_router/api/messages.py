@@ -79,7 +79,7 @@ async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -
 
 async def _whole(run: MessageRun) -> Json:
     """The message. Raises RouterError."""
-    async for _ in run.events(is_stream=False):
+    async for _ in run.events():
         continue
     return run.message
 
@@ -88,7 +88,7 @@ async def _encoded(run: MessageRun) -> AsyncGenerator[bytes]:
     """The events in chunks. Raises what fails before the first; later failures are events."""
     has_begun = False
     try:
-        async with aclosing(run.events(is_stream=True)) as batches:
+        async with aclosing(run.events()) as batches:
             async for batch in batches:
                 yield named_events(batch) + (b"" if has_begun else _PING)
                 has_begun = True

@@ -60,7 +60,7 @@ async def responses(
 async def _whole(run: ResponseRun) -> Json:
     """The response as the last event has it. Raises RouterError."""
     last: list[Json] = []
-    async for batch in run.events(is_stream=False):
+    async for batch in run.events():
         last = batch
     response = last[-1]["response"]
     assert isinstance(response, dict)
@@ -71,7 +71,7 @@ async def _encoded(run: ResponseRun) -> AsyncGenerator[bytes]:
     """The events in chunks. Raises what fails before the first; later failures are events."""
     number = 0
     try:
-        async with aclosing(run.events(is_stream=True)) as batches:
+        async with aclosing(run.events()) as batches:
             async for batch in batches:
                 yield _chunk(batch, number)
                 number += len(batch)
