@@ -220,6 +220,7 @@ async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncI
         for listening in server.servers:
             listening.close()
         await server.lifespan.shutdown()
+        services.tokenizer.close()
         for connection in list(server.server_state.connections):
             connection.shutdown()
         await asyncio.sleep(0)

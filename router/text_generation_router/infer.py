@@ -157,12 +157,17 @@ class Infer:
         self._batcher = batcher
         self._validation = validation
         self._metrics = metrics
-        self._free_permits = max_concurrent_requests
+        self._num_permits = self._free_permits = max_concurrent_requests
 
     @property
     def free_permits(self) -> int:
         """How many more generations would be let in now."""
         return self._free_permits
+
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError for more generations in one request than could ever be let in."""
+        if num > self._num_permits:
+            raise OverloadedError
 
     @asynccontextmanager
     async def start(
@@ -189,7 +194,7 @@ class Infer:
         try:
             if is_stream:
                 check_stream(asked)
-            with self._permits(num_sequences):
+            with self.permits(num_sequences):
                 request = await self._validation.validate(asked)
                 entries = self._batcher.submit_many(_sequences(request, num_sequences))
                 prompt_tokens = len(request.input_ids)
@@ -251,7 +256,8 @@ class Infer:
         return results.pop(winner), results
 
     @contextmanager
-    def _permits(self, num: int) -> Iterator[None]:
+    def permits(self, num: int) -> Iterator[None]:
+        """Takes so many permits for the block, all or none. Raises OverloadedError."""
         if self._free_permits < num:
             raise OverloadedError
         self._free_permits -= num
