@@ -66,7 +66,7 @@ SPECIAL = frozenset(token_id for token_id in range(3) if TOKENIZER.is_special(to
 
 
 def encode(text: str) -> tuple[int, ...]:
-    return asyncio.run(TOKENIZER.encode(text, add_special_tokens=False)).ids
+    return asyncio.run(TOKENIZER.token_ids(text, add_special_tokens=False)).ids
 
 
 def written(

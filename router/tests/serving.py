@@ -232,6 +232,7 @@ async def serve(
         for listening in server.servers:
             listening.close()
         await server.lifespan.shutdown()
+        services.tokenizer.close()
         for connection in list(server.server_state.connections):
             connection.shutdown()
         services.templates.close()

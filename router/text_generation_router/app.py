@@ -24,6 +24,7 @@ from text_generation_router.api import (
     messages_errors,
     responses,
     sagemaker,
+    tokenize,
     vertex,
 )
 from text_generation_router.api import errors as tgi_errors
@@ -38,7 +39,7 @@ from text_generation_router.services import Services
 
 ROUTERS = (
     generate.router,
-    info.body_router,
+    tokenize.router,
     info.key_router,
     info.router,
     kserve.body_router,

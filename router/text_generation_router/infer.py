@@ -200,6 +200,10 @@ class Infer:
         """How many more generations would be let in now."""
         return self._permits.num_free
 
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError for more generations in one request than could ever be let in."""
+        self._permits.check_could_fit(num)
+
     @asynccontextmanager
     async def start(
         self, asked: GenerateParameters, is_stream: bool = False
@@ -225,7 +229,7 @@ class Infer:
         try:
             if is_stream and isinstance(asked, GenerateParameters):
                 check_stream(asked)
-            with self._admitted(num_sequences):
+            with self.admitted(num_sequences):
                 if not isinstance(asked, GenerateParameters):
                     asked = await asked()
                 request = await self._validation.validate(asked)
@@ -297,7 +301,7 @@ class Infer:
         return results.pop(winner), results
 
     @contextmanager
-    def _admitted(self, num: int) -> Iterator[None]:
+    def admitted(self, num: int) -> Iterator[None]:
         """Within the limits of the caller and the server. Raises KeyLimitError, OverloadedError."""
         allowance = self._caller.allowance
         if allowance is None:

@@ -15,6 +15,11 @@ class Permits:
         self._num = self.num_free = num
         self._rate = EndingRate()
 
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError for more than there are."""
+        if num > self._num:
+            raise OverloadedError(self._rate.retry_after_s(time.perf_counter(), num))
+
     @contextmanager
     def taken(self, num: int) -> Iterator[None]:
         """All of `num` permits, or none. Raises OverloadedError, which says when to come again."""

@@ -19,6 +19,7 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
+from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.pace import DEFAULT_STRETCH, StepCosts
@@ -32,6 +33,8 @@ WARMUP_ROWS = 32
 # What the launcher passes on where nobody has chosen a --waiting-served-ratio.
 LAUNCHERS_RATIO = 0.3
 _POLL_S = 0.02
+# What long answers of /tokenize and /chat_tokenize hold in all until their clients have read them.
+_LONG_ANSWERS_BYTES = 64 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ class Services:
     grammars: GrammarCompiler
     chat: ChatService
     templates: TemplateWorkers
+    # Of several threads one that waits for the interpreter could wait for each of the others.
+    large_bodies: Lane
+    long_answers: Room
 
     @property
     def compute_type(self) -> str:
@@ -98,7 +104,10 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
             tokenizer = await load
             check_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
-            yield assemble(config, shards, tokenizer, info, warmup, workers)
+            try:
+                yield assemble(config, shards, tokenizer, info, warmup, workers)
+            finally:
+                tokenizer.close()
         finally:
             await shards.close()
     finally:
@@ -173,6 +182,8 @@ def assemble(
         grammars,
         chat,
         workers,
+        Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
+        Room(_LONG_ANSWERS_BYTES),
     )
 
 

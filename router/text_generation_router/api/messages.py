@@ -27,6 +27,7 @@ from text_generation_router.api.messages_schemas import (
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.sse import named_events
 from text_generation_router.errors import RouterError
+from text_generation_router.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +70,24 @@ async def messages(
     response_model=TokenCountBody,
     responses=ERRORS,
 )
-async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -> TokenCountBody:
-    """The length of the prompt, counted as /v1/messages counts it."""
+async def count_tokens(
+    body: CountTokensRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """The length of the prompt, counted as /v1/messages counts it. Takes a permit meanwhile."""
     check_model(body.model, services)
+    with services.infer.admitted(1):
+        num_tokens = await unless_disconnected(request, _count(body, services))
+    if num_tokens is None:
+        return Response(status_code=499)
+    return Response(
+        TokenCountBody(input_tokens=num_tokens).model_dump_json(), media_type="application/json"
+    )
+
+
+async def _count(body: CountTokensRequest, services: Services) -> int:
     prompt = await services.chat.render(conversation_of(body))
-    encoding = await services.tokenizer.encode(prompt, add_special_tokens=False)
-    return TokenCountBody(input_tokens=len(encoding.ids))
+    tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
+    return tokens.count
 
 
 async def _whole(run: MessageRun) -> Json:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
+from text_generation_router.api.bounded import Items, Numbers
 from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
 from text_generation_router.validation import GenerateParameters
 
@@ -39,7 +40,7 @@ def _none_empty(stops: str | list[str]) -> str | list[str]:
     return stops
 
 
-Stop = Annotated[str | list[str], AfterValidator(_none_empty)]
+Stop = Annotated[str | Items[str], AfterValidator(_none_empty)]
 
 
 class StreamOptions(Body):
@@ -132,7 +133,7 @@ class SamplingBody(Body):
 class CompletionRequest(SamplingBody):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
         description="A text, several, the ids of one, or the ids of several.",
         examples=["My name is Olivier and I"],
     )
