@@ -3,19 +3,19 @@
 
 import os
 import sys
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.options import Mode
-from text_generation_launcher.supervisor import reachable_host
+from text_generation_launcher.supervisor import connection_to, reachable_host
 
 TIMEOUT_S = 4.0
 
 
-def address() -> tuple[str, int] | None:
-    """Where process 1 was told to listen, by its flags or the container's environment; None: it is
-    no server, but answers a batch or runs shards alone."""
+def address() -> tuple[str, int, bool] | None:
+    """Where process 1 was told to listen, and whether it speaks TLS, by its flags or the
+    container's environment; None: it is no server, but answers a batch or runs shards alone."""
     words = Path("/proc/1/cmdline").read_bytes().decode().split("\0")[:-1]
     script = next(i for i, word in enumerate(words) if word.endswith("text-generation-launcher"))
     mode, flags = split_mode(words[script + 1 :])
@@ -23,7 +23,7 @@ def address() -> tuple[str, int] | None:
         return None
     values = read_options(flags, dict(os.environ), mode)
     port = values.get("aip-http-port", values["port"])[0]
-    return reachable_host(values["hostname"][0]), int(port)
+    return reachable_host(values["hostname"][0]), int(port), "ssl-certfile" in values
 
 
 def main() -> int:
@@ -32,8 +32,8 @@ def main() -> int:
     if server is None:
         print("process 1 is no server")
         return 0
-    host, port = server
-    connection = HTTPConnection(host, port, timeout=TIMEOUT_S)
+    host, port, has_tls = server
+    connection = connection_to(host, port, has_tls, TIMEOUT_S)
     try:
         connection.request("GET", "/health")
         status = connection.getresponse().status

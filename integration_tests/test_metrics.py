@@ -39,6 +39,8 @@ TYPES = {
     "tgi_prefix_cache_blocks": "gauge",
     "tgi_prefix_cache_queried_tokens": "counter",
     "tgi_prefix_cache_hit_tokens": "counter",
+    "tgi_log_lines_dropped": "counter",
+    "tgi_connections_refused": "counter",
 }
 
 

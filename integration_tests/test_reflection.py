@@ -1,17 +1,23 @@
-"""Tools like grpcurl can ask a shard what it offers."""
+"""Tools like grpcurl can ask a shard what it offers, once that is switched on."""
+
+from pathlib import Path
 
 import grpc
+import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from integration_tests.server import LauncherHandle
+from integration_tests.server import LauncherHandle, running
 
 SERVICE = "text_generation.v1.TextGenerationService"
 
 
-def test_reflection_lists_the_service(server: LauncherHandle) -> None:
-    with grpc.insecure_channel(f"unix://{server.uds_path}-0") as channel:
+def test_reflection_lists_the_service(tiny_model_path: Path) -> None:
+    with (
+        running(tiny_model_path, "--enable-reflection") as handle,
+        grpc.insecure_channel(f"unix://{handle.uds_path}-0") as channel,
+    ):
         database = ProtoReflectionDescriptorDatabase(channel)
         assert SERVICE in database.get_services()
         file = database.FindFileContainingSymbol(SERVICE)
@@ -27,3 +33,11 @@ def test_reflection_lists_the_service(server: LauncherHandle) -> None:
         "Prefill",
         "Decode",
     }
+
+
+def test_it_is_off_by_default(server: LauncherHandle) -> None:
+    with grpc.insecure_channel(f"unix://{server.uds_path}-0") as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            database.get_services()
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

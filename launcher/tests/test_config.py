@@ -46,7 +46,7 @@ def test_the_commands_of_a_hub_model():
     assert arguments(config.shards[0].argv) == [
         "serve",
         "{model_path}",
-        "--uds-path=/tmp/text-generation-server",
+        "--uds-path={shard_uds_path}",
         "--rank=0",
         "--world-size=1",
         "--logger-level",
@@ -54,7 +54,7 @@ def test_the_commands_of_a_hub_model():
         "--json-output",
     ]
     assert list(config.router.argv[-11:]) == [
-        "--master-shard-uds-path=/tmp/text-generation-server-0",
+        "--master-shard-uds-path={shard_uds_path}-0",
         "--tokenizer-name={model_path}",
         "--model-id=a/b",
         "--revision=v1",
@@ -96,6 +96,15 @@ def test_the_old_name_of_the_input_limit():
         (["--max-input-length", "6", "--max-total-tokens", "5"], {}, "must be less than"),
         (["--max-total-tokens", "6", "--max-batch-total-tokens", "5"], {}, "must not be more than"),
         (["--port", "81", "--prometheus-port", "81"], {}, "are both 81"),
+        (["--max-concurrent-requests-per-key", "1"], {}, "but there are no keys: add --api-key"),
+        ([], {"MAX_TOKENS_PER_MINUTE_PER_KEY": "9"}, "but there are no keys: add --api-key"),
+        (["--ssl-certfile", __file__], {}, "belong together: give both or neither"),
+        (["--ssl-keyfile", __file__], {}, "belong together: give both or neither"),
+        (
+            ["--ssl-certfile", "/none", "--ssl-keyfile", __file__],
+            {},
+            "--ssl-certfile /none is not a file that can be read",
+        ),
         (["--revision", "v1"], {}, "--revision is given without --model-id"),
         (["--model-id", "/nowhere"], {}, "--model-id /nowhere does not exist"),
         (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
@@ -184,6 +193,21 @@ def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
     router = create(*argv, **environment).router
     assert router.environment["API_KEY"].split("\n") == keys
     assert not any("api-key" in part or key in part for part in router.argv for key in keys)
+
+
+def test_a_file_of_keys_goes_by_its_name():
+    limit = "--max-concurrent-requests-per-key"
+    config = create("--api-key-file", "/run/keys", limit, "3", "--public-docs")
+    assert {"--api-key-file=/run/keys", f"{limit}=3", "--public-docs"} <= set(config.router.argv)
+    assert config.has_api_key
+    assert not any("key" in part for shard in config.shards for part in shard.argv)
+
+
+def test_tls():
+    config = create("--ssl-certfile", __file__, SSL_KEYFILE=__file__)
+    assert config.has_tls and not create().has_tls
+    flags = {f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"}
+    assert flags < set(config.router.argv)
 
 
 def test_vertex_names_port_and_routes():

@@ -38,6 +38,8 @@ VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
 OUR_FLAGS = [
     "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
+    "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
+    "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection",
 ]  # fmt: skip
 
 
@@ -69,7 +71,6 @@ def test_every_option_does_something():
 
 def test_defaults_are_those_of_the_launcher_alone():
     assert dict(read_options([], {})) == {
-        "shard-uds-path": ("/tmp/text-generation-server",),
         "waiting-served-ratio": ("0.3",),
         "hostname": ("0.0.0.0",),
         "port": ("3000",),
@@ -110,6 +111,8 @@ def test_defaults_are_those_of_the_launcher_alone():
         ([], {"CORS_ALLOW_ORIGIN": "c"}, "cors-allow-origin", ("c",)),
         (["--api-key", "a", "--api-key=b,c"], {"API_KEY": "d"}, "api-key", ("a", "b,c")),
         ([], {"API_KEY": "a,b"}, "api-key", ("a", "b")),
+        ([], {"API_KEY_FILE": "/run/keys"}, "api-key-file", ("/run/keys",)),
+        ([], {"PUBLIC_DOCS": "true"}, "public-docs", ("true",)),
         ([], {"AIP_PREDICT_ROUTE": "/predict"}, "aip-predict-route", ("/predict",)),
     ],
 )
@@ -142,6 +145,9 @@ def test_flag_and_environment(argv, environment, name, expected):
         ([], {"JSON_OUTPUT": "yes"}, "environment variable JSON_OUTPUT: expected true or false"),
         ([], {"API_KEY": ""}, "environment variable API_KEY: expected a value that isn't empty"),
         ([], {"API_KEY": "a,"}, "environment variable API_KEY: expected a value that isn't empty"),
+        ([], {"API_KEY_FILE": ""}, "API_KEY_FILE: expected a value that isn't empty, got ''"),
+        (["--api-key-file", "a", "--api-key-file", "b"], {}, "expected once, got 2 times"),
+        (["--max-tokens-per-minute-per-key", "0"], {}, "a whole number of at least 1, got '0'"),
         ([], {"AIP_HEALTH_ROUTE": "x"}, "AIP_HEALTH_ROUTE: expected a path that starts with /"),
     ],
 )
@@ -261,13 +267,8 @@ def test_the_first_word_is_the_mode(argv, mode, rest):
 
 
 def test_shards_and_batches_have_no_defaults_of_the_router_and_the_http_side():
-    assert dict(read_options([], {}, Mode.SHARDS)) == {
-        "shard-uds-path": ("/tmp/text-generation-server",)
-    }
-    assert dict(read_options([], {}, Mode.BATCH)) == {
-        "shard-uds-path": ("/tmp/text-generation-server",),
-        "waiting-served-ratio": ("0.3",),
-    }
+    assert dict(read_options([], {}, Mode.SHARDS)) == {}
+    assert dict(read_options([], {}, Mode.BATCH)) == {"waiting-served-ratio": ("0.3",)}
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,7 @@ def test_shards_and_batches_have_no_defaults_of_the_router_and_the_http_side():
         (Mode.SHARDS, ["--max-input-length", "8"], {"MAX_INPUT_LENGTH": "junk"}),
         (Mode.SHARDS, ["--input", "x"], {"INPUT": "x"}),
         (Mode.BATCH, ["--api-key", "k"], {"API_KEY": ""}),
+        (Mode.BATCH, ["--api-key-file", "k"], {"API_KEY_FILE": ""}),
         (Mode.BATCH, ["--end-with-stdin"], {"PORT": "junk", "AIP_HEALTH_ROUTE": "x"}),
         (Mode.SERVE, ["--output", "x"], {"OUTPUT": "x"}),
     ],

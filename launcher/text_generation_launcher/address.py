@@ -5,9 +5,16 @@ import fcntl
 import os
 import socket
 import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from text_generation_launcher.private_folder import PrivateFolder, is_private, make_in_one_of
 
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of Linux holds 108 bytes, of which one ends the string."""
+
+SOCKET_NAME = "text-generation-server"
+"""What the sockets in a folder of their own are called, as those of TGI in /tmp."""
 
 
 class AddressError(Exception):
@@ -33,14 +40,39 @@ def claim_port(hostname: str, port: int, flag: str) -> socket.socket:
     with socket.socket(family, kind, protocol) as probe:
         # connections of an earlier server that are still closing don't matter
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        claim = socket.socket(socket.AF_UNIX)
         try:
             probe.bind(address)
-            claim.bind(f"\0text-generation-launcher:{address[0]}:{port}")
         except OSError as error:
-            claim.close()
             raise AddressError(_why_not(error, hostname, port, flag)) from error
+        return _claim_name(f"text-generation-launcher:{address[0]}:{port}", hostname, port, flag)
+
+
+def _claim_name(name: str, hostname: str, port: int, flag: str) -> socket.socket:
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0{name}")
+    except OSError as error:
+        claim.close()
+        raise AddressError(
+            f"port {port} on {hostname} is already in use: another launcher that is starting, or "
+            f"some program of this machine, holds the socket name @{name}: choose another port "
+            f"with {flag}"
+        ) from error
     return claim
+
+
+def private_folder(runtime_folder: Path | None, others: Sequence[Path]) -> PrivateFolder:
+    """Where sockets go for which no place was chosen. Raises AddressError if there is none."""
+    is_usable = runtime_folder is not None and is_private(runtime_folder)
+    candidates = [*((runtime_folder,) if runtime_folder and is_usable else ()), *others]
+    longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-0")
+    folder, reasons = make_in_one_of(candidates, longest)
+    if folder is None:
+        raise AddressError(
+            f"there is no place for the shards' sockets ({reasons}): set TMPDIR to a folder that "
+            "can be written, or choose a place with --shard-uds-path"
+        )
+    return folder
 
 
 def _why_not(error: OSError, hostname: str, port: int, flag: str) -> str:
@@ -62,6 +94,7 @@ class SocketClaim:
 
     def __init__(self, prefix: str, world_size: int) -> None:
         """Raises AddressError; afterwards no socket of an earlier server is left."""
+        self.prefix = prefix
         self.paths = tuple(f"{prefix}-{rank}" for rank in range(world_size))
         length = max(len(os.fsencode(path)) for path in self.paths)
         if length > MAX_SOCKET_PATH_BYTES:
@@ -70,6 +103,7 @@ class SocketClaim:
                 f"bytes, and a unix socket path has at most {MAX_SOCKET_PATH_BYTES}: choose a "
                 "shorter one"
             )
+        _check_folder(Path(prefix).absolute().parent)
         self._descriptor = self._lock(prefix)
         try:
             for path in self.paths:
@@ -84,12 +118,17 @@ class SocketClaim:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            _check_owner(path)
             raise AddressError(
                 f"cannot write {path}: {error.strerror}: choose a place that can be written with "
                 "--shard-uds-path"
             ) from error
         try:
+            _check_owner(path)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except AddressError:
+            os.close(descriptor)
+            raise
         except OSError:
             os.close(descriptor)
             raise AddressError(_in_use(prefix)) from None
@@ -106,12 +145,13 @@ class SocketClaim:
                 f"{path} exists and is not a socket: move it away or choose another place with "
                 "--shard-uds-path"
             )
+        _check_owner(path)
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1)
             try:
                 probe.connect(path)
             except OSError:
-                os.unlink(path)  # nobody listens: it was left by a server that was killed
+                _unlink(path)  # nobody listens: it was left by a server that was killed
                 return
         raise AddressError(_in_use(path.rsplit("-", 1)[0]))
 
@@ -123,6 +163,52 @@ class SocketClaim:
             except OSError:
                 continue  # the shard removed it
         os.close(self._descriptor)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        raise AddressError(
+            f"cannot remove {path}, which a server left: {error.strerror}: remove it or choose "
+            "another place with --shard-uds-path"
+        ) from error
+
+
+def _check_owner(path: str) -> None:
+    """Nothing of another user's is used, whatever it is; neither is root's."""
+    try:
+        owner = os.lstat(path).st_uid
+    except OSError:
+        return
+    if owner != os.geteuid():
+        raise AddressError(
+            f"{path} belongs to user {owner}, and this launcher runs as user {os.geteuid()}: "
+            "choose another place with --shard-uds-path, or have it removed"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """In it nobody else may put another socket in the place of ours. In /tmp nobody can: there
+    everybody may only remove what is his."""
+    try:
+        state = folder.stat()
+    except OSError:
+        return  # it is said when something is written there
+    instead = "or choose another place with --shard-uds-path"
+    if state.st_uid not in (0, os.geteuid()):
+        raise AddressError(
+            f"{folder} belongs to user {state.st_uid}, who could replace the shards' sockets in "
+            f"it, and this launcher runs as user {os.geteuid()}: `chown` it {instead}"
+        )
+    # A group that has the user's own number is the user's alone.
+    is_own_group = state.st_gid == os.geteuid() != 0
+    others = state.st_mode & (0o002 if is_own_group else 0o022)
+    if others and not state.st_mode & stat.S_ISVTX:
+        raise AddressError(
+            f"other users can replace the shards' sockets in {folder} (mode "
+            f"{stat.S_IMODE(state.st_mode):04o}): `chmod go-w` it {instead}"
+        )
 
 
 def _in_use(prefix: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
+from text_generation_launcher.descriptors import fill_standard_descriptors, raise_file_limit
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import InvalidOptions, describe, notes, secrets
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin
@@ -15,7 +16,10 @@ from text_generation_launcher.supervisor import Supervisor
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop. Exit code 0 after a signal, 1 after a failure or for
     options that don't fit together, 2 for an option that can't be read; a batch has its own."""
-    _fill_standard_descriptors()
+    if argv is None:
+        _insist_on_utf8()
+    fill_standard_descriptors()
+    raise_file_limit()
     block_signals()
     environment = dict(os.environ)
     mode, argv = split_mode(sys.argv[1:] if argv is None else argv)
@@ -27,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = create_config(values, environment, mode)
     except InvalidOptions as error:
         log.error(str(error))
+        log.close()
         return 1
     if "env" in values:
         from text_generation_launcher.environment import describe_environment
@@ -37,17 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.info(note)
     if "end-with-stdin" in values:
         end_with_stdin()
-    return Supervisor(config, log).run()
+    try:
+        return Supervisor(config, log).run()
+    finally:
+        log.close()
 
 
-def _fill_standard_descriptors() -> None:
-    """Opens the null device for a standard stream that was closed, so that no pipe or socket of
-    the launcher gets its number and is written to as if it were the log."""
-    for descriptor in (0, 1, 2):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+def _insist_on_utf8() -> None:
+    """Begins anew where names of files are not UTF-8 (LC_ALL=C and PYTHONUTF8=0): what the children
+    read and say is, and a model's directory has one name for all of them."""
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        environment = {**os.environ, "PYTHONUTF8": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 if __name__ == "__main__":

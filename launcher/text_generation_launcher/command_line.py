@@ -89,7 +89,8 @@ def read_options(
         raw, source = given.get(option.name), f"argument {option.flag}"
         if raw is None and option.variable in environment:
             variable = environment[option.variable]
-            if (variable or option.secret) and option.environment_applies(variable):
+            counts = variable or option.secret or option.guards
+            if counts and option.environment_applies(variable):
                 raw = variable.split(",") if option.repeat else [variable]
                 source = f"environment variable {option.variable}"
         if raw is not None:

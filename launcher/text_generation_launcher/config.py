@@ -1,5 +1,6 @@
 """The launcher's configuration: what is started, with which arguments and environment."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ EMBEDDED_MODEL_ID = "pytgi/embedded"
 EMBEDDED_MODEL_PATH = Path(__file__).parent / "embedded_model"
 MODEL_PATH = "{model_path}"
 """Stands in a command for the model's directory, which the download step finds out."""
-
+SOCKETS = "{shard_uds_path}"
+"""Stands in a command for the prefix of the shards' sockets, where nobody has chosen one."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
 _SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -34,14 +36,21 @@ class LauncherConfig:
     mode: Mode = Mode.SERVE
     model_id: str = EMBEDDED_MODEL_ID
     """The name that was asked for."""
-    shard_uds_path: str = "/tmp/text-generation-server"
-    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready."""
+    shard_uds_path: str | None = None
+    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready. None: it is
+    `text-generation-server` in a private folder of this launcher's own."""
+    runtime_folder: Path | None = None
+    """Of this user's session, where there is one: the first choice for that folder."""
+    temporary_folders: tuple[Path, ...] = (Path("/tmp"),)
+    """The other ones, in order."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     prometheus_port: int | None = None
     example_request: str = '{"inputs": "Once upon a time"}'
     """Body of the request that the ready line suggests."""
     has_api_key: bool = False
+    has_tls: bool = False
+    """Whether the router speaks https instead of http."""
     termination_timeout_s: float = 90.0
     """How long the router, then the shards, may take to end."""
 
@@ -76,11 +85,14 @@ def create_config(
     if mode is Mode.BATCH:
         _check_files(values)
     _check_limits(values)
+    _check_tls(values)
     model_id = _model_id(values)
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
-    prefix = values["shard-uds-path"][0]
+    given = values.get("shard-uds-path")
+    prefix = given[0] if given else SOCKETS
     served_id = model_id or EMBEDDED_MODEL_ID
+    temporary = (environment.get("TMPDIR"), "/tmp", "/var/tmp")
     config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
@@ -88,7 +100,9 @@ def create_config(
         router=_with_router(mode, values, served_id, prefix, inherited, logging),
         mode=mode,
         model_id=served_id,
-        shard_uds_path=prefix,
+        shard_uds_path=given[0] if given else None,
+        runtime_folder=Path(runtime) if (runtime := environment.get("XDG_RUNTIME_DIR")) else None,
+        temporary_folders=tuple(Path(folder) for folder in temporary if folder),
     )
     return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
 
@@ -101,9 +115,14 @@ def _http(values: Values, model_id: str) -> dict[str, Any]:
         "port": int(values["port"][0]),
         "prometheus_port": int(prometheus_port[0]) if prometheus_port else None,
         "example_request": _example_request(is_embedded=not model_id),
-        "has_api_key": "api-key" in values,
+        "has_api_key": _has_api_key(values),
+        "has_tls": "ssl-certfile" in values,
         "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
     }
+
+
+def _has_api_key(values: Values) -> bool:
+    return "api-key" in values or "api-key-file" in values
 
 
 def _check_files(values: Values) -> None:
@@ -122,6 +141,22 @@ def _check_files(values: Values) -> None:
         raise InvalidOptions(f"--output {target} is a directory: give the name of a file")
     if target.exists() and target.samefile(source):
         raise InvalidOptions(f"--output {target} is the --input: give the results a file of theirs")
+
+
+def _check_tls(values: Values) -> None:
+    """What can be said about certificate and key before a model is loaded."""
+    names = ("ssl-certfile", "ssl-keyfile")
+    if sum(name in values for name in names) == 1:
+        raise InvalidOptions(
+            "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
+        )
+    for name in names:
+        path = values.get(name, ("",))[0]
+        if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
+            raise InvalidOptions(
+                f"--{name} {path} is not a file that can be read: give a PEM file that this user "
+                "may read"
+            )
 
 
 def _refuse_environment(environment: Mapping[str, str]) -> None:
@@ -178,6 +213,11 @@ def _check_limits(values: Values) -> None:
             f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
             "already, start without --prometheus-port or choose another"
         )
+    for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
+        if name in values and not _has_api_key(values):
+            raise InvalidOptions(
+                f"--{name} is given, but there are no keys: add --api-key or --api-key-file"
+            )
 
 
 def _model_id(values: Values) -> str:

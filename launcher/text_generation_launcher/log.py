@@ -1,11 +1,11 @@
 """Log lines: what a child printed, and how the launcher prints it."""
 
 import json
-import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+
+from text_generation_launcher.descriptors import Output
 
 TARGET = "text_generation_launcher"
 STDOUT = 1
@@ -71,38 +71,39 @@ def parse_line(text: str, target: str) -> LogLine | Mapping[str, object]:
 
 
 class Log:
-    """Owns the launcher's standard output; every thread may write to it.
-
-    Lines go out whole and unbuffered, so none is left over when the launcher ends.
+    """Owns the launcher's standard output; every thread may write to it, and none waits for whoever
+    reads it, see `Output`.
     """
 
     def __init__(self, level: str, json_output: bool) -> None:
         self._rank = LEVELS.index(level)
         self._json_output = json_output
-        self._lock = threading.Lock()
+        self._output = Output(STDOUT, self._describe_gap)
 
     def write(self, line: LogLine) -> None:
         """Prints a line as it is; children have filtered theirs by level already."""
-        self._print(line.format(self._json_output))
+        self._output.write(line.format(self._json_output))
 
     def answer(self, record: Mapping[str, object]) -> None:
         """Tells the program that started this one, if one reads the log, what it waits for: a JSON
-        object without the fields of a log line."""
+        object without the fields of a log line. It is never dropped."""
         if self._json_output:
-            self._print(json.dumps(record, ensure_ascii=False))
+            self._output.write(json.dumps(record, ensure_ascii=False), is_needed=True)
 
-    def _print(self, text: str) -> None:
-        data = f"{text}\n".encode("utf-8", "replace")
-        with self._lock:
-            try:
-                while data:
-                    data = data[os.write(STDOUT, data) :]
-            except OSError:
-                return  # nobody reads it any more: the server goes on without its log
+    def close(self) -> None:
+        """Gives whoever reads the log a second for the last lines."""
+        self._output.flush()
+
+    def _describe_gap(self, num_lines: int) -> str:
+        lines = "1 line was" if num_lines == 1 else f"{num_lines} lines were"
+        message = f"{lines} dropped here, because nobody read the log"
+        return LogLine("WARN", TARGET, message).format(self._json_output)
 
     def _log(self, level: str, message: str) -> None:
         if LEVELS.index(level) >= self._rank:
-            self.write(LogLine(level, TARGET, message))
+            line = LogLine(level, TARGET, message).format(self._json_output)
+            # There are few of the launcher's own, and the last of them says why it ends.
+            self._output.write(line, is_needed=True)
 
     def debug(self, message: str) -> None:
         """What only a developer wants to know."""

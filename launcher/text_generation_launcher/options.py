@@ -67,6 +67,8 @@ class Option:
     secret: bool = False
     """Never printed, and handed to a child by its environment, since command lines are for all to
     see; and empty is an error, so that a lost secret can't open the server."""
+    guards: bool = False
+    """No secret, but empty is an error for the same reason."""
     has_environment: bool = True
     environment_applies: Callable[[str], bool] = always
     refusal: str = ""
@@ -181,8 +183,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "shard-uds-path",
-        "prefix of the shards' unix sockets, -<rank> is appended",
-        default="/tmp/text-generation-server",
+        "prefix of the shards' unix sockets, -<rank> is appended; by default they are in a new "
+        "folder that only this user can enter, in XDG_RUNTIME_DIR or TMPDIR",
     ),
     Option("cuda-memory-fraction", "of the card's memory", number(0, maximum=1), SHARD),
     refused("cuda-graphs", "CUDA graphs", "start without it or with 0", plain=("0",)),
@@ -192,6 +194,13 @@ OPTIONS: tuple[Option, ...] = (
         true_or_false,
         switch=True,
         note="--disable-custom-kernels has no effect: there are no custom kernels",
+    ),
+    Option(
+        "enable-reflection",
+        "let gRPC tools like grpcurl ask the shard which calls it has",
+        true_or_false,
+        SHARD,
+        switch=True,
     ),
     Option("watermark-gamma", "share of the vocabulary that is favoured", number(0, 1), SHARD),
     Option("watermark-delta", "by how much it is favoured", not_negative, SHARD),
@@ -271,6 +280,37 @@ OPTIONS: tuple[Option, ...] = (
         secret=True,
         modes=HTTP,
     ),
+    Option(
+        "api-key-file",
+        "more of them, one a line; it is read again when it changes",
+        to=ROUTER,
+        guards=True,
+        modes=HTTP,
+    ),
+    Option(
+        "max-concurrent-requests-per-key",
+        "more of one API key are answered with 429",
+        whole(1),
+        ROUTER,
+        modes=HTTP,
+    ),
+    Option(
+        "max-tokens-per-minute-per-key",
+        "prompt and generated tokens of one API key, more are answered with 429",
+        whole(1),
+        ROUTER,
+        modes=HTTP,
+    ),
+    Option(
+        "public-docs",
+        "show /docs and the OpenAPI file without an API key",
+        true_or_false,
+        ROUTER,
+        switch=True,
+        modes=HTTP,
+    ),
+    Option("ssl-certfile", "speak TLS with this certificate (PEM)", to=ROUTER, modes=HTTP),
+    Option("ssl-keyfile", "its private key (PEM)", to=ROUTER, modes=HTTP),
     Option("cors-allow-origin", "may be given several times", to=ROUTER, repeat=True, modes=HTTP),
     refused("ngrok", "tunnels", "put a tunnel in front", parse=true_or_false, switch=True),
     refused("ngrok-authtoken", "tunnels", "put a tunnel in front", secret=True),

@@ -16,11 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from text_generation_launcher.address import AddressError, SocketClaim, claim_port
-from text_generation_launcher.config import MODEL_PATH, LauncherConfig
+from text_generation_launcher.address import (
+    SOCKET_NAME,
+    AddressError,
+    SocketClaim,
+    claim_port,
+    private_folder,
+)
+from text_generation_launcher.config import MODEL_PATH, SOCKETS, LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import Mode
+from text_generation_launcher.private_folder import PrivateFolder
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -28,6 +36,9 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
 
 STARTUP_POLL_S = 0.02
 WATCH_POLL_S = 1.0
@@ -64,6 +75,7 @@ class Supervisor:
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
         self._claim: SocketClaim | None = None
+        self._folder: PrivateFolder | None = None
         self._ports: list[socket.socket] = []
         self._is_ready = False
         # nohup asks for a server that outlives its terminal
@@ -82,6 +94,8 @@ class Supervisor:
                 port.close()
             if self._claim:
                 self._claim.close()
+            if self._folder:
+                self._folder.close()
 
     def _run(self) -> int:
         try:
@@ -118,7 +132,14 @@ class Supervisor:
         if config.prometheus_port is not None:
             flag = "--prometheus-port"
             self._ports.append(claim_port(config.hostname, config.prometheus_port, flag))
-        self._claim = SocketClaim(config.shard_uds_path, len(config.shards))
+        self._claim = self._claim_sockets()
+
+    def _claim_sockets(self) -> SocketClaim:
+        config = self._config
+        if config.shard_uds_path is not None:
+            return SocketClaim(config.shard_uds_path, len(config.shards))
+        self._folder = private_folder(config.runtime_folder, config.temporary_folders)
+        return SocketClaim(str(self._folder.path / SOCKET_NAME), len(config.shards))
 
     def _find_model(self) -> Path:
         """The model's directory; for a hub model this is where it is downloaded."""
@@ -151,8 +172,9 @@ class Supervisor:
             self._wait_for(shard, Path(socket_path).exists)
 
     def _announce_shards(self, model_path: Path) -> None:
+        assert self._claim is not None
         self._is_ready = True
-        socket_path = f"{self._config.shard_uds_path}-0"
+        socket_path = self._claim.paths[0]
         elapsed_s = time.monotonic() - self._started_at
         self._log.info(
             f"Ready on unix:{socket_path} after {elapsed_s:.1f} s - try: "
@@ -191,7 +213,11 @@ class Supervisor:
         self._wait_for(self._router, self._is_healthy)
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
-        argv = tuple(part.replace(MODEL_PATH, str(model_path)) for part in command.argv)
+        assert self._claim is not None
+        known = {MODEL_PATH: str(model_path), SOCKETS: self._claim.prefix}
+        argv = command.argv
+        for name, value in known.items():
+            argv = tuple(part.replace(name, value) for part in argv)
         self._log.debug(f"starting {command.name}: {argv[:3]}")
         return ManagedProcess(replace(command, argv=argv), self._log.write)
 
@@ -208,10 +234,10 @@ class Supervisor:
 
     def _is_healthy(self) -> bool:
         # imported here because it takes as long as all the rest, and the children load meanwhile
-        from http.client import HTTPConnection, HTTPException
+        from http.client import HTTPException
 
         host, port = reachable_host(self._config.hostname), self._config.port
-        connection = HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+        connection = connection_to(host, port, self._config.has_tls, PROBE_TIMEOUT_S)
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -223,8 +249,11 @@ class Supervisor:
     def _announce(self) -> None:
         self._is_ready = True
         host = reachable_host(self._config.hostname)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{self._config.port}"
-        command = ["curl", f"{url}/generate", "-H", "Content-Type: application/json"]
+        scheme = "https" if self._config.has_tls else "http"
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._config.port}"
+        # The certificate has the name that others call this machine by.
+        insecure = ["--insecure"] if self._config.has_tls else []
+        command = ["curl", *insecure, f"{url}/generate", "-H", "Content-Type: application/json"]
         if self._config.has_api_key:
             command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
         command += ["-d", self._config.example_request]
@@ -291,6 +320,20 @@ class Supervisor:
 def reachable_host(hostname: str) -> str:
     """An address under which a server that listens on `hostname` answers on this machine."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
+
+
+def connection_to(host: str, port: int, has_tls: bool, timeout_s: float) -> "HTTPConnection":
+    """To a server on this machine, whose certificate bears another name: it is not verified."""
+    from http.client import HTTPConnection, HTTPSConnection
+
+    if not has_tls:
+        return HTTPConnection(host, port, timeout=timeout_s)
+    import ssl
+
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
 
 def describe_end(child: ManagedProcess, was_ready: bool = False) -> str:

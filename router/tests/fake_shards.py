@@ -106,7 +106,7 @@ class FakeShards:
     num_computed: int = 0
     # By request, the place of the token at which it fails, alone.
     failing: dict[int, int] = field(default_factory=dict)
-    texts: dict[tuple[int, int], int] = field(default_factory=dict)
+    texts: dict[tuple[object, int], int] = field(default_factory=dict)
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -200,12 +200,12 @@ class FakeShards:
         return row
 
     def _extend_path(self, row: Row) -> None:
-        """Numbers for all its tokens: equal numbers are equal texts of the same kind."""
+        """Numbers for all its tokens: equal numbers are equal texts of the same kind and salt."""
         for token_id in row.ids[len(row.path) :]:
-            before = row.path[-1] if row.path else -1 - row.is_long
+            before = row.path[-1] if row.path else (row.request.cache_salt, row.is_long)
             row.path.append(self._text(before, token_id))
 
-    def _text(self, before: int, token_id: int) -> int:
+    def _text(self, before: object, token_id: int) -> int:
         return self.texts.setdefault((before, token_id), len(self.texts))
 
     def _grow(self, advance: Advance, rows: dict[int, Row]) -> None:

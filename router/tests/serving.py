@@ -11,15 +11,18 @@ from typing import Any
 import httpx
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
+from text_generation_router.certificate import Certificate
+from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
+from text_generation_router.connection import ConnectionLimits
 from text_generation_router.errors import GenerationError
 from text_generation_router.front import Front
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 from text_generation_router.server import bind, server_config
-from text_generation_router.services import Services, assemble
+from text_generation_router.services import Services, assemble, load_template
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
@@ -192,15 +195,24 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         kv_cache_bytes=0,
         weights_bytes=0,
     )
-    return assemble(config, shards, Tokenizer.load(directory), info, warmup)
+    tokenizer = Tokenizer.load(directory)
+    workers = TemplateWorkers(load_template(config, tokenizer))
+    return assemble(config, shards, tokenizer, info, warmup, workers)
 
 
 @asynccontextmanager
-async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncIterator[Server]:
+async def serve(
+    directory: Path,
+    text: str = "hello ",
+    limits: ConnectionLimits | None = None,
+    certificate: Certificate | None = None,
+    **options: Any,
+) -> AsyncIterator[Server]:
     """Runs the router in this event loop, and checks at the end that nothing was lost."""
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
-    config = server_config(Front(app, create_refusal(services.config)))
+    front = Front(app, create_refusal(services.config))
+    config = server_config(front, services, limits, certificate)
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.
@@ -220,6 +232,8 @@ async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncI
         for listening in server.servers:
             listening.close()
         await server.lifespan.shutdown()
+        services.tokenizer.close()
         for connection in list(server.server_state.connections):
             connection.shutdown()
+        services.templates.close()
         await asyncio.sleep(0)

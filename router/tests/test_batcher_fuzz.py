@@ -34,6 +34,8 @@ _SUBMIT = st.tuples(
     st.one_of(st.none(), st.integers(0, 60)),
     # Where its first sequence fails, alone.
     st.sampled_from([None, None, None, 0, 1, 3, 6]),
+    # The salt of its part of the prefix cache.
+    st.sampled_from(["", "", "", "a", "b"]),
 )
 _EVENT = st.one_of(
     _SUBMIT,
@@ -125,12 +127,12 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
     async with running(shards, **limits) as rig:
         for kind, *arguments in events:
             if kind == "submit":
-                *arguments, place, fails_at = arguments
+                *arguments, place, fails_at, salt = arguments
                 if place is not None and submitted:
                     earlier = submitted[place % len(submitted)][0]
                     text = (*earlier.input_ids, *expected(earlier))[:23]
                     arguments[0] = (*text, arguments[0][-1])
-                requests, entries = _submit(rig.batcher, *arguments)
+                requests, entries = _submit(rig.batcher, salt, *arguments)
                 if fails_at is not None:
                     shards.failing[entries[0].id] = fails_at
                     excuses.add(f"Server error: token {fails_at}")
@@ -150,12 +152,18 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
 
 
 def _submit(
-    batcher: Any, prompt: tuple[int, ...], longest: int, stop: str, num: int, asks: bool
+    batcher: Any,
+    salt: str,
+    prompt: tuple[int, ...],
+    longest: int,
+    stop: str,
+    num: int,
+    asks: bool,
 ) -> tuple[list[Request], list[Any]]:
     lengths = [max(1, longest - 3 * place) for place in range(num)]
     stops = (stop,) if stop else ()
     requests = [
-        make_request(prompt, length, *stops, prefill_logprobs=asks and not place)
+        make_request(prompt, length, *stops, prefill_logprobs=asks and not place, cache_salt=salt)
         for place, length in enumerate(lengths)
     ]
     return requests, batcher.submit_many(requests)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.chat import template as template_module
+from text_generation_router.chat import rendering
 from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.errors import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -49,7 +50,7 @@ def source(name: str) -> str:
 
 def render(text: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
     tools = options.pop("tools", None)
-    return ChatTemplate({"default": text}, TOKENS).render(messages or [USER], tools, **options)
+    return Renderer({"default": text}, TOKENS).render(messages or [USER], tools, **options)
 
 
 def refusal(text: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
@@ -137,14 +138,8 @@ def test_broken_templates_are_template_errors(text: str, expected: str) -> None:
     assert refusal(text).startswith(f"Template error: {expected}")
 
 
-def test_time_and_size_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_module, "MAX_SECONDS", 0.05)
-    endless = "{% for a in range(99999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    assert refusal(endless) == "Template error: the template did not end within 0.05 s"
-    deep = "{% for a in range(99999) %}{% set x = messages[0].role %}{% endfor %}"
-    assert "did not end" in refusal(deep * 20)
-    monkeypatch.setattr(template_module, "MAX_SECONDS", 5.0)
-    monkeypatch.setattr(template_module, "MAX_CHARACTERS", 1000)
+def test_the_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "MAX_CHARACTERS", 1000)
     long = "{% for a in range(99999) %}0123456789{% endfor %}"
     assert refusal(long) == "Template error: the prompt has more than 1000 characters"
 
@@ -180,21 +175,23 @@ def test_messages_that_can_not_be_continued() -> None:
         nothing = [{"role": "assistant", "content": content}]
         assert "no text to continue" in refusal(upper, nothing, continue_final_message=True)
     with pytest.raises(TemplateError, match="no message to continue"):
-        ChatTemplate({"default": upper}, {}).render([], None, continue_final_message=True)
+        Renderer({"default": upper}, {}).render([], None, continue_final_message=True)
 
 
 def test_named_templates() -> None:
-    template = ChatTemplate({"default": "d", "tool_use": "t", "rag": "r", "bad": "{{"}, {})
+    sources = {"default": "d", "tool_use": "t", "rag": "r", "bad": "{{"}
+    template, renderer = ChatTemplate(sources, {}), Renderer(sources, {})
     assert (template.source, template.tool_source) == ("d", "t")
-    assert template.render([USER], None) == "d"
-    assert template.render([USER], TOOLS) == "t"
-    assert template.render([USER], TOOLS, name="rag") == "r"
-    assert ChatTemplate({"default": "d"}, {}).render([USER], TOOLS) == "d"
+    assert renderer.render([USER], None) == "d"
+    assert renderer.render([USER], TOOLS) == "t"
+    assert renderer.render([USER], TOOLS, name="rag") == "r"
+    assert Renderer({"default": "d"}, {}).render([USER], TOOLS) == "d"
     for name, expected in (("nope", "no template 'nope'; it has: bad, default"), ("bad", "syntax")):
         with pytest.raises(TemplateError, match=expected):
-            template.render([USER], None, name=name)
-    only_tools = ChatTemplate({"tool_use": "t"}, {})
-    assert (only_tools.source, only_tools.render([USER], TOOLS)) == ("t", "t")
+            renderer.render([USER], None, name=name)
+    assert ChatTemplate({"tool_use": "t"}, {}).source == "t"
+    only_tools = Renderer({"tool_use": "t"}, {})
+    assert only_tools.render([USER], TOOLS) == "t"
     with pytest.raises(TemplateError, match="no template 'default'"):
         only_tools.render([USER], None)
 
@@ -206,10 +203,16 @@ def write(directory: Path, **files: Any) -> None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
+def rendered(template: ChatTemplate | None, **options: Any) -> str:
+    assert template is not None
+    tools = options.pop("tools", None)
+    return Renderer(template.sources, template.special_tokens).render([USER], tools, **options)
+
+
 def load(directory: Path, path: Path | None = None) -> str | None:
     """What the loaded template renders."""
     template = ChatTemplate.load(directory, path, "<b>", None)
-    return None if template is None else template.render([USER], None)
+    return None if template is None else rendered(template)
 
 
 def test_the_files_of_a_model(tmp_path: Path) -> None:
@@ -223,15 +226,13 @@ def test_the_files_of_a_model(tmp_path: Path) -> None:
     listed = [{"name": "default", "template": "listed"}, {"name": "tool_use", "template": "tools"}]
     write(tmp_path, tokenizer_config_DOT_json={"chat_template": listed})
     assert load(tmp_path) == "listed"
-    template = ChatTemplate.load(tmp_path, None, None, None)
-    assert template is not None and template.render([USER], TOOLS) == "tools"
+    assert rendered(ChatTemplate.load(tmp_path, None, None, None), tools=TOOLS) == "tools"
     write(tmp_path, chat_template_DOT_json={"chat_template": "old file"})
     assert load(tmp_path) == "old file"
     write(tmp_path, chat_template_DOT_jinja="own file")
     assert load(tmp_path) == "own file"
     write(tmp_path, additional_chat_templates__rag_DOT_jinja="more")
-    template = ChatTemplate.load(tmp_path, None, None, None)
-    assert template is not None and template.render([USER], None, name="rag") == "more"
+    assert rendered(ChatTemplate.load(tmp_path, None, None, None), name="rag") == "more"
     assert load(tmp_path) == "own file"
 
 
@@ -278,6 +279,10 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 def test_a_template_that_does_not_compile_is_loaded(tmp_path: Path) -> None:
     write(tmp_path, chat_template_DOT_jinja="{% if %}")
     template = ChatTemplate.load(tmp_path, None, None, None)
-    assert template is not None
     with pytest.raises(TemplateError, match="syntax error: Expected an expression"):
-        template.render([USER], None)
+        rendered(template)
+
+
+def test_halves_of_surrogate_pairs_are_replaced() -> None:
+    template = ChatTemplate({"default": "\ud800a{{ eos_token }}"}, {"eos_token": "\udfff"})
+    assert rendered(template) == "?a?"

@@ -65,6 +65,13 @@ def test_every_field_says_what_it_is() -> None:
         ({"port": 65536}, "`--port` must be <= 65535. Given: 65536"),
         ({"prometheus_port": 3000}, "`--prometheus-port` must be another port than `--port`"),
         ({"api_key": ("a", "")}, "`--api-key` must not be empty"),
+        ({"api_key_file": ""}, "`--api-key-file` must not be empty"),
+        (
+            {"max_concurrent_requests_per_key": 1},
+            "`--max-concurrent-requests-per-key` needs keys: add `--api-key` or `--api-key-file`",
+        ),
+        ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
+        ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be >= 1"),
         ({"aip_health_route": "h"}, "`--aip-health-route` must be a path like /predict. Given: h"),
         (
             {"aip_health_route": "/a", "aip_predict_route": "/a"},
@@ -82,9 +89,9 @@ def test_values_that_can_not_be(options: dict[str, object], sentence: str) -> No
     assert str(caught.value).startswith(sentence)
 
 
-def test_print_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_schema(capfd: pytest.CaptureFixture[str]) -> None:
     main(["print-schema"])
-    schema = json.loads(capsys.readouterr().out)
+    schema = json.loads(capfd.readouterr().out)
     operations = {
         operation["operationId"] for path in schema["paths"].values() for operation in path.values()
     }
@@ -132,15 +139,15 @@ def test_keys_of_the_environment(environment: dict[str, str], keys: tuple[str, .
     ("flags", "said"), [([], "`--api-key` must not be empty"), (["--api-key", "a"], "256.256.256")]
 )
 def test_the_flag_wins_over_the_environment(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("API_KEY", "")
     fail("--hostname", "256.256.256.256", *flags)
-    assert said in error_line(capsys)
+    assert said in error_line(capfd)
 
 
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = capsys.readouterr().out.splitlines()
+def error_line(capfd: pytest.CaptureFixture[str]) -> str:
+    (line,) = capfd.readouterr().out.splitlines()
     _, level, target, message = line.split(maxsplit=3)
     assert (level, target) == ("ERROR", "text_generation_router:")
     return message
@@ -152,34 +159,48 @@ def fail(*arguments: str) -> None:
     assert caught.value.code == 1
 
 
-def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         fail("--port", str(port))
-    assert error_line(capsys).startswith(
+    assert error_line(capfd).startswith(
         f"Can not listen on 127.0.0.1 port {port}: Address already in use; choose another"
     )
 
 
-def test_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_file_is_read_before_a_model_is_waited_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    fail("--api-key-file", str(file))
+    assert error_line(capfd) == (
+        f"--api-key-file {file} can not be read: No such file or directory; give a file with a "
+        "key a line"
+    )
+    file.write_text("# none\n")
+    fail("--api-key-file", str(file))
+    assert error_line(capfd).startswith(f"--api-key-file {file} holds no key: write one a line")
+
+
+def test_unknown_host(capfd: pytest.CaptureFixture[str]) -> None:
     fail("--hostname", "256.256.256.256")
-    assert error_line(capsys).startswith("Can not listen on 256.256.256.256 port 3000: ")
+    assert error_line(capfd).startswith("Can not listen on 256.256.256.256 port 3000: ")
 
 
-def test_bad_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_value(capfd: pytest.CaptureFixture[str]) -> None:
     fail("--max-batch-size", "0")
-    assert error_line(capsys) == "`--max-batch-size` must be >= 1. Given: 0"
+    assert error_line(capfd) == "`--max-batch-size` must be >= 1. Given: 0"
 
 
-def test_tokenizer_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_is_required(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
-    assert "--tokenizer-name is required" in capsys.readouterr().err
+    assert "--tokenizer-name is required" in capfd.readouterr().err
 
 
 def test_a_bug_is_one_line_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
     async def start(config: RouterConfig) -> AsyncIterator[None]:
@@ -188,7 +209,7 @@ def test_a_bug_is_one_line_too(
 
     monkeypatch.setattr(cli, "start", start)
     fail("--port", "0")
-    assert error_line(capsys) == "The router failed: KeyError: 'x'"
+    assert error_line(capfd) == "The router failed: KeyError: 'x'"
 
 
 class FakeClient:

@@ -6,9 +6,11 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from text_generation_router.api import sse
+from text_generation_router.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
 
@@ -17,7 +19,8 @@ LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, max_concurrent_requests=2) as server:
+    limits = ConnectionLimits(unread_s=0.2, tick_s=0.02)
+    async with serve(tmp_path, limits=limits, max_concurrent_requests=2) as server:
         yield server
 
 
@@ -79,14 +82,15 @@ async def test_permits_run_out_and_come_back(server: Server) -> None:
         lines = [first.aiter_lines(), second.aiter_lines()]
         for of_one in lines:
             await anext(of_one)
-        response = await server.client.post("/generate", json=LONG)
-        assert response.status_code == 429
-        assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
-        response = await server.client.post("/generate_stream", json=LONG)
+        for path in ("/generate", "/generate_stream"):
+            response = await server.client.post(path, json=LONG)
+            assert response.status_code == 429
+            assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+        wrong = {"inputs": "n", "parameters": {"best_of": 2}}
+        response = await server.client.post("/generate_stream", json=wrong)
         assert response.status_code == 200
-        assert response.text == (
-            'data: {"error":"Model is overloaded","error_type":"overloaded"}\n\n'
-        )
+        assert response.text.startswith('data: {"error":"Input validation error: `best_of` != 1')
     await server.settle()
     server.shards.delay_s = 0.0
     request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
@@ -94,10 +98,34 @@ async def test_permits_run_out_and_come_back(server: Server) -> None:
     assert server.services.metrics.request_failure.value(err="overloaded") == 2
 
 
-async def test_client_that_never_reads(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_stream_has_begun_while_its_prompt_is_computed(server: Server) -> None:
+    server.shards.delay_s = 0.3
+    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
+    async with server.client.stream("POST", "/generate_stream", json=request) as response:
+        assert response.status_code == 200
+        assert not server.shards.rows
+        assert (await response.aread()).startswith(b"data:")
+
+
+async def test_a_client_that_leaves_before_it_is_let_in_is_counted(
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.2)
+    validation = server.services.infer._validation
+    reached = asyncio.Event()
+
+    async def endless(asked: Any) -> Any:
+        reached.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(validation, "validate", endless)
+    asking = asyncio.create_task(server.client.post("/generate_stream", json=LONG))
+    await reached.wait()
+    asking.cancel()
+    await server.settle()
+    assert dropped(server) == 1
+
+
+async def test_client_that_never_reads(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     content = json.dumps(LONG).encode()
     head = (

@@ -96,7 +96,12 @@ def test_how_prompts_are_cut_is_said(
     measured = WarmupResult(1024, 100, 200, 0, 0, 10_000_000, 100_000)
     with caplog.at_level(logging.INFO):
         again = assemble(
-            services.config, services.shards, services.tokenizer, services.info, measured
+            services.config,
+            services.shards,
+            services.tokenizer,
+            services.info,
+            measured,
+            services.templates,
         )
     assert (said is None) == ("a prompt token" not in caplog.text)
     assert said is None or said in caplog.text

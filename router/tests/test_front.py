@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 from text_generation_router.api.sse import DIRECT_SEND
-from text_generation_router.front import STARTS_PER_TURN, Front
+from text_generation_router.front import PIECE_BYTES, STARTS_PER_TURN, Front, in_pieces
 
 
 class App:
@@ -137,3 +137,28 @@ async def test_once_closed_it_refuses_all_but_scrapes() -> None:
     await asyncio.gather(*tasks)
     assert sorted(started) == [*range(6), 9]
     assert front.num_running == 0
+
+
+async def test_large_bodies_go_out_in_pieces() -> None:
+    sent: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        sent.append(message)
+
+    whole = bytes(range(256)) * 600
+    assert len(whole) == 2 * PIECE_BYTES + 22_528
+    for is_more in (True, False):
+        sent.clear()
+        message = {"type": "http.response.body", "body": whole, "more_body": is_more}
+        await in_pieces(keep)(message)
+        assert [len(piece["body"]) for piece in sent] == [PIECE_BYTES, PIECE_BYTES, 22_528]
+        assert [piece["more_body"] for piece in sent] == [True, True, is_more]
+        assert b"".join(piece["body"] for piece in sent) == whole
+    for message in (
+        {"type": "http.response.start", "status": 200, "headers": []},
+        {"type": "http.response.body"},
+        {"type": "http.response.body", "body": whole[:PIECE_BYTES]},
+    ):
+        sent.clear()
+        await in_pieces(keep)(message)
+        assert sent == [message]

@@ -9,26 +9,26 @@ import pytest
 from text_generation_router.logs import LineFormatter, configure_logs
 
 
-def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text(capfd: pytest.CaptureFixture[str]) -> None:
     configure_logs("INFO", json_output=False)
     logging.getLogger("text_generation_router").info("Connected %d", 1)
     logging.getLogger("text_generation_router").debug("not shown")
     logging.getLogger("uvicorn.error").info("not shown")
     logging.getLogger("uvicorn.error").warning("shown")
     logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = capfd.readouterr().out.splitlines()
     moment = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
     assert re.fullmatch(moment + "  INFO text_generation_router: Connected 1", first)
     assert re.fullmatch(moment + "  WARN uvicorn.error: shown", second)
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(capfd: pytest.CaptureFixture[str]) -> None:
     configure_logs("DEBUG", json_output=True)
     try:
         raise KeyError("why")
     except KeyError:
         logging.getLogger("a.b").exception('"é"\n')
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capfd.readouterr().out.splitlines()
     known = json.loads(line)
     assert list(known) == ["timestamp", "level", "target", "message"]
     assert (known["level"], known["target"]) == ("ERROR", "a.b")

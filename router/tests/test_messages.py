@@ -210,6 +210,7 @@ async def test_errors_of_the_framework(tmp_path: Path) -> None:
         with server.services.infer._permits(1):
             response = await post("/v1/messages", json=BODY, headers=headers)
         assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(response.headers["retry-after"]) >= 1
 
 
 def conversation(**body: Any) -> Any:

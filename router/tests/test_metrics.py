@@ -38,6 +38,8 @@ FAMILIES = {
     "tgi_request_skipped_tokens_bucket": "counter",
     "tgi_batch_max_total_tokens": "gauge",
     "tgi_request_preempted": "counter",
+    "tgi_request_unauthorized": "counter",
+    "tgi_request_key_limit": "counter",
     "tgi_request_time_to_first_token_duration": "histogram",
     "tgi_request_inter_token_latency_duration": "histogram",
     "tgi_kv_blocks_used": "gauge",
@@ -45,6 +47,8 @@ FAMILIES = {
     "tgi_prefix_cache_blocks": "gauge",
     "tgi_prefix_cache_queried_tokens": "counter",
     "tgi_prefix_cache_hit_tokens": "counter",
+    "tgi_log_lines_dropped": "counter",
+    "tgi_connections_refused": "counter",
 }
 
 

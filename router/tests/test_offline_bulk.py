@@ -31,6 +31,7 @@ async def bulk(tmp_path, text="hello ", **options):
     finally:
         await services.batcher.close()
         await asyncio.gather(task, return_exceptions=True)
+        services.templates.close()
 
 
 def jobs(*prompts, **given):

@@ -61,7 +61,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
             },
         ),
         (
-            OverloadedError(),
+            OverloadedError(3),
             429,
             {
                 "message": "Model is overloaded",

@@ -316,6 +316,32 @@ def test_only_what_is_computed_alike_is_shared(
     assert (other.num_cached_tokens > 0) is is_shared
 
 
+@pytest.mark.parametrize("shares_prefixes", [True, False])
+def test_salts_share_nothing_in_a_step_or_later(shares_prefixes: bool) -> None:
+    desk = Desk(shares_prefixes=shares_prefixes)
+    desk.submit(range(9), cache_salt="a")
+    for salt in ("b", "", "ab"):
+        desk.submit(range(9), cache_salt=salt)
+    assert desk.step().chunks == {0: 9, 1: 9, 2: 9, 3: 9}, "not even what is only promised"
+    again = [desk.submit(range(9), cache_salt=salt) for salt in ("b", "", "c", "a", "c")]
+    if shares_prefixes:
+        assert desk.step().chunks == {4: 1, 5: 1, 6: 9, 7: 1, 8: 1}
+    else:
+        assert desk.step().chunks == dict.fromkeys(range(4, 9), 9)
+    tables = [entry.block_table for entry in again]
+    held = [set(table.block_ids) for table in tables if table is not None]
+    assert not held[0] & held[1] and not held[0] & held[3]
+    desk.planner.integrity()
+
+
+@pytest.mark.parametrize("shares_prefixes", [True, False])
+def test_the_sequences_of_one_prompt_share_whatever_their_salt(shares_prefixes: bool) -> None:
+    desk = Desk(shares_prefixes=shares_prefixes)
+    for salt, group in (("a", 0), ("a", 0), ("b", 2), ("b", 2)):
+        desk.submit(range(9), group=group, cache_salt=salt)
+    assert desk.step().chunks == {0: 9, 1: 1, 2: 9, 3: 1}
+
+
 def test_without_the_cache_only_the_sequences_of_one_prompt_share() -> None:
     desk = Desk(shares_prefixes=False)
     entries = [desk.submit(range(9), group=group) for group in (0, 0, None, 3)]

@@ -111,6 +111,7 @@ async def test_running_streams_end_and_newcomers_are_told(
                 method = "GET" if "health" in path else "POST"
                 refused = await it.client.request(method, path, json=request)
                 assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
                 told = {"error": SHUTTING_DOWN, "error_type": "shutting_down"}
                 assert refused.json() == told
             for path in ("/v1/chat/completions", "/v1/messages"):

@@ -194,6 +194,10 @@ async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
         with pytest.raises(LostStepError) as error:
             await client.health()
         assert str(error.value) == "Could not connect to Text Generation server: going away"
+        assert error.value.message == (
+            "Request failed during generation: Could not connect to Text Generation server; the "
+            "server's log says why"
+        )
         await rank.stop(None)
         with pytest.raises(GenerationError, match="Could not connect to Text Generation server: "):
             await client.health()

@@ -1,14 +1,13 @@
 """The bytes of events."""
 
 import struct
-from collections.abc import AsyncGenerator
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api.numbers import float32, float32_json
-from text_generation_router.api.sse import begun, error_event, event, named_events
+from text_generation_router.api.sse import error_event, event, named_events
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
@@ -29,32 +28,11 @@ def test_named_events() -> None:
     assert told == b'event: a.b\ndata: {"type":"a.b","x":1}\n\nevent: c\ndata: {"type":"c"}\n\n'
 
 
-async def test_begun_raises_what_fails_before_the_first_chunk() -> None:
-    closed = []
-
-    async def chunks(number: int) -> AsyncGenerator[bytes]:
-        try:
-            if number == 0:
-                raise ValidationError("no")
-            for _ in range(number):
-                yield b"x"
-        finally:
-            closed.append(number)
-
-    with pytest.raises(ValidationError):
-        await begun(chunks(0))
-    assert [chunk async for chunk in await begun(chunks(3))] == [b"x"] * 3
-    left = await begun(chunks(2))
-    assert await anext(left) == b"x" and closed == [0, 3]
-    await left.aclose()
-    assert closed == [0, 3, 2]
-
-
 @pytest.mark.parametrize(
     ("error", "sentence", "error_type"),
     [
         (ValidationError("no"), "Input validation error: no", "validation"),
-        (OverloadedError(), "Model is overloaded", "overloaded"),
+        (OverloadedError(3), "Model is overloaded", "overloaded"),
         (GenerationError("oh"), "Request failed during generation: oh", "generation"),
         (
             IncompleteGenerationError(),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import chain
 
 from fastapi import FastAPI, Request, Response
@@ -23,19 +24,22 @@ from text_generation_router.api import (
     messages_errors,
     responses,
     sagemaker,
+    tokenize,
     vertex,
 )
 from text_generation_router.api import errors as tgi_errors
+from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, models
 from text_generation_router.api.openai import errors as openai_errors
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.errors import RouterError, ShuttingDownError
+from text_generation_router.keys import Keys
 from text_generation_router.services import Services
 
 ROUTERS = (
     generate.router,
-    info.body_router,
+    tokenize.router,
     info.key_router,
     info.router,
     kserve.body_router,
@@ -58,10 +62,12 @@ ERROR_FORMS = (
 )
 
 
-def create_app(config: RouterConfig, services: Services | None = None) -> FastAPI:
+def create_app(
+    config: RouterConfig, services: Services | None = None, keys: Keys | None = None
+) -> FastAPI:
     """The application; without services it can only describe itself (`openapi`).
 
-    It runs the batcher while it is up.
+    It runs the batcher while it is up. `keys` are those of the configuration, if they were read.
     """
     app = FastAPIOffline(
         docs_url="/docs",
@@ -80,12 +86,15 @@ def create_app(config: RouterConfig, services: Services | None = None) -> FastAP
     )
     app.state.config = config
     app.state.services = services
+    app.state.keys = keys = keys or Keys.of(config)
     # Vertex may name a path that is taken, and gets it.
     app.state.routers = (*vertex.aip_routers(config), *ROUTERS)
     for router in app.state.routers:
         app.include_router(router)
     app.add_api_route("/docs/", _docs, include_in_schema=False)
     _add_error_handlers(app, config)
+    if keys.are_asked_for and not config.public_docs:
+        app.add_middleware(DocsBehindKey, refuse=partial(_respond, config=config))
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],

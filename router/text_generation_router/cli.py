@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -16,13 +16,19 @@ import orjson
 import uvloop
 
 from text_generation_router.app import create_app, create_refusal
+from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig, flag, flags
+from text_generation_router.descriptors import raise_file_limit
 from text_generation_router.front import Front
+from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
 from text_generation_router.server import Server, bind, server_config
 from text_generation_router.services import StartError, start
 
 logger = logging.getLogger("text_generation_router")
+
+# What is open beside a connection for each request: listeners, the shards, the log.
+_OTHER_FILES = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,11 +42,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options["tokenizer_name"] is None:
         parser.error("--tokenizer-name is required: the directory with the model's tokenizer.json")
     options["api_key"] = options["api_key"] or keys_from(os.environ)
-    configure_logs(options["logger_level"], options["json_output"])
+    log = configure_logs(options["logger_level"], options["json_output"])
     try:
         config = RouterConfig(**options)
+        _warn_of_few_files(config, raise_file_limit())
         calm_garbage_collector()
-        code = uvloop.run(serve(config))
+        code = uvloop.run(serve(config, lambda: log.num_dropped))
     except KeyboardInterrupt:
         logger.info("Interrupted before the server was up")
     except (StartError, ValueError) as error:
@@ -83,20 +90,24 @@ def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:
     return () if given is None else tuple(given.splitlines() or [""])
 
 
-async def serve(config: RouterConfig) -> int:
+async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int) -> int:
     """Takes the port, starts everything behind it, listens, and ends in order on SIGTERM.
 
     Returns the exit code: 0 after one signal, 1 if a second one cut requests off or the shards were
     given up.
     """
+    certificate = Certificate.of(config)
+    keys = Keys.of(config)  # before a model is waited for
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         services = await stack.enter_async_context(start(config))
-        front = Front(create_app(config, services), create_refusal(config))
+        services.metrics.log_lines_dropped.read = num_lines_dropped
+        front = Front(create_app(config, services, keys), create_refusal(config))
         patience_s = config.graceful_termination_timeout
-        server = Server(server_config(front), front, services, patience_s)
+        settings = server_config(front, services, certificate=certificate)
+        server = Server(settings, front, services, patience_s, certificate)
         # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _announce)
@@ -108,6 +119,16 @@ async def serve(config: RouterConfig) -> int:
         logger.error("%s; the server ends, so that it is started anew", services.watch.verdict)
         return 1
     return int(server.force_exit)
+
+
+def _warn_of_few_files(config: RouterConfig, limit: int) -> None:
+    needed = config.max_concurrent_requests + _OTHER_FILES
+    if 0 <= limit < needed:
+        logger.warning(
+            "This process may open %d files (ulimit -Hn), and --max-concurrent-requests %d takes "
+            "up to %d: raise the limit, or some clients will not be heard",
+            *(limit, config.max_concurrent_requests, needed),
+        )
 
 
 def calm_garbage_collector() -> None:

@@ -81,12 +81,26 @@ class RouterConfig:
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
     api_key: tuple[str, ...] = _option(
         (),
-        "Ask for this key, or one of several, on all routes but health, metrics and docs; "
+        "Ask for this key, or one of several, on all routes but health and metrics; "
         "default: those in the variable API_KEY, one a line.",
     )
+    api_key_file: str | None = _option(
+        None, "File with more of them, one a line; it is read again when it changes."
+    )
+    max_concurrent_requests_per_key: int | None = _option(
+        None, "Requests that each key may have under way; default: no limit of its own.", 1
+    )
+    max_tokens_per_minute_per_key: int | None = _option(
+        None, "Prompt and generated tokens of each key in a minute; default: no limit.", 1
+    )
+    public_docs: bool = _option(False, "Show /docs and the OpenAPI file without a key.")
     graceful_termination_timeout: float = _option(
         90.0, "Seconds that running requests have to end after SIGTERM.", 0
     )
+    ssl_certfile: str | None = _option(
+        None, "Speak TLS with this PEM file of certificates; read again when it changes."
+    )
+    ssl_keyfile: str | None = _option(None, "The PEM file of the certificate's private key.")
     cors_allow_origin: tuple[str, ...] = _option(
         (), "Origin that browsers may call from; repeatable; default: any."
     )
@@ -131,6 +145,15 @@ class RouterConfig:
             )
         if "" in self.api_key:
             raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError(
+                "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
+            )
+        if self.api_key_file == "":
+            raise ValueError("`--api-key-file` must not be empty; leave it out to have none")
+        for name in ("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"):
+            if getattr(self, name) is not None and not self.api_key and self.api_key_file is None:
+                raise ValueError(f"`{flag(name)}` needs keys: add `--api-key` or `--api-key-file`")
         for name in ("aip_predict_route", "aip_health_route"):
             if (path := getattr(self, name)) is not None and not path.startswith("/"):
                 raise ValueError(f"`{flag(name)}` must be a path like /predict. Given: {path}")

@@ -8,6 +8,7 @@
     ├── ToolError                  422 tool_error
     ├── OverloadedError            429 overloaded
     ├── GrammarsBusyError          429 overloaded
+    ├── KeyLimitError              429 overloaded
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
     ├── UnhealthyError             503 healthcheck
@@ -16,7 +17,12 @@
 Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "JSON error shape").
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+# What nobody here can know: when shards that do not answer, or another server, will.
+UNHEALTHY_RETRY_S = 5
+SHUTDOWN_RETRY_S = 5
 
 
 class RouterError(Exception):
@@ -26,11 +32,26 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "internal"
     # The `err` label of tgi_request_failure.
     metric_label: ClassVar[str] = "generation"
+    retry_after_s: int | None = None
+    """When the same request may be sent again; None where that does not help. Every 429 and 503 has
+    it, and is found out before an answer begins."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The headers that tell it, whatever form the body has."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, self.retry_after_s))}
 
     @property
     def message(self) -> str:
         """The sentence in the body's `error` field."""
         return str(self)
+
+    @property
+    def log_message(self) -> str:
+        """The sentence for the log, which has no text that a user wrote."""
+        return self.message
 
 
 class ValidationError(RouterError):
@@ -52,6 +73,10 @@ class ContextLengthError(ValidationError):
 class GrammarError(ValidationError):
     """The grammar is wrong, too large, or not enabled."""
 
+    @property
+    def log_message(self) -> str:
+        return "Input validation error: the grammar can not be used"
+
 
 class AdapterNotFoundError(RouterError):
     """The request names an adapter that is not served; the base model never answers instead."""
@@ -66,6 +91,10 @@ class AdapterNotFoundError(RouterError):
             "remove `adapter_id`"
         )
 
+    @property
+    def log_message(self) -> str:
+        return "`adapter_id` names an adapter that is not served"
+
 
 class TemplateError(RouterError):
     """The chat template is missing or broken, or refuses these messages."""
@@ -77,6 +106,10 @@ class TemplateError(RouterError):
     @property
     def message(self) -> str:
         return f"Template error: {self}"
+
+    @property
+    def log_message(self) -> str:
+        return "Template error: the chat template refuses the messages, or is broken"
 
 
 class ToolError(RouterError):
@@ -90,6 +123,10 @@ class ToolError(RouterError):
     def message(self) -> str:
         return f"Tool error: {self}"
 
+    @property
+    def log_message(self) -> str:
+        return "Tool error: the tools can not be used as they were given"
+
 
 class OverloadedError(RouterError):
     """`max_concurrent_requests` requests are already in the house."""
@@ -98,8 +135,23 @@ class OverloadedError(RouterError):
     error_type = "overloaded"
     metric_label = "overloaded"
 
-    def __init__(self) -> None:
+    def __init__(self, retry_after_s: int) -> None:
         super().__init__("Model is overloaded")
+        self.retry_after_s = retry_after_s
+
+
+class KeyLimitError(RouterError):
+    """An API key has used what each may; `reason` is the limit's name in the metrics."""
+
+    status_code = 429
+    error_type = "overloaded"
+    metric_label = "overloaded"
+
+    def __init__(self, sentence: str, reason: str, retry_after_s: int) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        """When the same request would be let in, if the key is not used meanwhile."""
 
 
 class GrammarsBusyError(RouterError):
@@ -115,14 +167,30 @@ class GrammarsBusyError(RouterError):
 
 
 class GenerationError(RouterError):
-    """A shard failed while it computed this request."""
+    """A shard failed while it computed this request.
+
+    `str` of it has the detail: paths and exceptions, for whoever runs the server. Clients are not
+    told.
+    """
 
     status_code = 424
     error_type = "generation"
     metric_label = "generation"
 
+    def __init__(self, sentence: str, detail: str = "") -> None:
+        super().__init__(sentence, detail)
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
+
     @property
     def message(self) -> str:
+        sentence, detail = self.args
+        behind = "; the server's log says why" if detail else ""
+        return f"Request failed during generation: {sentence}{behind}"
+
+    @property
+    def log_message(self) -> str:
         return f"Request failed during generation: {self}"
 
 
@@ -143,6 +211,7 @@ class UnhealthyError(RouterError):
     status_code = 503
     error_type = "healthcheck"
     metric_label = "generation"
+    retry_after_s = UNHEALTHY_RETRY_S
 
     def __init__(self) -> None:
         super().__init__("unhealthy")
@@ -153,6 +222,7 @@ class ShuttingDownError(RouterError):
 
     status_code = 503
     error_type = "shutting_down"
+    retry_after_s = SHUTDOWN_RETRY_S
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request to another")

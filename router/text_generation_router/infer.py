@@ -1,20 +1,23 @@
 """What one user asked for, from its permits to its endings."""
 
 import asyncio
+import copy
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+from text_generation_router.callers import ANYBODY, Allowance, Caller
 from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
-    OverloadedError,
+    KeyLimitError,
     RouterError,
 )
 from text_generation_router.metrics import Metrics
+from text_generation_router.permits import Permits
 from text_generation_router.request import (
     GeneratedText,
     Output,
@@ -34,6 +37,8 @@ from text_generation_router.validation import (
 )
 
 logger = logging.getLogger(__name__)
+
+Asking = Callable[[], Awaitable[GenerateParameters]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,21 @@ class Generation:
     `ending` is set once the last list was handed out, `error` when a failure was raised.
     """
 
-    def __init__(self, entry: Entry, prompt_tokens: int, arrival: float) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        prompt_tokens: int,
+        arrival: float,
+        allowance: Allowance | None = None,
+    ) -> None:
         self.prompt_tokens = prompt_tokens
         self.ending: Ending | None = None
         self.error: RouterError | None = None
         self._entry = entry
         self._arrival = arrival
+        self._allowance = allowance
+        # Of its tokens those that were taken off the allowance.
+        self._num_charged = 0
 
     @property
     def cached_tokens(self) -> int:
@@ -103,11 +117,24 @@ class Generation:
         except RouterError as error:
             self.error = error
             raise
+        if self._allowance is not None:
+            self._charge(outputs, self._allowance)
         last = outputs[-1]
         if isinstance(last, TokenOutput) and last.generated is not None:
             assert last.timings is not None
             self.ending = Ending(last.generated, self._durations(last.generated, last.timings))
         return outputs
+
+    def charge_unread(self) -> None:
+        """Takes the tokens off the allowance that were generated, but will never be read."""
+        if self._allowance is not None and self.ending is None:
+            unread = len(self._entry.token_ids) - self._num_charged
+            self._allowance.take(unread, time.perf_counter())
+
+    def _charge(self, outputs: Sequence[Output], allowance: Allowance) -> None:
+        num_tokens = sum(isinstance(output, TokenOutput) for output in outputs)
+        self._num_charged += num_tokens
+        allowance.take(num_tokens, time.perf_counter())
 
     async def collect(self) -> GenerateResult:
         """Reads it to its end; raises its failure."""
@@ -145,7 +172,9 @@ class Generation:
 
 
 class Infer:
-    """Owns the permits: at most `max_concurrent_requests` generations are in the house."""
+    """Lets at most `max_concurrent_requests` generations run, whoever asks for them: those that
+    work on behalf of different callers share the permits.
+    """
 
     def __init__(
         self,
@@ -157,12 +186,23 @@ class Infer:
         self._batcher = batcher
         self._validation = validation
         self._metrics = metrics
-        self._free_permits = max_concurrent_requests
+        self._permits = Permits(max_concurrent_requests)
+        self._caller = ANYBODY
+
+    def on_behalf_of(self, caller: Caller) -> "Infer":
+        """The same for another caller: with its salt, within its limits."""
+        other = copy.copy(self)
+        other._caller = caller
+        return other
 
     @property
     def free_permits(self) -> int:
         """How many more generations would be let in now."""
-        return self._free_permits
+        return self._permits.num_free
+
+    def check_could_fit(self, num: int) -> None:
+        """Raises OverloadedError for more generations in one request than could ever be let in."""
+        self._permits.check_could_fit(num)
 
     @asynccontextmanager
     async def start(
@@ -174,11 +214,11 @@ class Infer:
 
     @asynccontextmanager
     async def start_many(
-        self, asked: GenerateParameters, num_sequences: int, is_stream: bool = False
+        self, asked: GenerateParameters | Asking, num_sequences: int, is_stream: bool = False
     ) -> AsyncIterator[list[Generation]]:
         """Permits (a sequence each, all or none), validation, submission: generations over one
         prompt, which is computed once. Sequence i draws with the seed + i; prompt log-probabilities
-        come with the first alone.
+        come with the first alone. What is asked for may be made behind the permits.
 
         Leaving the block cancels what still runs. A failure is raised where that generation is
         iterated. Of each generation exactly one of success, failure and dropped is counted; what
@@ -187,19 +227,29 @@ class Infer:
         arrival = time.perf_counter()
         generations: list[Generation] = []
         try:
-            if is_stream:
+            if is_stream and isinstance(asked, GenerateParameters):
                 check_stream(asked)
-            with self._permits(num_sequences):
+            with self.admitted(num_sequences):
+                if not isinstance(asked, GenerateParameters):
+                    asked = await asked()
                 request = await self._validation.validate(asked)
-                entries = self._batcher.submit_many(_sequences(request, num_sequences))
-                prompt_tokens = len(request.input_ids)
-                generations = [Generation(entry, prompt_tokens, arrival) for entry in entries]
+                requests = _sequences(request, num_sequences, self._caller.salt)
+                entries = self._batcher.submit_many(requests)
+                prompt_tokens, allowance = len(request.input_ids), self._caller.allowance
+                if allowance is not None:
+                    allowance.take(prompt_tokens, time.perf_counter())
+                generations = [
+                    Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
+                ]
                 try:
                     yield generations
                 finally:
-                    for entry in entries:
+                    for entry, generation in zip(entries, generations, strict=True):
                         self._batcher.cancel(entry)
+                        generation.charge_unread()
         except RouterError as error:
+            if isinstance(error, KeyLimitError):
+                self._metrics.request_key_limit.inc(reason=error.reason)
             if all(error is not generation.error for generation in generations):
                 _log_failure(error)
             self._count(generations, error.metric_label)
@@ -251,14 +301,19 @@ class Infer:
         return results.pop(winner), results
 
     @contextmanager
-    def _permits(self, num: int) -> Iterator[None]:
-        if self._free_permits < num:
-            raise OverloadedError
-        self._free_permits -= num
+    def admitted(self, num: int) -> Iterator[None]:
+        """Within the limits of the caller and the server. Raises KeyLimitError, OverloadedError."""
+        allowance = self._caller.allowance
+        if allowance is None:
+            with self._permits.taken(num):
+                yield
+            return
+        allowance.enter(num, time.perf_counter())
         try:
-            yield
+            with self._permits.taken(num):
+                yield
         finally:
-            self._free_permits += num
+            allowance.leave(num)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
@@ -294,13 +349,19 @@ class Infer:
         )
 
 
-def _sequences(request: Request, num: int) -> list[Request]:
-    """So many requests for one prompt that differ in their seeds alone."""
+def _sequences(request: Request, num: int, salt: str) -> list[Request]:
+    """So many requests for one prompt that differ in their seeds alone, with the caller's salt.
+
+    All salts of a server's callers are of one length, so that a request's own, which comes behind,
+    can not make another caller's of it.
+    """
+    cache_salt = salt + request.cache_salt
     return [
         replace(
             request,
             sampling=replace(request.sampling, seed=(request.sampling.seed + place) % 2**64),
             prefill_logprobs=request.prefill_logprobs and place == 0,
+            cache_salt=cache_salt,
         )
         for place in range(num)
     ]
@@ -308,4 +369,4 @@ def _sequences(request: Request, num: int) -> list[Request]:
 
 def _log_failure(error: RouterError) -> None:
     is_ours = isinstance(error, GenerationError | IncompleteGenerationError)
-    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.message)
+    logger.log(logging.ERROR if is_ours else logging.WARNING, "%s", error.log_message)

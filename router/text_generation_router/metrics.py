@@ -6,7 +6,7 @@ prometheus_client counts only what it knows of the process: to counters it appen
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -30,7 +30,23 @@ _METHOD = Label("method", ("prefill", "decode"))
 _ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dropped", "template"))
 # TGI's label for the time of a join, whatever call it happened in.
 _JOINING = Label("method", ("decode",))
+_KEY_LIMIT = Label("reason", ("requests", "tokens"))
 _REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
+# What a connection did that was refused or cut off; see connection.py.
+_REFUSED = Label(
+    "reason",
+    (
+        "malformed",
+        "head_size",
+        "head_time",
+        "silent",
+        "body_rate",
+        "bodies",
+        "leftover",
+        "pipelined",
+        "unread",
+    ),
+)
 
 
 class _Metric:
@@ -86,6 +102,19 @@ class Counter(_Metric):
     def _samples(self) -> Iterator[str]:
         for label_value, total in self._totals.items():
             yield self._sample(total, label_value)
+
+
+class Reading(_Metric):
+    """A number that only grows and is counted elsewhere: `read` says it when it is asked for."""
+
+    kind = "counter"
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description)
+        self.read: Callable[[], int] = int
+
+    def _samples(self) -> Iterator[str]:
+        yield self._sample(self.read(), "")
 
 
 class Gauge(_Metric):
@@ -223,6 +252,12 @@ class Metrics:
         self.request_count = Counter("tgi_request_count", "Requests that arrived")
         self.request_success = Counter("tgi_request_success", "Generations that were completed")
         self.request_failure = Counter("tgi_request_failure", "Requests that failed", _ERR)
+        self.request_unauthorized = Counter(
+            "tgi_request_unauthorized", "Requests without a good API key"
+        )
+        self.request_key_limit = Counter(
+            "tgi_request_key_limit", "Requests refused because of a limit per API key", _KEY_LIMIT
+        )
         self.request_preempted = Counter(
             "tgi_request_preempted", "Times a request gave its KV blocks back and was queued again"
         )
@@ -256,6 +291,9 @@ class Metrics:
             "tgi_request_skipped_tokens",
             "Tokens gained by speculation per request and step",
             [float(n) for n in range(17)],
+        )
+        self.connections_refused = Counter(
+            "tgi_connections_refused", "Connections that were refused or cut off", _REFUSED
         )
         # Queue and batches.
         self.queue_size = Gauge("tgi_queue_size", "Requests waiting for a place in the batch")
@@ -312,6 +350,9 @@ class Metrics:
         )
         self.prefix_cache_hit_tokens = Counter(
             "tgi_prefix_cache_hit_tokens", "Prompt tokens that had been computed for others"
+        )
+        self.log_lines_dropped = Reading(
+            "tgi_log_lines_dropped", "Log lines that nobody read in time"
         )
 
     def render(self) -> bytes:

@@ -74,6 +74,8 @@ class Request:
     grammar: str = ""
     # Special tokens whose text counts as text, as the markers around tool calls do.
     visible_special_tokens: frozenset[str] = frozenset()
+    # Requests of different salts share no KV, whatever their tokens.
+    cache_salt: str = ""
 
 
 class Token(NamedTuple):

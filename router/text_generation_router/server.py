@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import types
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from text_generation_router.certificate import Certificate
+from text_generation_router.connection import ConnectionLimits, Connections
 from text_generation_router.front import Front
 from text_generation_router.services import Services, StartError
 
@@ -18,10 +21,14 @@ RUNNING_SHARE = 0.9
 CLOSING_SHARE = 0.95
 # How often it is looked whether the last request has ended.
 DRAIN_POLL_S = 0.02
+# How often it is looked whether another connection could be taken.
+TICKS_PER_LOOK = 10
 # An idle connection is kept for so long: longer than the pools of usual proxies and clients.
 KEEP_ALIVE_S = 75
 # Connections that wait to be taken; the kernel's own limit is often the same.
 BACKLOG = 4096
+# How many tenths of a second there are between two looks at the files of the certificate.
+CERTIFICATE_TICKS = 20
 # From each listener the event loop takes one connection a turn. With a single one, whoever comes
 # behind 2,000 others (/health, too) waits 4 s to be heard; with so many of them, 0.3 s.
 ACCEPTS_PER_TURN = 16
@@ -37,12 +44,19 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, front: Front, services: Services, patience_s: float
+        self,
+        config: uvicorn.Config,
+        front: Front,
+        services: Services,
+        patience_s: float,
+        certificate: Certificate | None = None,
     ) -> None:
         super().__init__(config)
         self._front = front
         self._services = services
         self._patience_s = patience_s
+        self._certificate = certificate
+        self._is_full = False
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         """Called for every signal; the first one closes the door, before anything else is done."""
@@ -67,7 +81,27 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to stop now; asked ten times a second."""
+        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+            self._certificate.refresh()
+        if counter % TICKS_PER_LOOK == 0:
+            self._look_for_room()
         return await super().on_tick(counter) or self._services.watch.verdict is not None
+
+    def _look_for_room(self) -> None:
+        """Says so, once, when no connection can be taken any more: libuv does not. It closes those
+        that come, and takes others as soon as one has ended."""
+        try:
+            os.close(os.dup(1))
+        except OSError as error:
+            if not self._is_full:
+                logger.warning(
+                    "No connection can be taken: %s; raise the number of files that this process "
+                    "may open (ulimit -Hn), or lower --max-concurrent-requests",
+                    error.strerror,
+                )
+            self._is_full = True
+        else:
+            self._is_full = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns when the last answer has been given and the last connection is closed."""
@@ -92,12 +126,20 @@ class Server(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def server_config(front: Front) -> uvicorn.Config:
+def server_config(
+    front: Front,
+    services: Services,
+    limits: ConnectionLimits | None = None,
+    certificate: Certificate | None = None,
+) -> uvicorn.Config:
     """How uvicorn runs the app: no access log, no headers of its own but the date."""
+    limits = limits or ConnectionLimits.of(services.config.payload_limit)
+    connections = Connections(limits, services.metrics.connections_refused)
     return uvicorn.Config(
         front,
         loop="none",
-        http="httptools",
+        http=connections.protocol,
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
         ws="none",
         # As many as may come at once; what the queue can not take waits a second for another try.
         backlog=BACKLOG,
@@ -124,10 +166,12 @@ def bind(hostname: str, port: int) -> Iterator[socket.socket]:
     """
     with _socket(hostname, port) as listener, socket.socket(socket.AF_UNIX) as claim:
         if port:
+            name = f"text-generation-router:{listener.getsockname()[0]}:{port}"
             try:
-                claim.bind(f"\0text-generation-router:{listener.getsockname()[0]}:{port}")
+                claim.bind(f"\0{name}")
             except OSError as error:
-                raise _not_there(hostname, port, "another router is starting there") from error
+                why = f"another router is starting there, or some program holds the name @{name}"
+                raise _not_there(hostname, port, why) from error
         yield listener
 
 

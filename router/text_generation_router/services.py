@@ -5,18 +5,21 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
+from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
+from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.pace import DEFAULT_STRETCH, StepCosts
@@ -30,6 +33,8 @@ WARMUP_ROWS = 32
 # What the launcher passes on where nobody has chosen a --waiting-served-ratio.
 LAUNCHERS_RATIO = 0.3
 _POLL_S = 0.02
+# What long answers of /tokenize and /chat_tokenize hold in all until their clients have read them.
+_LONG_ANSWERS_BYTES = 64 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +59,34 @@ class Services:
     infer: Infer
     grammars: GrammarCompiler
     chat: ChatService
+    templates: TemplateWorkers
+    # Of several threads one that waits for the interpreter could wait for each of the others.
+    large_bodies: Lane
+    long_answers: Room
 
     @property
     def compute_type(self) -> str:
         """`<shards>-<device>`, sent with every answer."""
         return f"{self.info.world_size}-{self.info.device_type}"
 
+    def on_behalf_of(self, caller: Caller) -> "Services":
+        """The same services, whose generations are this caller's."""
+        if caller is ANYBODY:
+            return self
+        infer = self.infer.on_behalf_of(caller)
+        return replace(self, infer=infer, chat=self.chat.over(infer))
+
 
 @asynccontextmanager
 async def start(config: RouterConfig) -> AsyncIterator[Services]:
     """Connects, warms the shards up and checks that everything fits. Raises StartError.
 
-    The connections to the shards are closed at the end of the block.
+    The connections to the shards are closed at the end of the block, and the processes that render
+    chat templates.
     """
-    # The tokenizer is read while the shards warm up.
-    load = asyncio.create_task(asyncio.to_thread(_load_tokenizer, config))
+    # The tokenizer is read while the shards warm up, and the first of those processes started.
+    workers = TemplateWorkers()
+    load = asyncio.create_task(_load(config, workers))
     try:
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
@@ -86,11 +104,15 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
             tokenizer = await load
             check_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
-            yield assemble(config, shards, tokenizer, info, warmup)
+            try:
+                yield assemble(config, shards, tokenizer, info, warmup, workers)
+            finally:
+                tokenizer.close()
         finally:
             await shards.close()
     finally:
         load.cancel()
+        workers.close()
 
 
 def assemble(
@@ -99,8 +121,9 @@ def assemble(
     tokenizer: Tokenizer,
     info: ShardInfo,
     warmup: WarmupResult,
+    workers: TemplateWorkers,
 ) -> Services:
-    """The services on top of shards that are warm. Raises StartError."""
+    """The services on top of shards that are warm."""
     limits = Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
@@ -144,7 +167,7 @@ def assemble(
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
-    chat = _chat_service(config, tokenizer, infer, metrics)
+    chat = _chat_service(config, tokenizer, infer, workers)
     return Services(
         config,
         info,
@@ -158,6 +181,9 @@ def assemble(
         infer,
         grammars,
         chat,
+        workers,
+        Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
+        Room(_LONG_ANSWERS_BYTES),
     )
 
 
@@ -227,11 +253,28 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
 
 
 def _chat_service(
-    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, metrics: Metrics
+    config: RouterConfig, tokenizer: Tokenizer, infer: Infer, workers: TemplateWorkers
 ) -> ChatService:
+    template = workers.template
+    chat_format = detect_format(
+        None if template is None else template.tool_source, config.chat_format
+    )
+    special_ids = tokenizer.special_ids(chat_format.special_tokens)
+    return ChatService(infer, workers, chat_format, special_ids)
+
+
+async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
+    """The tokenizer; the workers begin with the chat template. Raises StartError."""
+    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    workers.begin(await asyncio.to_thread(load_template, config, tokenizer))
+    return tokenizer
+
+
+def load_template(config: RouterConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The model's chat template, None if it has none. Raises StartError."""
     path = config.tokenizer_config_path
     try:
-        template = ChatTemplate.load(
+        return ChatTemplate.load(
             Path(config.tokenizer_name),
             None if path is None else Path(path),
             tokenizer.bos_token,
@@ -239,11 +282,6 @@ def _chat_service(
         )
     except ValueError as error:
         raise StartError(str(error)) from error
-    chat_format = detect_format(
-        None if template is None else template.tool_source, config.chat_format
-    )
-    special_ids = tokenizer.special_ids(chat_format.special_tokens)
-    return ChatService(infer, metrics, template, chat_format, special_ids)
 
 
 def _load_tokenizer(config: RouterConfig) -> Tokenizer:

@@ -3,20 +3,30 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
+from text_generation_router.encoding import Encoding, TokenIds, encoding_of, token_ids_of
+from text_generation_router.lane import Lane
 from text_generation_router.stream_decoder import StreamDecoder
+from text_generation_router.token_bound import TokenBound
+from text_generation_router.tokenizer_process import TokenizerProcess
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Characters that are encoded in less than 0.1 ms. Going to a thread and back costs as much, and
 # while the event loop is busy the way back can take 5 ms, the interpreter's switch interval.
 _SHORT_TEXT = 256
+# Characters from which on a text has a lane of its own: shorter ones take some milliseconds, and
+# one must not wait behind many that take longer.
+LONG_TEXT = 16 * 1024
+# And characters from which on it is tokenized by another process: of so many tokens Python's lists
+# take milliseconds to make and to free, in which no other thread runs.
+_VERY_LONG_TEXT = 128 * 1024
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -28,15 +38,7 @@ _SPECIAL_TOKEN_NAMES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """The ids of one text; all three have one entry a token."""
-
-    ids: tuple[int, ...]
-    # First character of the token in the text, and the one after its last.
-    offsets: tuple[tuple[int, int], ...]
-    # 1 for the tokens that the tokenizer added around the text.
-    special_tokens_mask: tuple[int, ...]
+Made = TypeVar("Made")
 
 
 class Tokenizer:
@@ -49,12 +51,20 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any], num_workers: int
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_tokens: dict[str, Any],
+        num_workers: int,
+        path: Path | None = None,
     ) -> None:
+        """`path` is the file of the tokenizer; without it long texts are tokenized here, too."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
+        self._long_texts = Lane("long-texts", num_workers)
+        self._very_long_texts = Lane("very-long-texts", 1)
+        self._process = None if path is None else TokenizerProcess(path)
         self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
         # Caches, filled as ids are met: at most one entry an id.
         self._bytes_of: dict[int, bytes] = {}
@@ -62,8 +72,10 @@ class Tokenizer:
         decoders = set(_decoder_types(tokenizer))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_byte_fallback = "ByteFallback" in decoders
-        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        vocabulary = tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """The largest id + 1."""
+        self._bound = TokenBound(tokenizer, vocabulary)
         # Any token with text will do: behind it, decoders no longer strip what starts a text.
         self._anchor = next((i for i in range(self.vocab_size) if self._decode([i])), 0)
         self._anchor_len = len(self._decode([self._anchor]))
@@ -95,25 +107,60 @@ class Tokenizer:
             )
         special_tokens = _read_object(directory / "special_tokens_map.json")
         special_tokens |= _read_object(directory / "tokenizer_config.json")
-        return cls(tokenizer, special_tokens, num_workers)
+        return cls(tokenizer, special_tokens, num_workers, path)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The ids of `text`, computed off the event loop unless that would take longer.
+        """The ids of `text` with their places, computed off the event loop unless that would take
+        longer. A long text waits for others that are long.
 
-        Raises ValueError for text that is not Unicode (lone surrogates).
+        Raises ValueError for text that is not Unicode (lone surrogates), LongTextError.
         """
+        here = partial(self._encode, text, add_special_tokens)
+        if self._process is None:
+            return await self._run(text, here, here)
+        there = partial(self._process.encode, text, add_special_tokens)
+        return await self._run(text, here, there)
+
+    async def token_ids(
+        self, text: str, add_special_tokens: bool = True, most: int | None = None
+    ) -> TokenIds:
+        """As `encode`, but no places, and of the ids the last `most`, or all."""
+        here = partial(self._token_ids, text, add_special_tokens, most)
+        if self._process is None:
+            return await self._run(text, here, here)
+        there = partial(self._process.token_ids, text, add_special_tokens, most)
+        return await self._run(text, here, there)
+
+    def least_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens; 0 where nothing is certain without counting."""
+        return self._bound.least_tokens(text)
+
+    def close(self) -> None:
+        """Ends the process for long texts. Nothing is encoded any more."""
+        if self._process is not None:
+            self._process.close()
+        self._long_texts.close()
+        self._very_long_texts.close()
+
+    async def _run(self, text: str, here: Callable[[], Made], there: Callable[[], Made]) -> Made:
+        """The result of `here`, or for a very long text of `there`."""
         text.encode()  # surrogates: a UnicodeEncodeError here, a TypeError from the library
         if len(text) <= _SHORT_TEXT:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
+            return here()
+        if len(text) <= LONG_TEXT:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, here)
+        if len(text) <= _VERY_LONG_TEXT:
+            return await self._long_texts.run(here)
+        return await self._very_long_texts.run(there)
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         # encode_batch gives the interpreter lock back while it works, encode does not.
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return Encoding(
-            tuple(encoding.ids), tuple(encoding.offsets), tuple(encoding.special_tokens_mask)
-        )
+        [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding_of(made)
+
+    def _token_ids(self, text: str, add_special_tokens: bool, most: int | None) -> TokenIds:
+        [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return token_ids_of(made, most)
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token steers the model and is no part of the text it writes."""

@@ -17,7 +17,7 @@ from text_generation_router.request import (
     SamplingParams,
     StoppingCriteria,
 )
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ class GenerateParameters:
     keeps_stop_sequence: bool = True
     visible_special_tokens: frozenset[str] = frozenset()
     deterministic: bool = False
+    cache_salt: str | None = None
 
     @property
     def wants_sampling(self) -> bool:
@@ -82,6 +83,13 @@ class Lengths:
 
     inputs: int
     max_new_tokens: int
+    # The prompt was not counted: it has so many tokens or more.
+    is_least: bool = False
+
+    @property
+    def told(self) -> str:
+        """The tokens of the prompt in words."""
+        return f"at least {self.inputs}" if self.is_least else str(self.inputs)
 
 
 Rule = Callable[[GenerateParameters, Limits], str | None]
@@ -160,13 +168,17 @@ def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:
 
 
 def _input_ids_known(asked: GenerateParameters, limits: Limits) -> str | None:
-    for token_id in asked.input_ids or ():
-        if not 0 <= token_id < limits.vocab_size:
-            return (
-                f"`inputs` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
-                f"vocabulary. Given: {token_id}"
-            )
-    return None
+    ids = asked.input_ids
+    # Ids that are too many are refused for their number, whatever they are.
+    if not ids or (len(ids) > limits.max_input_tokens and asked.truncate is None):
+        return None
+    if min(ids) >= 0 and max(ids) < limits.vocab_size:
+        return None
+    unknown = next(token_id for token_id in ids if not 0 <= token_id < limits.vocab_size)
+    return (
+        f"`inputs` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
+        f"vocabulary. Given: {unknown}"
+    )
 
 
 def _truncate(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -190,14 +202,14 @@ def _total_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -
         return None
     return (
         f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: "
-        f"{lengths.inputs} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
+        f"{lengths.told} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
     )
 
 
 def _input_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
     if lengths.inputs <= limits.max_input_tokens:
         return None
-    return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.inputs}"
+    return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.told}"
 
 
 def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
@@ -283,19 +295,12 @@ class Validation:
         for rule in RULES:
             if complaint := rule(asked, self.limits):
                 raise ValidationError(complaint)
-        input_ids = asked.input_ids
-        if input_ids is None:
-            encoding = await self._tokenizer.encode(asked.inputs, asked.add_special_tokens)
-            input_ids = encoding.ids
-        if asked.truncate is not None:
-            input_ids = input_ids[-asked.truncate :]
-        room = self.limits.max_total_tokens - len(input_ids)
-        asked_length = asked.max_new_tokens
-        lengths = Lengths(len(input_ids), max(1, room) if asked_length is None else asked_length)
-        for length_rule in LENGTH_RULES:
-            if complaint := length_rule(lengths, asked, self.limits):
-                is_context = length_rule in (_total_tokens, _input_tokens)
-                raise (ContextLengthError if is_context else ValidationError)(complaint)
+        if asked.input_ids is None:
+            count, input_ids = await self._tokenized(asked)
+        else:
+            input_ids = asked.input_ids[-(asked.truncate or 0) :]
+            count = len(input_ids)
+        lengths = self._checked_lengths(asked, count)
         grammar = await self._compiled(asked, lengths)
         if asked.adapter_id is not None:
             raise AdapterNotFoundError(asked.adapter_id)
@@ -315,7 +320,37 @@ class Validation:
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             visible_special_tokens=asked.visible_special_tokens,
+            cache_salt=asked.cache_salt or "",
         )
+
+    async def _tokenized(self, asked: GenerateParameters) -> tuple[int, tuple[int, ...]]:
+        """How many tokens the prompt has after truncation, and their ids if they may be as many.
+
+        A text that is too long by its bytes alone is refused before it is tokenized.
+        """
+        limit = self.limits.max_input_tokens
+        if asked.truncate is None and len(asked.inputs) > LONG_TEXT:
+            least = self._tokenizer.least_tokens(asked.inputs)
+            if least > limit:
+                self._checked_lengths(asked, least, is_least=True)
+        tokens = await self._tokenizer.token_ids(
+            asked.inputs, asked.add_special_tokens, asked.truncate or limit
+        )
+        return len(tokens.ids) if asked.truncate else tokens.count, tokens.ids
+
+    def _checked_lengths(
+        self, asked: GenerateParameters, count: int, is_least: bool = False
+    ) -> Lengths:
+        """The lengths of a prompt of so many tokens, or more, and of its answer."""
+        room = self.limits.max_total_tokens - count
+        asked_length = asked.max_new_tokens
+        new_tokens = max(1, room) if asked_length is None else asked_length
+        lengths = Lengths(count, new_tokens, is_least)
+        for length_rule in LENGTH_RULES:
+            if complaint := length_rule(lengths, asked, self.limits):
+                is_context = length_rule in (_total_tokens, _input_tokens)
+                raise (ContextLengthError if is_context else ValidationError)(complaint)
+        return lengths
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:
         """The grammar in the form of the shards, which then know it."""

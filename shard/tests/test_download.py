@@ -96,7 +96,7 @@ INDEX = "model.safetensors.index.json"
         (["model.safetensors"], None, "has no config.json"),
         (["adapter_config.json", "adapter_model.safetensors"], None, "it is a LoRA adapter"),
         (["config.json"], None, "holds no weights at all"),
-        (["config.json", "pytorch_model.bin"], None, "holds only pytorch_model.bin"),
+        (["config.json", "model.gguf"], None, "holds only model.gguf"),
         (["config.json", "model.safetensors"], None, "has no tokenizer"),
         (["config.json", "a.safetensors"], {"weight_map": {"x": "b.safetensors"}}, "b.safetensors"),
         (["config.json", "a.safetensors"], {"weights": {}}, "is not an index of weights"),
@@ -334,7 +334,6 @@ def test_offline(hub, tmp_path):
     "gone, added, expected",
     [
         ("config.json", {}, "some/model has no config.json"),
-        ("model.safetensors", {}, "some/model holds only pytorch_model.bin"),
         ("README.md", {INDEX: b'{"weight_map": {"a": "b.safetensors"}}'}, "lacks weight files"),
         ("tokenizer.json", {}, "has no tokenizer"),
     ],

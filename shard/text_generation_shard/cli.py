@@ -11,6 +11,7 @@ from pathlib import Path
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_compute_threads
+from text_generation_shard.descriptors import Output, raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,12 @@ _SPIN_COUNT = "10000"
 def main(argv: list[str] | None = None) -> int:
     """Run the command; what the user can mend is one ERROR line and exit code 1."""
     arguments = build_parser().parse_args(argv)
-    logs.set_up(arguments.logger_level, arguments.json_output)
+    raise_file_limit()
+    output = logs.set_up(arguments.logger_level, arguments.json_output)
     try:
         if arguments.command == "serve":
             return _serve(arguments)
-        return _download(arguments)
+        return _download(arguments, output)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
@@ -52,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
     serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
     serve.add_argument("--deterministic", action="store_true")
+    serve.add_argument("--enable-reflection", action="store_true")
     download = commands.add_parser("download-weights", help="bring a model to this machine")
     download.add_argument("model_id", help="hub id or local directory")
     download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")
@@ -63,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    # Compiled kernels are read at the next start, and run: nobody else may have written them.
+    os.umask(os.umask(0o022) | 0o022)
     # OpenMP reads this when torch is loaded: a thread that waits for another gives up its core
     # after so many spins, not after milliseconds. With a neighbour on one of two cores the linears
     # of a decode step took 967 ms without it and 79 ms with it; fewer spins cost more when alone.
@@ -81,11 +86,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     return serve(ShardConfig(**{name: getattr(arguments, name) for name in names}))
 
 
-def _download(arguments: argparse.Namespace) -> int:
+def _download(arguments: argparse.Namespace, output: Output) -> int:
     from text_generation_shard.download import resolve_model
 
     path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
-    print(json.dumps({"model_path": str(path)}), flush=True)
+    output.write(json.dumps({"model_path": str(path)}), is_needed=True)
+    output.flush(None)  # who asked may be stopped, and goes on with it later
     return 0
 
 

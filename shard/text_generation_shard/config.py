@@ -35,6 +35,8 @@ class ShardConfig:
     watermark_delta: float = 2.0
     # Compute every step so that a request's tokens do not depend on what runs beside it.
     deterministic: bool = False
+    # Whether gRPC tells who asks which calls there are.
+    enable_reflection: bool = False
 
     @property
     def socket_path(self) -> str:

@@ -21,7 +21,9 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from text_generation_shard import pickles
 from text_generation_shard.hub_error import explain
+from text_generation_shard.places import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_NAME = "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+OTHER_WEIGHTS = (*pickles.SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx")
 HUB_TIMEOUT_S = 10.0
 PROGRESS_S = 3.0
 MAX_HTTP_BYTES = 50 * 10**9
@@ -59,7 +61,7 @@ def resolve_model(
         if revision is not None:
             logger.info("the revision %s has no effect on a local directory", revision)
         _check_directory(directory)
-        _ensure_tokenizer(directory)
+        _make_loadable(directory)
         return directory
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_id):
         raise DownloadError(
@@ -67,7 +69,7 @@ def resolve_model(
             "config.json and the weights, or a hub id like Qwen/Qwen2.5-0.5B-Instruct"
         )
     directory = _HubModel(model_id, revision or "main", cache_dir, endpoint).fetch()
-    _ensure_tokenizer(directory)
+    _make_loadable(directory)
     return directory
 
 
@@ -81,7 +83,8 @@ class _RemoteFile:
 
     @property
     def is_resumable(self) -> bool:
-        return self.name.endswith(".safetensors") and self.size <= MAX_HTTP_BYTES
+        is_large = self.name.endswith((".safetensors", *pickles.SUFFIXES))
+        return is_large and self.size <= MAX_HTTP_BYTES
 
 
 class _Stopped(Exception):
@@ -106,6 +109,16 @@ class _PartialFile(io.BufferedWriter):
         if self._stop.is_set():
             raise _Stopped
         return super().write(data)
+
+
+def _elsewhere() -> Path:
+    """Where weights go whose cache may not be written. Nobody else may put others there."""
+    try:
+        return temporary_folder("huggingface")
+    except OSError as error:
+        raise DownloadError(
+            f"{error}; or choose a cache that can be written with --huggingface-hub-cache"
+        ) from error
 
 
 class _HubModel:
@@ -138,7 +151,7 @@ class _HubModel:
 
         cached = self._cached_snapshot()
         if cached is None and not _can_be_written(self._cache_dir):
-            elsewhere = Path(tempfile.gettempdir()) / f"huggingface-{os.getuid()}"
+            elsewhere = _elsewhere()
             logger.warning(
                 "user %d may not write to %s: %s is kept in %s, which ends with the container if "
                 "this is one; `chown %d` the directory on its disk, or run as its owner (--user)",
@@ -208,6 +221,9 @@ class _HubModel:
         self._download(commit, absent)
         weights = [files[name] for name in _weight_names(self._repo_id, files, snapshot)]
         absent_weights = [file for file in weights if not (snapshot / file.name).exists()]
+        if (snapshot / pickles.CONVERTED_NAME).exists():
+            # Who has converted pickles may have thrown them away.
+            absent_weights = [file for file in absent_weights if not _is_pickle(file.name)]
         if not absent and not absent_weights and snapshot == cached:
             return _found(snapshot)
         self._check_space(absent_weights)
@@ -346,8 +362,18 @@ def _check_repository(repo_id: str, names: Collection[str]) -> None:
         raise DownloadError(
             f"{repo_id} has no config.json{adapter}: choose a repository with a transformers model"
         )
-    if not any(name.endswith(".safetensors") for name in names):
+    if not any(name.endswith(".safetensors") for name in names) and not _are_pickled(names):
         raise DownloadError(_no_safetensors(repo_id, names))
+
+
+def _is_pickle(name: str) -> bool:
+    return name.endswith(pickles.SUFFIXES)
+
+
+def _are_pickled(names: Collection[str]) -> bool:
+    """Whether the weights of a model are pickles, and only that."""
+    is_safe = INDEX_NAME in names or any(name.endswith(".safetensors") for name in names)
+    return not is_safe and bool(pickles.weight_names(names))
 
 
 def _no_safetensors(where: str, names: Iterable[str]) -> str:
@@ -361,14 +387,16 @@ def _no_safetensors(where: str, names: Iterable[str]) -> str:
 
 def _weight_names(where: str, names: Collection[str], directory: Path) -> list[str]:
     """The weight files of a model: those its index names, else `model.safetensors`, else all but
-    `consolidated`, which repeats the weights under other names."""
-    if INDEX_NAME in names:
+    `consolidated`, which repeats the weights under other names; pickles, if it has only those."""
+    are_pickled = _are_pickled(names)
+    index_name = pickles.INDEX_NAME if are_pickled else INDEX_NAME
+    if index_name in names:
         try:
-            index = json.loads((directory / INDEX_NAME).read_text(encoding="utf-8"))
+            index = json.loads((directory / index_name).read_text(encoding="utf-8"))
             wanted = sorted(set(index["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DownloadError(
-                f"{INDEX_NAME} of {where} is not an index of weights ({error}): get it anew"
+                f"{index_name} of {where} is not an index of weights ({error}): get it anew"
             ) from error
         absent = [name for name in wanted if name not in names]
         if absent:
@@ -377,6 +405,8 @@ def _weight_names(where: str, names: Collection[str], directory: Path) -> list[s
                 f"{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}: complete it"
             )
         return wanted
+    if are_pickled:
+        return pickles.weight_names(names)
     if "model.safetensors" in names:
         return ["model.safetensors"]
     weights = [name for name in names if name.endswith(".safetensors")]
@@ -388,6 +418,14 @@ def _check_directory(directory: Path) -> None:
     names = {path.name for path in directory.iterdir() if path.exists()}
     _check_repository(str(directory), names)
     _weight_names(str(directory), names, directory)
+
+
+def _make_loadable(directory: Path) -> None:
+    """Makes what a model with all its weights lacks still."""
+    names = {path.name for path in directory.iterdir() if path.exists()}
+    if _are_pickled(names):
+        pickles.convert(directory, _weight_names(str(directory), names, directory))
+    _ensure_tokenizer(directory)
 
 
 def _ensure_tokenizer(directory: Path) -> None:

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import uvloop
-from grpc_reflection.v1alpha import reflection
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
@@ -64,12 +63,51 @@ def _remove_stale_socket(path: str) -> None:
     """Make room for a new socket; ModelError if what is there is not a dead one."""
     if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+    state = os.lstat(path)
+    if not stat.S_ISSOCK(state.st_mode):
         raise ModelError(f"{path} exists and is not a socket; choose another --uds-path")
+    if state.st_uid != os.geteuid():
+        raise ModelError(
+            f"{path} is a socket of user {state.st_uid}, and this shard runs as user "
+            f"{os.geteuid()}; have it removed or choose another --uds-path"
+        )
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise ModelError(f"another server listens on {path}; choose another --uds-path")
     os.unlink(path)
+
+
+def _listen(server: grpc.aio.Server, path: str) -> None:
+    """Only our own user, and root, can connect: a socket takes that, as a file takes its readers,
+    from its mode. ModelError if there can be none."""
+    _remove_stale_socket(path)
+    before = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix://{path}")
+    except RuntimeError as error:
+        raise ModelError(
+            f"can not listen on {path} ({error}); choose another --uds-path"
+        ) from error
+    finally:
+        os.umask(before)
+    state = os.lstat(path)
+    if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise ModelError(
+            f"others could connect to {path} (user {state.st_uid}, mode "
+            f"{stat.S_IMODE(state.st_mode):04o}); choose another --uds-path, in a folder that "
+            "others can not write to"
+        )
+
+
+def _enable_reflection(server: grpc.aio.Server) -> None:
+    """Let tools like grpcurl ask what is served."""
+    from grpc_reflection.v1alpha import reflection
+
+    names = (
+        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
+        reflection.SERVICE_NAME,
+    )
+    reflection.enable_server_reflection(names, server)
 
 
 async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig) -> int:
@@ -88,18 +126,9 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     service = ShardService(engine, device_thread, config)
     server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
-    names = (
-        pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name,
-        reflection.SERVICE_NAME,
-    )
-    reflection.enable_server_reflection(names, server)
-    _remove_stale_socket(config.socket_path)
-    try:
-        server.add_insecure_port(f"unix://{config.socket_path}")
-    except RuntimeError as error:
-        raise ModelError(
-            f"can not listen on {config.socket_path} ({error}); choose another --uds-path"
-        ) from error
+    if config.enable_reflection:
+        _enable_reflection(server)
+    _listen(server, config.socket_path)
     await server.start()
     if pages := pages_of(engine.weight_regions):
         threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard import cgroup
+from text_generation_shard import cgroup, pickles
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,12 @@ def _weight_files(directory: Path) -> list[Path]:
     files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     files = [path for path in files if not path.name.startswith("consolidated")]
     if not files:
+        if pickled := pickles.weight_names([path.name for path in directory.iterdir()]):
+            raise ModelError(
+                f"{directory} holds {pickled[0]}, which is a pickle, and none is read while "
+                f"serving: run `text-generation-server download-weights {directory}` once, which "
+                "makes safetensors of it and runs nothing that is in it"
+            )
         raise ModelError(
             f"{directory} holds no *.safetensors weights; convert the checkpoint to safetensors "
             "or download it again"

@@ -1,40 +1,67 @@
-"""What routes ask before they run: API key, content type, size, JSON; each refused in its words.
+"""What routes ask of a body before they run: content type, size, JSON; each refused in its words.
 
 The statuses are those of TGI's extractor. The body of every refusal is the JSON error object, since
 clients call `.json()` on it.
 """
 
 import asyncio
-import hmac
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import orjson
 from fastapi import HTTPException, Request, Response
-from fastapi.routing import APIRoute
+from fastapi.exceptions import RequestValidationError
+from starlette.types import Receive, Scope
 
+from text_generation_router.api.json_cost import MOST_TIMES, is_too_costly
+from text_generation_router.api.keys import Handler, KeyRoute
 from text_generation_router.config import RouterConfig
 
 # A client that has not sent its body after so long is told so.
 BODY_TIMEOUT_S = 60
+# Larger bodies are parsed and checked by a thread, so that streams go on meanwhile.
+_LARGE_BODY = 64 * 1024
 _SHOWN_CHARACTERS = 60
+# The name of a field, and what is wrong with it, can hold the client's own words.
+_SHOWN_NAME, SHOWN_COMPLAINT = 64, 400
 # orjson reads deeper than it writes (254), and answers show parts of requests some levels down.
 _SAFE_DEPTH = 240
-_NO_KEY = (
-    "The API key is missing or wrong; send one that the server was started with as "
-    "`Authorization: Bearer KEY` or `x-api-key: KEY`"
-)
 
 
 class BodyError(HTTPException):
     """A body that is not a request; `detail` is the sentence for the user."""
 
 
+class ShapeError(HTTPException):
+    """JSON that is not what the route takes. FastAPI lets no other error out of `json`."""
+
+    def __init__(self, complaint: RequestValidationError) -> None:
+        super().__init__(422)
+        self.complaint = complaint
+
+
+class Field(Protocol):
+    """What FastAPI knows of a route's body."""
+
+    def validate(
+        self, value: Any, values: dict[str, Any], *, loc: tuple[str, ...]
+    ) -> tuple[Any, Any]:
+        """The request that the value is, and what is wrong with it."""
+
+
 class JsonRequest(Request):
     """A request whose body is JSON of at most `payload_limit` bytes."""
 
+    def __init__(self, scope: Scope, receive: Receive, field: Field) -> None:
+        super().__init__(scope, receive)
+        self._field = field
+        # A large body, until it is parsed: whoever calls `body` would keep it as long as the answer
+        # takes.
+        self._large = b""
+
     async def body(self) -> bytes:
-        """The raw body, buffered up to the limit. Raises BodyError."""
+        """The raw body, buffered up to the limit, or if it is large no more than a sign that it is
+        there. Raises BodyError."""
         if not hasattr(self, "_body"):
             self._check_content_type()
             try:
@@ -46,24 +73,18 @@ class JsonRequest(Request):
                 ) from None
             if not self._body:
                 raise BodyError(400, "Failed to parse the request body as JSON: the body is empty")
+            if len(self._body) > _LARGE_BODY:
+                self._large, self._body = self._body, b"large"
         return self._body
 
     async def json(self) -> Any:
-        """The parsed body. Raises BodyError."""
+        """The parsed body; of a large one the request that it is, which FastAPI takes as it is.
+        Raises BodyError, ShapeError and OverloadedError."""
         body = await self.body()
-        try:
-            parsed = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            if error.msg.startswith("number is infinity"):
-                raise BodyError(
-                    422,
-                    "Failed to deserialize the JSON body into the target type: "
-                    f"number out of range at line {error.lineno} column {error.colno}",
-                ) from error
-            raise BodyError(400, f"Failed to parse the request body as JSON: {error}") from error
-        if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
-            _check_depth(parsed)
-        return parsed
+        if not self._large:
+            return _parsed(body)
+        large, self._large = self._large, b""
+        return await self.app.state.services.large_bodies.run(_checked, large, self._field)
 
     def _check_content_type(self) -> None:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -91,23 +112,6 @@ class JsonRequest(Request):
         return b"".join(chunks)
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-class KeyRoute(APIRoute):
-    """A route behind the API keys; raises HTTPException 401."""
-
-    def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            if not _has_key(request):
-                raise HTTPException(401, _NO_KEY)
-            return await handler(request)
-
-        return guarded
-
-
 class JsonRoute(KeyRoute):
     """A POST route behind the API keys whose body is read by `JsonRequest`.
 
@@ -116,9 +120,14 @@ class JsonRoute(KeyRoute):
 
     def get_route_handler(self) -> Handler:
         handler = super().get_route_handler()
+        field = self.body_field
+        assert field is not None
 
         async def reading(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            try:
+                return await handler(JsonRequest(request.scope, request.receive, field))
+            except ShapeError as error:
+                raise error.complaint from None
 
         return reading
 
@@ -126,15 +135,81 @@ class JsonRoute(KeyRoute):
 def shape_error(errors: Sequence[Any]) -> str:
     """The sentence for JSON of the wrong shape, from the first of pydantic's errors."""
     first = errors[0]
-    path = ".".join(str(part) for part in first["loc"] if part != "body") or "body"
-    complaint = first["msg"].removeprefix("Value error, ")
+    path = ".".join(short(str(part)) for part in first["loc"] if part != "body") or "body"
+    complaint = short(first["msg"].removeprefix("Value error, "), SHOWN_COMPLAINT)
     sentence = f"Failed to deserialize the JSON body into the target type: `{path}`: {complaint}"
     if first["type"] == "missing":
         return sentence
-    given = orjson.dumps(first["input"], default=repr).decode()
-    if len(given) > _SHOWN_CHARACTERS:
-        given = given[:_SHOWN_CHARACTERS] + "…"
-    return f"{sentence}. Given: {given}"
+    return f"{sentence}. Given: {shown(first['input'])}"
+
+
+def shown(given: Any) -> str:
+    """The beginning of a value as JSON; no more of it is looked at."""
+    written = ""
+    for piece in _json_pieces(given):
+        written += piece
+        if len(written) > _SHOWN_CHARACTERS:
+            return written[:_SHOWN_CHARACTERS] + "…"
+    return written
+
+
+def short(words: str, most: int = _SHOWN_NAME) -> str:
+    """The words, or their beginning."""
+    return words if len(words) <= most else words[:most] + "…"
+
+
+def _json_pieces(given: Any) -> Iterator[str]:
+    if isinstance(given, str):
+        # One that is cut is longer than what is shown.
+        yield orjson.dumps(given[: _SHOWN_CHARACTERS + 1]).decode()
+    elif isinstance(given, dict):
+        yield "{"
+        for place, (key, value) in enumerate(given.items()):
+            yield "," * (place > 0)
+            yield from _json_pieces(key)
+            yield ":"
+            yield from _json_pieces(value)
+        yield "}"
+    elif isinstance(given, list):
+        yield "["
+        for place, value in enumerate(given):
+            yield "," * (place > 0)
+            yield from _json_pieces(value)
+        yield "]"
+    else:
+        yield orjson.dumps(given, default=repr).decode()
+
+
+def _checked(body: bytes, field: Field) -> Any:
+    """The request that a body is. Raises BodyError and ShapeError."""
+    if is_too_costly(body):
+        raise BodyError(
+            400,
+            "Failed to parse the request body as JSON: its objects, lists, keys and strings are so "
+            f"many that they would take more than {MOST_TIMES} times its size; send fewer",
+        )
+    parsed = _parsed(body)
+    made, errors = field.validate(parsed, {}, loc=("body",))
+    if errors:
+        raise ShapeError(RequestValidationError(errors, body=parsed))
+    return made
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if error.msg.startswith("number is infinity"):
+            raise BodyError(
+                422,
+                "Failed to deserialize the JSON body into the target type: "
+                f"number out of range at line {error.lineno} column {error.colno}",
+            ) from None
+        # The error holds the whole text.
+        raise BodyError(400, f"Failed to parse the request body as JSON: {error}") from None
+    if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
+        _check_depth(parsed)
+    return parsed
 
 
 def _check_depth(parsed: Any) -> None:
@@ -145,22 +220,6 @@ def _check_depth(parsed: Any) -> None:
         raise BodyError(
             400, "Failed to parse the request body as JSON: nested deeper than 240 levels"
         ) from error
-
-
-def _has_key(request: Request) -> bool:
-    """Whether the request carries one of the keys, as OpenAI's clients or as Anthropic's send it.
-
-    Takes the same time wherever the keys differ, and whichever of them it is.
-    """
-    keys = _config(request).api_key
-    if not keys:
-        return True
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")
-    # Headers are latin-1 text.
-    sent = given.strip().encode("latin-1")
-    return any([hmac.compare_digest(sent, key.encode()) for key in keys])
 
 
 def _config(request: Request) -> RouterConfig:

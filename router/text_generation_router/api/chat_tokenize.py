@@ -1,16 +1,20 @@
 """POST /chat_tokenize: the prompt that a chat becomes, and its tokens."""
 
-import asyncio
+from collections.abc import Iterator
 
 import orjson
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.generate import ERRORS, ServicesDependency
-from text_generation_router.api.info import render_tokens
 from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.schemas import TokenizedToken
+from text_generation_router.api.tokenize import encoded, render_tokens, token_answer
+from text_generation_router.encoding import Encoding
+
+# Characters of the text that are written in one go.
+_SLICE = 16 * 1024
 
 router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
@@ -28,12 +32,23 @@ class ChatTokenizeResponse(BaseModel):
     response_model=ChatTokenizeResponse,
     responses=ERRORS,
 )
-async def get_chat_tokenize(body: ChatRequest, services: ServicesDependency) -> Response:
+async def get_chat_tokenize(
+    body: ChatRequest, request: Request, services: ServicesDependency
+) -> Response:
     """The text that /v1/chat/completions would send to the model. Nothing is added to it."""
     services.metrics.request_count.inc()
-    text = await services.chat.render(body.to_conversation())
-    encoding = await services.tokenizer.encode(text, add_special_tokens=False)
-    # A prompt of megabytes must not stop the streams of others.
-    tokens = await asyncio.to_thread(render_tokens, text, encoding)
-    content = b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, orjson.dumps(text))
-    return Response(content, media_type="application/json")
+    with services.infer.admitted(1):
+        text = await services.chat.render(body.to_conversation())
+        encoding = await encoded(text, request, services, add_special_tokens=False)
+    if encoding is None:
+        return Response(status_code=499)
+    return token_answer(text, encoding, _pieces(text, encoding), services)
+
+
+def _pieces(text: str, encoding: Encoding) -> Iterator[bytes]:
+    yield b'{"tokenize_response":'
+    yield from render_tokens(text, encoding)
+    yield b',"templated_text":"'
+    for start in range(0, len(text), _SLICE):
+        yield orjson.dumps(text[start : start + _SLICE])[1:-1]
+    yield b'"}'

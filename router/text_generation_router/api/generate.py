@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.keys import caller_of
 from text_generation_router.api.numbers import float32, float32_json
 from text_generation_router.api.schemas import (
     CompatGenerateRequest,
@@ -17,7 +18,13 @@ from text_generation_router.api.schemas import (
     GenerateResponse,
     StreamResponse,
 )
-from text_generation_router.api.sse import EventStream, disconnected, error_event, event
+from text_generation_router.api.sse import (
+    COMMENT,
+    EventStream,
+    disconnected,
+    error_event,
+    event,
+)
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.errors import RouterError
 from text_generation_router.infer import GenerateResult
@@ -49,7 +56,8 @@ ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Lines `data: {…}`; what goes wrong after the body was read is one too.",
+        "description": "Lines `data: {…}`; what goes wrong after the body was read is one too, "
+        "but for 429 and 503.",
         "content": {
             "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
         },
@@ -69,10 +77,10 @@ router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
 
 async def services_of(request: Request) -> Services:
-    """The services of the app that got this request."""
+    """The services of the app that got this request, for whoever sent it."""
     services = request.app.state.services
     assert isinstance(services, Services)
-    return services
+    return services.on_behalf_of(caller_of(request.scope))
 
 
 ServicesDependency = Annotated[Services, Depends(services_of)]
@@ -100,10 +108,12 @@ async def generate(
     response_model=StreamResponse,
     responses=_EVENTS | _STREAM_ERRORS,
 )
-async def generate_stream(body: GenerateRequest, services: ServicesDependency) -> Response:
+async def generate_stream(
+    body: GenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
     """Generate a stream of tokens using Server-Sent Events."""
     services.metrics.request_count.inc()
-    return _generate_stream(body.to_parameters(), services)
+    return await _generate_stream(body.to_parameters(), request, services)
 
 
 @router.post(
@@ -120,7 +130,7 @@ async def compat_generate(
     # What TGI does for a model whose task the Hub does not know otherwise.
     asked = body.to_parameters(return_full_text=True)
     if body.stream:
-        return _generate_stream(asked, services)
+        return await _generate_stream(asked, request, services)
     return await _generate(asked, request, services, in_list=True)
 
 
@@ -150,25 +160,48 @@ def generate_answer(
     return answer
 
 
-def _generate_stream(asked: GenerateParameters, services: Services) -> Response:
-    """The stream; whatever goes wrong from here on is an event."""
-    return EventStream(
-        _stream(asked, services),
-        headers={
-            "x-compute-type": services.compute_type,
-            "x-compute-characters": str(len(asked.inputs)),
-        },
-    )
+async def _generate_stream(
+    asked: GenerateParameters, request: Request, services: Services
+) -> Response:
+    """The stream, once it is let in; whatever goes wrong from there on is an event."""
+    headers = {
+        "x-compute-type": services.compute_type,
+        "x-compute-characters": str(len(asked.inputs)),
+    }
+    return await open_stream(request, _stream(asked, services), headers)
+
+
+async def open_stream(
+    request: Request,
+    chunks: AsyncGenerator[bytes],
+    headers: Mapping[str, str],
+    keep_alive: bytes = COMMENT,
+) -> Response:
+    """The response that sends `chunks`, of which the first, which may be empty, is awaited here:
+    what goes wrong before it is raised, and answered with a status."""
+    first = await unless_disconnected(request, anext(chunks))
+    if first is None:
+        return Response(status_code=499)
+    return EventStream(chunks, headers, keep_alive, first)
 
 
 async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
-    """Events as they become ready, those ready together in one chunk."""
+    """Events as they become ready, those ready together in one chunk; before them an empty one.
+
+    As TGI has it, what is wrong with a request is an event. Raises what passes, as too many
+    requests do, if it comes first.
+    """
+    is_let_in = False
     try:
         async with services.infer.start(asked, is_stream=True) as generation:
+            is_let_in = True
+            yield b""
             writer = TokenEvents(asked, generation.prompt_tokens)
             async for outputs in generation:
                 yield writer.chunk(outputs)
     except RouterError as error:
+        if error.retry_after_s is not None and not is_let_in:
+            raise
         yield error_event(error)
     except Exception:
         logger.exception("A stream failed; this is a bug in the router")

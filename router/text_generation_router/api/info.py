@@ -1,27 +1,19 @@
-"""GET /health, /ping, /, /info and /metrics, and POST /tokenize."""
+"""GET /health, /ping, /, /info and /metrics."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import accumulate
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import APIRouter, Response
 
-from text_generation_router.api.body import JsonRoute, KeyRoute
 from text_generation_router.api.features import features
-from text_generation_router.api.generate import ERRORS, UNAUTHORIZED, ServicesDependency
-from text_generation_router.api.schemas import (
-    ErrorResponse,
-    GenerateRequest,
-    InfoResponse,
-    TokenizedToken,
-)
+from text_generation_router.api.generate import UNAUTHORIZED, ServicesDependency
+from text_generation_router.api.keys import KeyRoute
+from text_generation_router.api.schemas import ErrorResponse, InfoResponse
 from text_generation_router.config import VERSION
 from text_generation_router.errors import UnhealthyError
 from text_generation_router.metrics import CONTENT_TYPE
 from text_generation_router.services import Services
-from text_generation_router.tokenizer import Encoding
 
 HEALTH_TIMEOUT_S = 5
 
@@ -32,7 +24,6 @@ UNHEALTHY: dict[int | str, dict[str, Any]] = {
 # Health and metrics are open to everybody.
 router = APIRouter(tags=["Text Generation Inference"])
 key_router = APIRouter(route_class=KeyRoute, tags=["Text Generation Inference"])
-body_router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
@@ -121,33 +112,3 @@ async def get_model_info(services: ServicesDependency) -> Response:
 async def metrics(services: ServicesDependency) -> Response:
     """Every metric in Prometheus' text format."""
     return Response(services.metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-
-@body_router.post(
-    "/tokenize",
-    summary="Tokenize inputs",
-    response_model=list[TokenizedToken],
-    responses=ERRORS,
-)
-async def tokenize(body: GenerateRequest, services: ServicesDependency) -> Response:
-    """The tokens of the inputs with their byte offsets."""
-    encoding = await services.tokenizer.encode(body.inputs)
-    # A prompt of megabytes must not stop the streams of others.
-    content = await asyncio.to_thread(render_tokens, body.inputs, encoding)
-    return Response(content, media_type="application/json")
-
-
-def render_tokens(text: str, encoding: Encoding) -> bytes:
-    """The JSON list of the tokens of a text."""
-    byte_offsets = [0, *accumulate(len(character.encode()) for character in text)]
-    return orjson.dumps(
-        [
-            {
-                "id": token_id,
-                "text": text[start:stop],
-                "start": byte_offsets[start],
-                "stop": byte_offsets[stop],
-            }
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-        ]
-    )

@@ -6,7 +6,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from text_generation_router.api.body import JsonRoute, KeyRoute
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.bounded import Items, Numbers
 from text_generation_router.api.generate import (
     ERRORS,
     UNAUTHORIZED,
@@ -16,6 +17,7 @@ from text_generation_router.api.generate import (
     unless_disconnected,
 )
 from text_generation_router.api.info import UNHEALTHY, check_health, get
+from text_generation_router.api.keys import KeyRoute
 from text_generation_router.api.schemas import Body, GenerateParametersBody, GenerateRequest, Uint64
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError
@@ -51,9 +53,9 @@ class InputTensor(Body):
     """One prompt. `shape` and `datatype` say nothing that `data` does not."""
 
     name: str
-    shape: list[Uint64] = Field(examples=[[1, 5]])
+    shape: Numbers[Uint64] = Field(examples=[[1, 5]])
     datatype: str = Field(examples=["UINT8"])
-    data: list[Byte] = Field(description="UTF-8.", examples=[list(b"Hello")])
+    data: Numbers[Byte] = Field(description="UTF-8.", examples=[list(b"Hello")])
 
 
 class OutputName(Body):
@@ -66,8 +68,8 @@ class InferenceRequest(Body):
     """Body of an inference; the parameters are those of /generate, and the same for all inputs."""
 
     id: str
-    inputs: list[InputTensor]
-    outputs: list[OutputName]
+    inputs: Items[InputTensor]
+    outputs: Items[OutputName]
     parameters: GenerateParametersBody = Field(
         default_factory=lambda: GenerateParametersBody(do_sample=True)
     )
@@ -179,6 +181,7 @@ async def kserve_infer(
         raise LengthMismatchError("Inputs and outputs length mismatch")
     if body.parameters.details or body.parameters.decoder_input_details:
         raise ValidationError("`details` has no place in this answer; use /generate for it")
+    services.infer.check_could_fit(len(body.inputs))
     work = at_once(_generate(item, services) for item in _requests(body))
     texts = await unless_disconnected(request, work)
     if texts is None:

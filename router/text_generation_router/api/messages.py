@@ -9,7 +9,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.messages_errors import ERRORS, error_event
 from text_generation_router.api.messages_events import MessageRun
 from text_generation_router.api.messages_input import conversation_of
@@ -21,8 +25,9 @@ from text_generation_router.api.messages_schemas import (
     TokenCountBody,
 )
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.sse import EventStream, begun, named_events
+from text_generation_router.api.sse import named_events
 from text_generation_router.errors import RouterError
+from text_generation_router.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +57,7 @@ async def messages(
     run = MessageRun(body, services)
     headers = {"x-compute-type": services.compute_type}
     if body.stream:
-        chunks = await unless_disconnected(request, begun(_encoded(run)))
-        if chunks is None:
-            return Response(status_code=499)
-        return EventStream(chunks, headers, keep_alive=_PING)
+        return await open_stream(request, _encoded(run), headers, keep_alive=_PING)
     whole = await unless_disconnected(request, _whole(run))
     if whole is None:
         return Response(status_code=499)
@@ -68,17 +70,29 @@ async def messages(
     response_model=TokenCountBody,
     responses=ERRORS,
 )
-async def count_tokens(body: CountTokensRequest, services: ServicesDependency) -> TokenCountBody:
-    """The length of the prompt, counted as /v1/messages counts it."""
+async def count_tokens(
+    body: CountTokensRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """The length of the prompt, counted as /v1/messages counts it. Takes a permit meanwhile."""
     check_model(body.model, services)
+    with services.infer.admitted(1):
+        num_tokens = await unless_disconnected(request, _count(body, services))
+    if num_tokens is None:
+        return Response(status_code=499)
+    return Response(
+        TokenCountBody(input_tokens=num_tokens).model_dump_json(), media_type="application/json"
+    )
+
+
+async def _count(body: CountTokensRequest, services: Services) -> int:
     prompt = await services.chat.render(conversation_of(body))
-    encoding = await services.tokenizer.encode(prompt, add_special_tokens=False)
-    return TokenCountBody(input_tokens=len(encoding.ids))
+    tokens = await services.tokenizer.token_ids(prompt, add_special_tokens=False, most=0)
+    return tokens.count
 
 
 async def _whole(run: MessageRun) -> Json:
     """The message. Raises RouterError."""
-    async for _ in run.events(is_stream=False):
+    async for _ in run.events():
         continue
     return run.message
 
@@ -87,7 +101,7 @@ async def _encoded(run: MessageRun) -> AsyncGenerator[bytes]:
     """The events in chunks. Raises what fails before the first; later failures are events."""
     has_begun = False
     try:
-        async with aclosing(run.events(is_stream=True)) as batches:
+        async with aclosing(run.events()) as batches:
             async for batch in batches:
                 yield named_events(batch) + (b"" if has_begun else _PING)
                 has_begun = True

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from text_generation_router.api.messages_schemas import MessageErrorBody
 from text_generation_router.api.openai.errors import ERRORS as OPENAI_ERRORS
 from text_generation_router.api.openai.errors import describe
+from text_generation_router.errors import RouterError
 
 PATH = "/v1/messages"
 _TYPES = {
@@ -25,9 +26,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
-    path, headers = PATH, None
-    if isinstance(error, HTTPException):
-        path, headers = request.url.path, error.headers
+    path = request.url.path if isinstance(error, HTTPException) else PATH
+    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     status, detail = describe(error, path, request.method)
     return JSONResponse(_body(status, detail["message"]), status, headers=headers)
 

@@ -35,14 +35,14 @@ class MessageRun:
             "stop_sequence": None,
         }
 
-    async def events(self, is_stream: bool) -> AsyncGenerator[list[Json]]:
+    async def events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError.
 
         The first tells how much of the prompt was cached, and waits a while for that to be known;
         what comes too late for it is in the last but one, which counts.
         """
         writer = ContentWriter()
-        async with self._chat.start(self._conversation, is_stream) as (generation,):
+        async with self._chat.start(self._conversation) as (generation,):
             first = asyncio.ensure_future(anext(generation))
             try:
                 await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)

@@ -1,6 +1,7 @@
 """What a Messages request asks for, as a conversation."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import orjson
@@ -59,6 +60,7 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
         stop=tuple(body.stop_sequences),
         grammar=grammar,
         deterministic=bool(body.deterministic),
+        cache_salt=body.cache_salt,
     )
 
 
@@ -79,16 +81,15 @@ def _messages(body: CountTokensRequest) -> Iterator[Message]:
     }
     if body.system is not None:
         yield {"role": "system", "content": _text(body.system)}
-    held: Message | None = None
-    for message in (made for param in body.messages for made in _split(param, names)):
-        if held is not None and held["role"] == message["role"] == "user":
-            held = {**held, "content": f"{held['content']}\n{message['content']}"}
+    made = (message for param in body.messages for message in _split(param, names))
+    for role, turn in groupby(made, key=lambda message: message["role"]):
+        if role != "user":
+            yield from turn
             continue
-        if held is not None:
-            yield held
-        held = message
-    if held is not None:
-        yield held
+        first, *others = turn
+        if others:
+            first["content"] = "\n".join(message["content"] for message in (first, *others))
+        yield first
 
 
 def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:

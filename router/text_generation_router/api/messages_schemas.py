@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 
+from text_generation_router.api.bounded import IN_SLICES, Items
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import Body, Float32
+from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
 
 class TextBlock(Body):
@@ -36,7 +37,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | Items[TextBlock] = ""
     is_error: bool = False
 
 
@@ -63,7 +64,7 @@ class MessageParam(Body):
     """One message of the conversation; a last one of the assistant's is continued."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
+    content: str | Items[ContentBlock]
 
 
 def _is_no_choice(name: str) -> str:
@@ -126,11 +127,11 @@ class CountTokensRequest(Body):
     """
 
     model: str = Field(description="The served model, or `tgi`.", examples=["tgi"])
-    messages: list[MessageParam] = Field(
-        min_length=1, examples=[[{"role": "user", "content": "What is deep learning?"}]]
+    messages: Annotated[Annotated[list[MessageParam], Field(min_length=1)], IN_SLICES] = Field(
+        examples=[[{"role": "user", "content": "What is deep learning?"}]]
     )
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] = Field(default=[])
+    system: str | Items[TextBlock] | None = None
+    tools: Items[Tool] = Field(default=[])
     tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -142,7 +143,7 @@ class MessagesRequest(CountTokensRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**32)]
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] = Field(default=[])
     stream: bool = False
     temperature: Annotated[Float32, Field(ge=0)] | None = Field(
         default=None, description="0: always the likeliest token. Default: 1."
@@ -152,6 +153,7 @@ class MessagesRequest(CountTokensRequest):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
 
 
 class UsageBody(BaseModel):

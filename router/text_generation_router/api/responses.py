@@ -9,13 +9,17 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.openai.errors import BUG, ERRORS
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.responses_events import ResponseRun
 from text_generation_router.api.responses_output import Json
 from text_generation_router.api.responses_schemas import ResponseBody, ResponsesRequest
-from text_generation_router.api.sse import EventStream, begun, named_events
+from text_generation_router.api.sse import named_events
 from text_generation_router.errors import RouterError
 
 logger = logging.getLogger(__name__)
@@ -46,8 +50,7 @@ async def responses(
     run = ResponseRun(body, services)
     headers = {"x-compute-type": services.compute_type}
     if body.stream:
-        chunks = await unless_disconnected(request, begun(_encoded(run)))
-        return Response(status_code=499) if chunks is None else EventStream(chunks, headers)
+        return await open_stream(request, _encoded(run), headers)
     whole = await unless_disconnected(request, _whole(run))
     if whole is None:
         return Response(status_code=499)
@@ -57,7 +60,7 @@ async def responses(
 async def _whole(run: ResponseRun) -> Json:
     """The response as the last event has it. Raises RouterError."""
     last: list[Json] = []
-    async for batch in run.events(is_stream=False):
+    async for batch in run.events():
         last = batch
     response = last[-1]["response"]
     assert isinstance(response, dict)
@@ -68,7 +71,7 @@ async def _encoded(run: ResponseRun) -> AsyncGenerator[bytes]:
     """The events in chunks. Raises what fails before the first; later failures are events."""
     number = 0
     try:
-        async with aclosing(run.events(is_stream=True)) as batches:
+        async with aclosing(run.events()) as batches:
             async for batch in batches:
                 yield _chunk(batch, number)
                 number += len(batch)

@@ -26,11 +26,11 @@ class ResponseRun:
         self._trail = TokenTrail()
         self._response = _envelope(body, services)
 
-    async def events(self, is_stream: bool) -> AsyncGenerator[list[Json]]:
+    async def events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
         writer = OutputWriter()
         reasoning_tokens = 0
-        async with self._services.chat.start(self._conversation, is_stream) as (generation,):
+        async with self._services.chat.start(self._conversation) as (generation,):
             yield [self._told("created"), self._told("in_progress")]
             async for steps in generation:
                 batch = [event for step in steps for event in self._step_events(step, writer)]

@@ -45,6 +45,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
             grammar=_grammar(body.text.format if body.text else None),
             deterministic=bool(body.deterministic),
+            cache_salt=body.cache_salt,
         ),
     )
 
@@ -80,7 +81,7 @@ def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
         if piece is None:
             yield _message(item, names)
         elif "tool_calls" in piece:
-            turn = {**turn, "tool_calls": turn.get("tool_calls", []) + piece["tool_calls"]}
+            turn.setdefault("tool_calls", []).extend(piece["tool_calls"])
         else:
             turn |= piece
     yield from _finished(turn)

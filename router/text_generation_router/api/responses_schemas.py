@@ -12,8 +12,9 @@ from pydantic import (
     field_validator,
 )
 
+from text_generation_router.api.bounded import Entries, Items
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import Body, Float32
+from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
@@ -56,7 +57,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | Items[Part]
 
 
 class FunctionCallItem(Body):
@@ -73,15 +74,15 @@ class FunctionCallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | Items[Part]
 
 
 class ReasoningItem(Body):
     """What the assistant thought before it answered."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = Field(default=[])
-    content: list[ReasoningText] | None = None
+    summary: Items[ReasoningText] = Field(default=[])
+    content: Items[ReasoningText] | None = None
 
 
 def _item_kind(item: Any) -> str | None:
@@ -199,7 +200,7 @@ class ResponsesRequest(Body):
     model: str | None = Field(
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
     )
-    input: Annotated[str | list[InputItem], AfterValidator(_check_input)] = Field(
+    input: Annotated[str | Items[InputItem], AfterValidator(_check_input)] = Field(
         examples=["What is deep learning?"]
     )
     instructions: str | None = None
@@ -213,13 +214,14 @@ class ResponsesRequest(Body):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
     stream: bool | None = None
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
-    metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = None
-    include: Annotated[list[str] | None, AfterValidator(_check_include)] = None
+    metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = None
+    include: Annotated[Items[str] | None, AfterValidator(_check_include)] = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description=f"Needs {_LOGPROBS} in `include`."
     )

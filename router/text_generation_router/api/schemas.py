@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from text_generation_router.api.bounded import Entries, Items
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -23,7 +24,8 @@ def to_float32(value: float) -> float:
 def _to_token_ids(biases: dict[str, float]) -> dict[str, float]:
     """JSON keys are strings; these must be written like integers."""
     for key in biases:
-        if not (key.isascii() and key.isdecimal() and key == str(int(key))):
+        # Longer ones are no ids, and take long to read.
+        if not (len(key) < 20 and key.isascii() and key.isdecimal() and key == str(int(key))):
             raise ValueError(f'keys must be token ids such as "42", not {key[:20]!r}')
     return biases
 
@@ -32,7 +34,15 @@ Float32 = Annotated[float, AfterValidator(to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
 Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
-LogitBias = Annotated[dict[str, Float32], AfterValidator(_to_token_ids)]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="Only prompts of the same salt share what is computed of them.",
+    ),
+]
+LogitBias = Annotated[Entries[Float32], AfterValidator(_to_token_ids)]
 
 
 class Body(BaseModel):
@@ -132,7 +142,7 @@ def _schema_grammar(schema: JsonSchema | str) -> Grammar:
 
 
 class GenerateParametersBody(Body):
-    """How to generate. Fields that TGI does not have are the last four."""
+    """How to generate. Fields that TGI does not have are the last six."""
 
     best_of: Uint64 | None = Field(
         default=None, description="Generations to choose from.", examples=[1]
@@ -156,7 +166,7 @@ class GenerateParametersBody(Body):
     return_full_text: bool | None = Field(
         default=None, description="Put the prompt before the generated text.", examples=[False]
     )
-    stop: list[str] = Field(
+    stop: Items[str] = Field(
         default=[], description="Generation stops after any of these.", examples=[["photographer"]]
     )
     truncate: Uint64 | None = Field(
@@ -190,6 +200,7 @@ class GenerateParametersBody(Body):
         description="The same tokens in whatever company, bit for bit; refused where that can not "
         "be kept.",
     )
+    cache_salt: CacheSalt | None = None
 
 
 class GenerateRequest(Body):

@@ -1,7 +1,6 @@
 """Server-sent events as TGI writes them: `data: {json}` and an empty line, encoded once."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -13,23 +12,19 @@ from starlette.types import Receive, Scope, Send
 from text_generation_router.errors import IncompleteGenerationError, RouterError
 
 KEEP_ALIVE_S = 15
-# A client that takes nothing for so long is gone, whatever its socket says.
-SEND_TIMEOUT_S = 30
 # Where a scope keeps the server's own `send`. Middleware and routing wrap it in several calls, and
 # none of them does anything with the events of a stream that has begun.
 DIRECT_SEND = "text_generation_router.send"
-
-logger = logging.getLogger(__name__)
-
 
 COMMENT = b":\n\n"
 """What keeps a quiet stream alive: clients skip it."""
 
 
 class EventStream(EventSourceResponse):
-    """Sends chunks of ready events; each chunk is one write.
+    """Sends `first`, if there is any, and chunks of ready events; each chunk is one write.
 
-    Closes `events` when the client leaves or stops reading. A running stream outlives SIGTERM.
+    Closes `events` when the client leaves; one that stops reading is cut off by its `Connection`.
+    A running stream outlives SIGTERM.
     Three tasks and a timer for each write are what sse-starlette's own way would cost; here a write
     costs a clock reading and the call that does it.
     """
@@ -41,6 +36,7 @@ class EventStream(EventSourceResponse):
         events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
         keep_alive: bytes = COMMENT,
+        first: bytes = b"",
     ) -> None:
         # The type is given here, because starlette would add a charset, which TGI does not send.
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
@@ -48,6 +44,7 @@ class EventStream(EventSourceResponse):
         del self.headers["connection"]
         self._events = events
         self._keep_alive = keep_alive
+        self._first = first
         # Whether a write is under way, and when it or the last one began, in the loop's time.
         self._is_writing = False
         self._last_write = 0.0
@@ -70,9 +67,7 @@ class EventStream(EventSourceResponse):
         leaving = asyncio.create_task(disconnected(receive))
         try:
             while not await _any_done(writing, leaving, timeout_s=self._patience_s()):
-                if not await self._look_after(send):
-                    logger.warning("A client read nothing for %d s and was cut off", SEND_TIMEOUT_S)
-                    break
+                await self._break_silence(send)
         finally:
             writing.cancel()
             leaving.cancel()
@@ -82,6 +77,10 @@ class EventStream(EventSourceResponse):
 
     async def _write_all(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
+        if self._first:
+            self._is_writing = True
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            self._is_writing = False
         async for chunk in self._events:
             self._last_write = clock()
             self._is_writing = True
@@ -90,26 +89,18 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _patience_s(self) -> float:
-        """How long a stream on which nothing happens needs no looking after."""
+        """How long a stream on which nothing happens needs no comment."""
         idle_s = asyncio.get_running_loop().time() - self._last_write
-        # A write that begins while the stream is quiet must be seen in time as well.
-        limit_s = SEND_TIMEOUT_S if self._is_writing else min(KEEP_ALIVE_S, SEND_TIMEOUT_S)
-        return max(0.0, limit_s - idle_s)
+        return max(0.0, KEEP_ALIVE_S - idle_s)
 
-    async def _look_after(self, send: Send) -> bool:
-        """Breaks the silence of a stream; False if its client does not read."""
+    async def _break_silence(self, send: Send) -> None:
+        """Where a write is under way, a comment could come behind the end, and helps nobody."""
         if self._patience_s() > 0:
-            return True
-        if self._is_writing:
-            return False
+            return
         self._last_write = asyncio.get_running_loop().time()
-        comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(comment)
-        except TimeoutError:
-            return False
-        return True
+        if not self._is_writing:
+            comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+            await send(comment)
 
 
 async def _any_done(*tasks: asyncio.Task[None], timeout_s: float) -> bool:
@@ -136,20 +127,6 @@ def event(payload: Mapping[str, Any]) -> bytes:
 def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
     """Events that say their `type` before their data as well, as newer APIs have them."""
     return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
-
-
-async def begun(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The same chunks, of which the first is there already: what fails before it is raised here,
-    where it can still become a status."""
-    first = await anext(chunks)
-
-    async def all_of_them() -> AsyncGenerator[bytes]:
-        async with aclosing(chunks):
-            yield first
-            async for chunk in chunks:
-                yield chunk
-
-    return all_of_them()
 
 
 def error_event(error: RouterError) -> bytes:

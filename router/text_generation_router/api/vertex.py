@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.bounded import IN_SLICES
 from text_generation_router.api.generate import (
     ERRORS,
     ServicesDependency,
@@ -38,7 +39,7 @@ Instance = Annotated[
 class VertexRequest(Body):
     """Bodies of /generate and of /v1/chat/completions, mixed as you like."""
 
-    instances: list[Instance] = Field(min_length=1)
+    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], IN_SLICES]
 
 
 class VertexResponse(BaseModel):
@@ -58,6 +59,7 @@ async def vertex_compatibility(
 ) -> Response:
     """Generates for all instances at once; one failure fails all."""
     services.metrics.request_count.inc(len(body.instances))
+    services.infer.check_could_fit(len(body.instances))
     work = at_once([_prediction(instance, services) for instance in body.instances])
     predictions = await unless_disconnected(request, work)
     if predictions is None:

@@ -1,6 +1,7 @@
 """Messages of a chat in the words that a template knows."""
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,20 @@ def plain_messages(
     """The messages, with tool calls and their results as text where the template has no place for
     them: calls in the form the model is told to write, results as a message of the user's."""
     plain: list[Message] = []
+    # What is put behind the message at a place.
+    behind: defaultdict[int, list[str]] = defaultdict(list)
     for message in messages:
         if message.get("tool_calls") and "tool_calls" not in template_source:
             message = _with_calls_as_text(message, chat_format)
         if message["role"] == "tool" and "tool" not in template_source:
             message = {"role": "user", "content": message["content"]}
             if plain and plain[-1]["role"] == "user":  # templates want the roles to alternate
-                message = {**message, "content": f"{plain[-1]['content']}\n{message['content']}"}
-                plain.pop()
+                behind[len(plain) - 1].append(message["content"])
+                continue
         plain.append(message)
+    for place, contents in behind.items():
+        content = "\n".join([plain[place]["content"], *contents])
+        plain[place] = {"role": "user", "content": content}
     return plain
 
 

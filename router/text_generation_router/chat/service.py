@@ -1,9 +1,10 @@
 """Conversations in, the parts of the next message out. No API's words are known here."""
 
-import asyncio
+import copy
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from text_generation_router.chat.constraint import tool_grammar
@@ -18,10 +19,9 @@ from text_generation_router.chat.parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from text_generation_router.chat.template import ChatTemplate
-from text_generation_router.errors import GrammarError, RouterError, TemplateError, ToolError
+from text_generation_router.chat.workers import Job, TemplateWorkers
+from text_generation_router.errors import GrammarError, TemplateError, ToolError
 from text_generation_router.infer import Ending, Generation, Infer
-from text_generation_router.metrics import Metrics
 from text_generation_router.request import TokenOutput
 from text_generation_router.validation import GenerateParameters
 
@@ -145,51 +145,56 @@ def message_of(steps: list[ChatStep]) -> ChatMessage:
 class ChatService:
     """Knows the served model's way to chat: its template and the format of its answers.
 
-    Changes nothing after it was made. `template` is None for a model that has none.
+    Changes nothing after it was made. The `workers` belong to somebody else.
     """
 
     def __init__(
         self,
         infer: Infer,
-        metrics: Metrics,
-        template: ChatTemplate | None,
+        workers: TemplateWorkers,
         chat_format: ChatFormat,
         special_ids: Mapping[str, int],
     ) -> None:
         """`special_ids` has the ids of the format's markers that are special tokens."""
         self._infer = infer
-        self._metrics = metrics
-        self._template = template
+        self._workers = workers
         self._format = chat_format
         self._special_ids = special_ids
 
+    def over(self, infer: Infer) -> "ChatService":
+        """The same service, which generates with another Infer."""
+        other = copy.copy(self)
+        other._infer = infer
+        return other
+
     async def render(self, conversation: Conversation) -> str:
-        """The prompt, rendered off the event loop. Raises TemplateError."""
-        return await asyncio.to_thread(self._render, conversation)
+        """The prompt, rendered off the event loop. Raises TemplateError and OverloadedError."""
+        return await self._workers.render(partial(self._job, conversation))
 
     @asynccontextmanager
-    async def start(
-        self, conversation: Conversation, is_stream: bool = False
-    ) -> AsyncIterator[list[ChatGeneration]]:
+    async def start(self, conversation: Conversation) -> AsyncIterator[list[ChatGeneration]]:
         """Starts `num_sequences` answers. Leaving the block early cancels what still runs.
 
         Raises RouterError: TemplateError, ToolError, and all of `Infer.start_many`'s.
         """
-        try:
+        prompt = ""
+
+        async def parameters() -> GenerateParameters:
+            nonlocal prompt
             asked = await self._parameters(conversation)
-        except RouterError as error:
-            self._metrics.request_failure.inc(err=error.metric_label)
-            raise
+            prompt = asked.inputs
+            return asked
+
         try:
             async with self._infer.start_many(
-                asked, conversation.num_sequences, is_stream
+                parameters, conversation.num_sequences
             ) as generations:
                 yield [
-                    ChatGeneration(generation, self._parser(conversation, asked.inputs))
+                    ChatGeneration(generation, self._parser(conversation, prompt))
                     for generation in generations
                 ]
         except GrammarError as error:
-            if not conversation.usable_tools:
+            if not conversation.usable_tools or error.retry_after_s is not None:
                 raise
             # The grammar was made from them.
             raise ToolError(f"`tools` can not be enforced: {error}") from error
@@ -229,8 +234,9 @@ class ChatService:
             starts_in_reasoning=reasons and self._format.starts_in_reasoning(prompt),
         )
 
-    def _render(self, conversation: Conversation) -> str:
-        template, tools = self._template, conversation.usable_tools
+    def _job(self, conversation: Conversation) -> tuple[Job, Mapping[str, Any]]:
+        """What a worker is asked for."""
+        template, tools = self._workers.template, conversation.usable_tools
         if template is None:
             raise TemplateError(
                 "template not found; the model has no chat template, so it can not chat; "
@@ -250,13 +256,13 @@ class ChatService:
             messages = [*messages[:-1], {**last, "content": behind}]
         last = messages[-1]
         continues = last["role"] == "assistant" and not last.get("tool_calls")
-        return template.render(
-            messages,
-            told or None,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **conversation.template_kwargs,
-        )
+        arguments = {
+            "messages": messages,
+            "tools": told or None,
+            "add_generation_prompt": not continues,
+            "continue_final_message": continues,
+        }
+        return arguments, conversation.template_kwargs
 
 
 def _check_tools(conversation: Conversation) -> None:

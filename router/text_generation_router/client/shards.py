@@ -8,6 +8,7 @@ import grpc
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_router.client import translate
+from text_generation_router.client.shard_socket import ShardSocket, path_of
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.entry import Entry
@@ -28,6 +29,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     # A unix socket is on this machine, whatever http_proxy says.
     ("grpc.enable_http_proxy", 0),
+    # The number in an address is given to another socket once this one is closed.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -39,8 +42,9 @@ class ShardedClient:
     when the next one begins. Failures are GenerationError in TGI's words.
     """
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: list[grpc.aio.Channel], sockets: list[ShardSocket]) -> None:
         self._channels = channels
+        self._sockets = sockets
         self._stubs = [_stub(channel) for channel in channels]
         self._decodes = [DecodeCall(stub) for stub in self._stubs]
 
@@ -48,27 +52,36 @@ class ShardedClient:
     async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
         """Asks the shard that listens on `master_uds_path` for the others and connects to all.
 
-        Raises GenerationError, with a sentence for the user, if they are not there in time.
+        Raises GenerationError, with a sentence for the user, if they are not there in time, or are
+        another user's.
         """
-        channels = [_open(f"unix:{master_uds_path}")]
+        client = cls(channels := [], sockets := [])
         try:
             async with asyncio.timeout(timeout_s):
+                sockets.append(await ShardSocket.wait_for(master_uds_path))
+                channels.append(_open(sockets[0]))
                 await channels[0].channel_ready()
                 request = pb.ServiceDiscoveryRequest()
                 urls = (await _stub(channels[0]).ServiceDiscovery(request)).urls
-                channels += [_open(url) for url in urls[1:]]
+                for url in urls[1:]:
+                    sockets.append(await ShardSocket.wait_for(path_of(url)))
+                    channels.append(_open(sockets[-1]))
                 await asyncio.gather(*(channel.channel_ready() for channel in channels))
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
-            await asyncio.gather(*(channel.close(None) for channel in channels))
+        except BaseException as error:
+            await client.close()
+            if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
+                raise
             raise GenerationError(
                 f"no answer from the shards at {master_uds_path} within {timeout_s:g} s; "
                 "start text-generation-server first, or give its --master-shard-uds-path"
             ) from error
-        return cls(channels)
+        return cls(channels, sockets)
 
     async def close(self) -> None:
-        """Closes the channels; calls under way fail."""
+        """Closes the channels; calls under way fail. May be repeated."""
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
+        while self._sockets:
+            self._sockets.pop().close()
 
     async def info(self) -> ShardInfo:
         """What rank 0 says about itself."""
@@ -167,8 +180,8 @@ class DecodeCall:
         return response
 
 
-def _open(url: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
+def _open(shard: ShardSocket) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(f"unix:{shard.address}", options=_CHANNEL_OPTIONS)
 
 
 def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
@@ -205,5 +218,10 @@ def _generation_error(error: BaseException, is_lost: bool) -> BaseException:
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return LostStepError(f"Could not connect to Text Generation server: {error.details()}")
-    return (LostStepError if is_lost else GenerationError)(f"Server error: {error.details()}")
+        return LostStepError("Could not connect to Text Generation server", _detail(error))
+    return (LostStepError if is_lost else GenerationError)("Server error", _detail(error))
+
+
+def _detail(error: grpc.aio.AioRpcError) -> str:
+    """What gRPC or the shard says, which may name sockets and files."""
+    return error.details() or error.code().name

@@ -13,7 +13,9 @@ OptionValue = str | int | float | bool | Path | None
 _NOT_OFFLINE = frozenset(
     {
         *("tokenizer_name", "model_id", "master_shard_uds_path"),
-        *("hostname", "port", "prometheus_port", "payload_limit", "api_key", "cors_allow_origin"),
+        *("hostname", "port", "prometheus_port", "payload_limit", "cors_allow_origin"),
+        *("api_key", "api_key_file", "public_docs"),
+        *("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"),
         *("aip_predict_route", "aip_health_route", "graceful_termination_timeout"),
         *("max_concurrent_requests", "max_client_batch_size", "max_best_of"),
         *("json_output", "logger_level"),

@@ -21,6 +21,8 @@ from text_generation_router.errors import (
     GenerationError,
     IncompleteGenerationError,
     RouterError,
+    ShuttingDownError,
+    UnhealthyError,
     ValidationError,
 )
 from text_generation_router.metrics import Metrics
@@ -108,7 +110,7 @@ class Batcher:
         self._is_healthy = True
         # When the last step came back.
         self._last_success = -math.inf
-        # Set when no more entries are taken, for ever.
+        # Set when no more entries are taken, for ever: what newcomers are told.
         self._refusal: Callable[[], RouterError] | None = None
         self._meter = Meter(metrics, self._planner, limits)
 
@@ -123,7 +125,8 @@ class Batcher:
         """Queues requests for one and the same prompt, which is computed once and shared.
 
         Only the first, which computes it, may ask for the prompt's log-probabilities. Raises
-        ValidationError if one of them can never fit the KV blocks.
+        ValidationError if one of them can never fit the KV blocks, ShuttingDownError and
+        UnhealthyError.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -183,7 +186,7 @@ class Batcher:
 
     async def close(self) -> None:
         """Ends every entry with IncompleteGenerationError and waits until `run` has returned."""
-        self._stop(IncompleteGenerationError)
+        self._stop()
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait({task})
@@ -217,10 +220,10 @@ class Batcher:
                 raise
         except Exception:
             logger.exception("The scheduler has failed; this is a bug in the router")
-            self._stop(lambda: GenerationError("internal error"))
+            self._stop(lambda: GenerationError("internal error"), UnhealthyError)
             raise
         finally:
-            self._stop(IncompleteGenerationError)
+            self._stop()
             for call in self._calls:
                 call.cancel()
             self._planner.sweep()
@@ -415,8 +418,12 @@ class Batcher:
         except GenerationError as clear_error:
             logger.warning("Batch %d could not be cleared: %s", batch_id, clear_error)
 
-    def _stop(self, refusal: Callable[[], RouterError]) -> None:
+    def _stop(
+        self,
+        ending: Callable[[], RouterError] = IncompleteGenerationError,
+        refusal: Callable[[], RouterError] = ShuttingDownError,
+    ) -> None:
         """Ends every entry and takes no more; what was decided first stays."""
         self._refusal = self._refusal or refusal
         for entry in list(self._live.values()):
-            self._end(entry, self._refusal())
+            self._end(entry, ending())

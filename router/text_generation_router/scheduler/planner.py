@@ -353,7 +353,7 @@ class Planner:
         """Where its text begins, see `prefix_cache`; None: it shares with nobody.
 
         KV depends on the tokens, and for models that stretch long contexts on lengths. (On an
-        adapter too, once there are adapters.)
+        adapter too, once there are adapters: they will be part of the salt.)
         """
         limits, num_prompt = self._limits, len(entry.request.input_ids)
         limit, is_long = limits.recompute_at, False
@@ -363,7 +363,7 @@ class Planner:
                 return None  # its blocks are written anew on the way
         scale = num_prompt if num_prompt > (limits.prompt_scaled_at or num_prompt) else 0
         if limits.shares_prefixes:
-            return (None, is_long, scale)
+            return (entry.request.cache_salt, is_long, scale)
         return None if entry.group is None else (entry.group, is_long, scale)
 
     def _promises(self, chunks: dict[int, int]) -> Promises:

@@ -1,9 +1,12 @@
 """Where compiled kernels are kept between starts."""
 
+import atexit
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -15,11 +18,15 @@ import numba
 from llvmlite import binding
 from numba.core import config
 
+from text_generation_shard.places import temporary_folder, why_untrusted
+
 logger = logging.getLogger(__name__)
 
 # Another server may be compiling; a little longer than that takes on a slow machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.1
+# What all kernels of one model take is a tenth of it.
+_ROOM_BYTES = 16 * 2**20
 
 
 def choose_directory() -> None:
@@ -27,31 +34,70 @@ def choose_directory() -> None:
 
     numba looks at the file of the function alone when it asks whether code is stale; ours is made
     of several. NUMBA_CACHE_DIR is where to, if it is set; else beside the source, or in the home
-    directory, whichever can be written first, or else a directory of this process's own.
+    directory, or among the temporary files, whichever can be written first, by us and nobody else:
+    what is read there is run.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    asked = Path(config.CACHE_DIR) if config.CACHE_DIR else None
     for directory in _candidates():
         path = directory / f"pytgi-kernels-{digest}"
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()
-        except OSError:
-            continue
-        config.CACHE_DIR = str(path)
-        return
-    config.CACHE_DIR = tempfile.mkdtemp(prefix="pytgi-kernels-")
-    logger.warning(
-        "compiled kernels can not be kept for the next start; set NUMBA_CACHE_DIR to a directory "
-        "that can be written"
-    )
+            _prepare(path)
+        except _UnusableError as error:
+            logger.warning("compiled kernels are not kept in %s: %s", path, error)
+        except OSError as error:
+            # Elsewhere than asked for nobody has promised that it can be written.
+            if directory == asked:
+                logger.warning("compiled kernels are not kept in %s: %s", path, error.strerror)
+        else:
+            config.CACHE_DIR = str(path)
+            return
+    config.CACHE_DIR = _fresh_directory()
+
+
+class _UnusableError(Exception):
+    """Why a directory that can be written is not used."""
 
 
 def _candidates() -> Iterator[Path]:
     if config.CACHE_DIR:
         yield Path(config.CACHE_DIR)
     yield Path(__file__).parent / "__pycache__"
-    yield Path.home() / ".cache"
+    with suppress(RuntimeError):  # a user without a home
+        yield Path.home() / ".cache"
+    try:
+        yield temporary_folder("pytgi-kernels")
+    except OSError as error:
+        logger.warning("%s", error)
+
+
+def _prepare(path: Path) -> None:
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.mkdir(mode=0o755, exist_ok=True)
+    if reason := why_untrusted(path):
+        raise _UnusableError(reason)
+    tempfile.TemporaryFile(dir=path).close()
+    state = os.statvfs(path)
+    if state.f_bavail * state.f_frsize < _ROOM_BYTES and not any(path.glob("filled-*")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fresh_directory() -> str:
+    """For this process alone."""
+    try:
+        path = tempfile.mkdtemp(prefix="pytgi-kernels-")
+    except OSError as error:
+        raise OSError(
+            "no folder for compiled kernels can be written: set NUMBA_CACHE_DIR, or TMPDIR, to one "
+            f"that can ({error.strerror})"
+        ) from error
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    logger.warning(
+        "compiled kernels can not be kept for the next start; set NUMBA_CACHE_DIR to a directory "
+        "that can be written"
+    )
+    return path
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from numba import boolean, float32, int8, int64, njit, typeof, uint8
+from numba.core import config
 
 from text_generation_shard.kernels import are_vectors_wide, cache, choice, layers, narrow, rows
 from text_generation_shard.kernels.children import Children
@@ -32,9 +33,15 @@ class Kernel(NamedTuple):
     signatures: list[tuple[Any, ...]]
 
     def compile(self) -> None:
-        """Or read it from the cache."""
+        """Or read it from the cache. OSError if it is compiled, and could not be kept."""
+        failure: OSError | None = None
         for signature in self.signatures:
-            self.function.compile(signature)
+            try:
+                self.function.compile(signature)
+            except OSError as error:  # numba writes it down when it is in use already
+                failure = error
+        if failure is not None:
+            raise failure
 
 
 def compile_all(
@@ -48,14 +55,32 @@ def compile_all(
     start = time.monotonic()
     kernels = list(_kernels(dtype, quantize))
     count = min(num_processes, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
-    with cache.filling(f"{dtype}-{quantize}") as is_empty:
-        if is_empty:
-            logger.info("compiling the kernels for this processor, once")
-        if is_empty and count > 1:
-            _fill_cache(kernels, count)
-        for kernel in kernels:
-            kernel.compile()
+    try:
+        with cache.filling(f"{dtype}-{quantize}") as is_empty:
+            if is_empty:
+                logger.info("compiling the kernels for this processor, once")
+            if is_empty and count > 1:
+                _fill_cache(kernels, count)
+            _compile(kernels)
+    except OSError as error:
+        logger.warning(
+            "compiled kernels can not be kept in %s: %s; they are compiled at each start: make "
+            "room there or set NUMBA_CACHE_DIR to another directory",
+            *(config.CACHE_DIR, error.strerror),
+        )
     return time.monotonic() - start
+
+
+def _compile(kernels: list[Kernel]) -> None:
+    """Raises OSError when all are compiled, if one of them could not be kept."""
+    failure: OSError | None = None
+    for kernel in kernels:
+        try:
+            kernel.compile()
+        except OSError as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _fill_cache(kernels: list[Kernel], count: int) -> None:

@@ -7,7 +7,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
 from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
 from text_generation_router.api.openai.chat_request import ChatRequest
@@ -20,8 +24,8 @@ from text_generation_router.api.openai.stream import (
     envelope,
     generated_tokens,
     merged,
-    open_stream,
     usage,
+    with_error_event,
 )
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
@@ -58,7 +62,8 @@ async def chat_completions(
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(_characters(conversation)),
         }
-        return await open_stream(request, _stream(body, conversation, services), headers)
+        chunks = with_error_event(_stream(body, conversation, services), request.url.path)
+        return await open_stream(request, chunks, headers)
     answer = await unless_disconnected(request, _answer(body, conversation, services))
     return Response(status_code=499) if answer is None else answer
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from text_generation_router.api.bounded import IN_SLICES, Items
 from text_generation_router.api.openai.messages import (
     MessageBody,
     ToolBody,
@@ -31,7 +32,7 @@ class ChatRequest(SamplingBody):
     """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
     `chat_template_kwargs`."""
 
-    messages: list[MessageBody] = Field(min_length=1)
+    messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], IN_SLICES]
     max_tokens: Uint32 | None = Field(
         default=None, description="Default: as many as fit after the prompt.", examples=[32]
     )
@@ -45,7 +46,7 @@ class ChatRequest(SamplingBody):
     response_format: ResponseFormatBody | None = Field(
         default=None, description="What the answer has to look like, in OpenAI's form or in TGI's."
     )
-    tools: list[ToolBody] | None = None
+    tools: Items[ToolBody] | None = None
     tool_choice: ToolChoice | None = Field(
         default=None, description="`auto`, `none`, `required` or a function.", examples=["auto"]
     )

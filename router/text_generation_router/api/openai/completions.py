@@ -10,7 +10,11 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.generate import (
+    ServicesDependency,
+    open_stream,
+    unless_disconnected,
+)
 from text_generation_router.api.openai.answers import (
     Completion,
     CompletionChunk,
@@ -32,8 +36,8 @@ from text_generation_router.api.openai.stream import (
     envelope,
     generated_tokens,
     merged,
-    open_stream,
     usage,
+    with_error_event,
 )
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
@@ -42,6 +46,9 @@ from text_generation_router.request import FinishReason, GeneratedText, Output, 
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
+
+# Ids whose text is there in a millisecond or two.
+_FEW_IDS = 8192
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
@@ -65,14 +72,15 @@ async def completions(
 ) -> Response:
     """Generate tokens after one or several prompts."""
     check_model(body.model, services)
-    prompts = _prompts(body, services)
+    prompts = await _prompts(body, services)
     services.metrics.request_count.inc()
     if body.is_stream:
         headers = {
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
         }
-        return await open_stream(request, _stream(body, prompts, services), headers)
+        chunks = with_error_event(_stream(body, prompts, services), request.url.path)
+        return await open_stream(request, chunks, headers)
     work = (services.infer.generate_many(prompt.asked, body.num_candidates) for prompt in prompts)
     results = await unless_disconnected(request, _all(list(work)))
     if results is None:
@@ -80,7 +88,7 @@ async def completions(
     return _answer(body, prompts, results, services)
 
 
-def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
+async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     """The prompts with their parameters. Raises RequestError for more than the server allows."""
     config, num_prompts = services.config, len(body.prompts)
     if num_prompts > config.max_client_batch_size:
@@ -109,12 +117,20 @@ def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
         if isinstance(prompt, str):
             prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
         else:
-            # Ids that the model does not have are refused later.
-            known = (i for i in prompt if i < services.tokenizer.vocab_size)
-            pieces = map(services.tokenizer.token_bytes, known)
-            text = b"".join(pieces).decode(errors="replace")
+            # What is too long is refused later, before anybody asks for its text.
+            shown = prompt if len(prompt) <= services.limits.max_input_tokens else ()
+            if len(shown) <= _FEW_IDS:
+                text = _text(shown, services.tokenizer)
+            else:
+                text = await asyncio.to_thread(_text, shown, services.tokenizer)
             prompts.append(Prompt(text, replace(asked, input_ids=tuple(prompt))))
     return prompts
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Ids that the model does not have are refused later."""
+    known = (i for i in ids if i < tokenizer.vocab_size)
+    return b"".join(map(tokenizer.token_bytes, known)).decode(errors="replace")
 
 
 async def _all(

@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from text_generation_router.api.body import SHOWN_COMPLAINT, short, shown
 from text_generation_router.errors import (
     ContextLengthError,
     GrammarError,
@@ -23,7 +23,6 @@ from text_generation_router.errors import (
 )
 
 BUG = "The server failed on this request; its log says why"
-_SHOWN_CHARACTERS = 60
 _BACKTICKED = re.compile(r"`(\w+)`")
 # What OpenAI calls the parameters that the rules of validation.py speak of.
 _NAMES: dict[str, dict[str, str]] = {
@@ -118,7 +117,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     status, detail = describe(error, request.url.path, request.method)
-    headers = error.headers if isinstance(error, HTTPException) else None
+    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     return JSONResponse({"error": detail}, status, headers=headers)
 
 
@@ -166,15 +165,12 @@ def shape_complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
     """
     located = [(_path_in(body, error), error) for error in errors]
     path, first = max(located, key=lambda pair: len(pair[0]))
-    complaint = first["msg"].removeprefix("Value error, ").rstrip(".")
-    param = ".".join(path) or None
+    complaint = short(first["msg"].removeprefix("Value error, ").rstrip("."), SHOWN_COMPLAINT)
+    param = ".".join(map(short, path)) or None
     sentence = f"`{param}`: {complaint}" if param else complaint
     if first["type"] == "missing":
         return sentence, param
-    given = orjson.dumps(first["input"], default=repr).decode()
-    if len(given) > _SHOWN_CHARACTERS:
-        given = given[:_SHOWN_CHARACTERS] + "…"
-    return f"{sentence}. Given: {given}", param
+    return f"{sentence}. Given: {shown(first['input'])}", param
 
 
 def _path_in(body: Any, error: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 import orjson
 from pydantic import AliasChoices, Field, model_validator
 
+from text_generation_router.api.bounded import Items
 from text_generation_router.api.openai.schemas import Refused
 from text_generation_router.api.schemas import Body
 from text_generation_router.chat.format import ToolSpec
@@ -67,11 +68,11 @@ class MessageBody(Body):
     """One message of any role."""
 
     role: str = Field(min_length=1, examples=["user"])
-    content: str | list[ContentPart] | None = Field(
+    content: str | Items[ContentPart] | None = Field(
         default=None, examples=["What is Deep Learning?"]
     )
     name: str | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    tool_calls: Items[ToolCallBody] | None = None
     tool_call_id: str | None = Field(default=None, description="Which call a tool's result is of.")
     refusal: str | None = None
     reasoning_content: str | None = Field(

@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from text_generation_router.api.body import KeyRoute
 from text_generation_router.api.generate import ServicesDependency
 from text_generation_router.api.info import get
+from text_generation_router.api.keys import KeyRoute
 from text_generation_router.api.openai.errors import ERRORS, ErrorBody, ModelNotFoundError
 from text_generation_router.services import Services
 

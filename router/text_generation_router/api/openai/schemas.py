@@ -9,7 +9,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from text_generation_router.api.schemas import Body, LogitBias, Uint32, to_float32
+from text_generation_router.api.bounded import Items, Numbers
+from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
 from text_generation_router.validation import GenerateParameters
 
 # The limits come first, because the documentation shows them only there.
@@ -39,7 +40,7 @@ def _none_empty(stops: str | list[str]) -> str | list[str]:
     return stops
 
 
-Stop = Annotated[str | list[str], AfterValidator(_none_empty)]
+Stop = Annotated[str | Items[str], AfterValidator(_none_empty)]
 
 
 class StreamOptions(Body):
@@ -51,7 +52,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """How to generate. Fields that OpenAI does not have are the last three."""
+    """How to generate. Fields that OpenAI does not have come last, from `repetition_penalty` on."""
 
     model: str | None = Field(
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
@@ -84,6 +85,7 @@ class SamplingBody(Body):
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
+    cache_salt: CacheSalt | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -123,6 +125,7 @@ class SamplingBody(Body):
             seed=None if self.seed is None else self.seed % 2**64,
             keeps_stop_sequence=False,
             deterministic=bool(self.deterministic),
+            cache_salt=self.cache_salt,
             **drawing,
         )
 
@@ -130,7 +133,7 @@ class SamplingBody(Body):
 class CompletionRequest(SamplingBody):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
         description="A text, several, the ids of one, or the ids of several.",
         examples=["My name is Olivier and I"],
     )

@@ -4,16 +4,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import Request, Response
 
-from text_generation_router.api.generate import unless_disconnected
 from text_generation_router.api.openai.errors import RequestError, describe
-from text_generation_router.api.sse import EventStream, begun, event
+from text_generation_router.api.sse import event
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError
@@ -62,11 +60,15 @@ def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Jso
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
     """Raises RequestError for more sequences than can ever be in the house at once."""
-    limit = services.config.max_concurrent_requests
+    config = services.config
+    limit, name = config.max_concurrent_requests, "--max-concurrent-requests"
+    of_a_key = config.max_concurrent_requests_per_key
+    if of_a_key is not None and of_a_key < limit:
+        limit, name = of_a_key, "--max-concurrent-requests-per-key"
     if num > limit:
         raise RequestError(
             f"`{field}` asks for {num} sequences in one request; this server takes at most {limit} "
-            "(--max-concurrent-requests)",
+            f"({name})",
             field,
         )
 
@@ -77,20 +79,11 @@ def generated_tokens(generations: Iterable[Generation | ChatGeneration]) -> int:
     return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
 
 
-async def open_stream(
-    request: Request, chunks: AsyncGenerator[bytes, None], headers: Mapping[str, str]
-) -> Response:
-    """The response that sends `chunks`, the first of which is awaited here: what goes wrong before
-    it raises, and is answered with a status. What goes wrong later is an event."""
-    safe = _with_error_event(chunks, request.url.path)
-    content = await unless_disconnected(request, begun(safe))
-    return Response(status_code=499) if content is None else EventStream(content, headers)
-
-
-async def _with_error_event(
+async def with_error_event(
     chunks: AsyncGenerator[bytes, None], path: str
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks; a failure after the first of them becomes the last event."""
+    """The chunks. Raises what fails before the first; a later failure is the last event, in the
+    words of the route at `path`."""
     has_begun = False
     async with aclosing(chunks):
         try:

@@ -1,0 +1,122 @@
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from text_generation_launcher import address
+from text_generation_launcher.address import AddressError, SocketClaim, private_folder
+from text_generation_launcher.private_folder import PREFIX, PrivateFolder, is_private
+
+NOBODY = 65534
+
+
+def as_nobody(script: str) -> None:
+    """Runs a script as another user of this machine."""
+    if os.geteuid() != 0:
+        pytest.fail("this test plays another user of the machine: run it as root, as CI does")
+    become = f"import os, socket; os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    subprocess.run([sys.executable, "-c", become + script], check=True)
+
+
+def test_nobody_else_can_enter_and_nothing_is_left(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        folder = PrivateFolder(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    claim = SocketClaim(str(folder.path / "s"), 1)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(claim.paths[0])
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next_one(tmp_path: Path):
+    script = (
+        "import os, socket; from pathlib import Path\n"
+        "from text_generation_launcher.private_folder import PrivateFolder\n"
+        f"folder = PrivateFolder(Path({str(tmp_path)!r}))\n"
+        "socket.socket(socket.AF_UNIX).bind(str(folder.path / 's-0')); os._exit(9)"
+    )
+    alive = PrivateFolder(tmp_path)
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 9
+    assert len(list(tmp_path.iterdir())) == 2
+    mine = PrivateFolder(tmp_path)
+    assert {*tmp_path.iterdir()} == {alive.path, mine.path}
+    alive.close()
+    mine.close()
+
+
+def test_what_is_not_of_a_launcher_stays(tmp_path: Path):
+    (tmp_path / f"{PREFIX}file").write_text("precious")
+    (tmp_path / f"{PREFIX}folder" / "inner").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path)
+    theirs = tmp_path / f"{PREFIX}theirs"
+    theirs.mkdir()
+    os.chown(theirs, NOBODY, NOBODY)
+    PrivateFolder(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_folder_of_the_session_comes_first_if_it_is_private(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(address, "MAX_SOCKET_PATH_BYTES", 1000)
+    runtime, other = tmp_path / "run", tmp_path / "tmp"
+    runtime.mkdir(mode=0o700)
+    other.mkdir()
+    assert not is_private(tmp_path / "nowhere")
+    for mode, expected in ((0o700, runtime), (0o755, other)):
+        runtime.chmod(mode)
+        folder = private_folder(runtime, (other,))
+        assert folder.path.parent == expected
+        folder.close()
+    os.chown(runtime, NOBODY, NOBODY)
+    runtime.chmod(0o700)
+    assert not is_private(runtime)
+    folder = private_folder(None, (other,))
+    assert folder.path.parent == other
+    folder.close()
+
+
+def test_no_place_at_all_is_one_sentence(tmp_path: Path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with pytest.raises(AddressError) as caught:
+        private_folder(None, (Path("/nowhere"), long, Path("/proc")))
+    assert "/nowhere: No such file or directory" in str(caught.value)
+    assert f"{long}: the path is too long for a unix socket" in str(caught.value)
+    assert str(caught.value).endswith("or choose a place with --shard-uds-path")
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_folder_in_which_others_can_replace_the_sockets(tmp_path: Path, mode: int):
+    tmp_path.chmod(mode)
+    with pytest.raises(AddressError, match="other users can replace the shards' sockets in "):
+        SocketClaim(str(tmp_path / "s"), 1)
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o1777)  # as /tmp is
+    SocketClaim(str(tmp_path / "s"), 1).close()
+
+
+def test_a_folder_of_another_user(tmp_path: Path):
+    os.chown(tmp_path, NOBODY, NOBODY)
+    with pytest.raises(AddressError, match=f"belongs to user {NOBODY}, who could replace"):
+        SocketClaim(str(tmp_path / "s"), 1)
+
+
+@pytest.mark.parametrize("name", ["s-0", "s.lock"])
+def test_what_another_user_left_in_our_place(tmp_path: Path, name: str):
+    """A dead socket, and a lock that was never ours."""
+    tmp_path.chmod(0o1777)
+    for parent in tmp_path.parents[:-1]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    path = str(tmp_path / name)
+    as_nobody(f"socket.socket(socket.AF_UNIX).bind({path!r})")
+    with pytest.raises(AddressError) as caught:
+        SocketClaim(str(tmp_path / "s"), 1)
+    assert f"{path} belongs to user {NOBODY}, and this launcher runs as user 0" in str(caught.value)
+    assert os.path.lexists(path)

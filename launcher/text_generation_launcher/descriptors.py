@@ -1,0 +1,204 @@
+"""The descriptors of a process: lines to a reader that nobody waits for, and how many there may be.
+
+The launcher, the router and the shard import nothing of one another, so each has a copy of this
+file; `integration_tests/test_boundaries.py` holds them equal.
+"""
+
+import io
+import os
+import resource
+import select
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+MAX_BYTES = 1 << 20
+MAX_LINES = 4096
+LAST_WORDS_S = 1.0
+"""How long a process that ends waits for its reader."""
+# A pipe or socket that can be written to takes so much without waiting (PIPE_BUF of Linux).
+_CHUNK_BYTES = 4096
+_RETRY_S = 0.02
+
+
+class Output:
+    """Owns what one descriptor still has to take. Any thread may write, and a signal's handler;
+    nobody ever waits.
+
+    Lines come out whole and in order. What the reader does not take is kept, up to MAX_BYTES and
+    MAX_LINES, and written by a thread once it reads again. Behind that, lines are dropped until all
+    that was kept is written, and then one line, made by `describe`, says how many.
+    """
+
+    def __init__(self, descriptor: int, describe: Callable[[int], str]) -> None:
+        self.num_dropped = 0
+        """Lines that were lost since the start."""
+        self._descriptor, self._never_waits = _reopened(descriptor)
+        self._describe = describe
+        self._kept: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._gap = 0
+        """Lines that were dropped behind what is kept."""
+        self._has_writer = False
+        self._is_busy = False
+        # A signal's handler may write in the middle of another line.
+        self._changed = threading.Condition(threading.RLock())
+
+    def write(self, text: str, is_needed: bool = False) -> None:
+        """Writes a line, or several that belong together. What is needed is never dropped."""
+        data = _encode(text)
+        with self._changed:
+            if not (self._kept or self._is_busy):
+                self._is_busy = True
+                if rest := data[self._take(data) :]:
+                    self._keep(rest, is_first=True)
+                self._is_busy = False
+            elif is_needed or self._has_room(len(data)):
+                self._keep(data)
+            else:
+                self._gap += 1
+                self.num_dropped += 1
+
+    def flush(self, timeout_s: float | None = LAST_WORDS_S) -> bool:
+        """Whether the reader took everything within the time; None: as long as it takes."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._has_writer, timeout_s)
+
+    def _has_room(self, length: int) -> bool:
+        return (
+            not self._gap and len(self._kept) < MAX_LINES and self._num_bytes + length <= MAX_BYTES
+        )
+
+    def _keep(self, data: bytes, is_first: bool = False) -> None:
+        """First is the rest of a line that a signal's handler may have written behind."""
+        (self._kept.appendleft if is_first else self._kept.append)(data)
+        self._num_bytes += len(data)
+        if not self._has_writer:
+            self._has_writer = True
+            # A daemon: what it waits for may never come, and the process ends all the same.
+            threading.Thread(target=self._run, name="output", daemon=True).start()
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLOUT)
+        while True:
+            poller.poll()
+            with self._changed:
+                has_taken = self._write_kept()
+                if not self._kept:
+                    self._has_writer = False
+                    self._changed.notify_all()
+                    return
+            if not has_taken:
+                time.sleep(_RETRY_S)
+
+    def _write_kept(self) -> int:
+        """Writes as much as the reader takes; how many bytes that is."""
+        total = 0
+        while self._kept:
+            taken = self._take(self._kept[0])
+            total += taken
+            self._num_bytes -= taken
+            if taken < len(self._kept[0]):
+                self._kept[0] = self._kept[0][taken:]
+                break
+            self._kept.popleft()
+            if self._gap and not self._kept:
+                notice, self._gap = self._describe(self._gap), 0
+                self._keep(_encode(notice))
+        return total
+
+    def _take(self, data: bytes) -> int:
+        """How many bytes the descriptor takes now."""
+        taken = 0
+        try:
+            while taken < len(data):
+                if self._never_waits:
+                    taken += os.write(self._descriptor, data[taken:])
+                elif _can_take(self._descriptor):
+                    taken += os.write(self._descriptor, data[taken : taken + _CHUNK_BYTES])
+                else:
+                    break
+        except BlockingIOError:
+            return taken
+        except OSError:
+            return len(data)  # nobody reads it any more: the server goes on without its log
+        return taken
+
+
+class LineStream(io.TextIOBase):
+    """A standard stream whose lines go to an `Output`: for `print`, warnings and tracebacks."""
+
+    def __init__(self, output: Output, descriptor: int) -> None:
+        super().__init__()
+        self._output, self._descriptor = output, descriptor
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        """Writes the lines that are complete, and keeps what may be the beginning of another."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        if lines:
+            self._output.write("\n".join(lines))
+        return len(text)
+
+    def finish(self) -> None:
+        """Writes a last line that has no end, and gives the reader a moment for what is left."""
+        if self._begun:
+            self.write("\n")
+        self._output.flush()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor of the stream, for who writes to it beside Python."""
+        return self._descriptor
+
+
+def fill_standard_descriptors() -> None:
+    """Opens the null device for a standard stream that was closed, so that no pipe or socket of
+    this process gets its number and is written to as if it were the log."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+
+
+def raise_file_limit() -> int:
+    """Lets this process and its children open as many files as it may; returns how many."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (ValueError, OSError):
+        return limit  # the system allows fewer by now
+    return most
+
+
+def _encode(text: str) -> bytes:
+    try:
+        # Names of files keep the bytes they have.
+        return f"{text}\n".encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return f"{text}\n".encode("utf-8", "replace")
+
+
+def _reopened(descriptor: int) -> tuple[int, bool]:
+    """A descriptor for the same pipe or terminal, and whether writing to it never waits. Not the
+    same one with O_NONBLOCK: that would be so for all processes that share it."""
+    if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        try:
+            return os.open(f"/proc/self/fd/{descriptor}", flags), True
+        except OSError:
+            return descriptor, False  # another user's: it is asked before each write
+    return descriptor, False
+
+
+def _can_take(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(0))

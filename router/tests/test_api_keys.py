@@ -1,0 +1,321 @@
+"""API keys as clients send them: who is let in, who shares what, and how much each may do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.app import create_app
+
+from router.tests.chats import serve_chat
+from router.tests.serving import Server, serve
+
+WORDS = "the cat sat on the mat and "
+MESSAGES = [{"role": "user", "content": WORDS}]
+SHORT = {"max_new_tokens": 2}
+GENERATE: dict[str, Any] = {"inputs": WORDS, "parameters": SHORT}
+CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
+COMPLETION: dict[str, Any] = {"prompt": WORDS, "max_tokens": 2}
+ANTHROPIC: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "max_tokens": 2}
+INFER = "/v2/models/m/versions/1/infer"
+TENSOR = {"name": "x", "shape": [1], "datatype": "UINT8", "data": list(WORDS.encode())}
+KSERVE: dict[str, Any] = {
+    **{"id": "1", "inputs": [TENSOR], "outputs": [{"name": "y"}]},
+    "parameters": SHORT,
+}
+STREAM = {"stream": True}
+# Every way to have something generated.
+ASKING = [
+    ("/generate", GENERATE),
+    ("/generate_stream", GENERATE),
+    ("/", GENERATE),
+    ("/", GENERATE | STREAM),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", COMPLETION | STREAM),
+    ("/v1/completions", COMPLETION | {"prompt": [WORDS, "b"], "n": 2}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | STREAM),
+    ("/v1/responses", {"input": WORDS}),
+    ("/v1/responses", {"input": WORDS} | STREAM),
+    ("/v1/messages", ANTHROPIC),
+    ("/v1/messages", ANTHROPIC | STREAM),
+    (INFER, KSERVE),
+    ("/vertex", {"instances": [GENERATE]}),
+    ("/vertex", {"instances": [CHAT]}),
+    ("/predict", {"instances": [GENERATE]}),
+    ("/invocations", GENERATE),
+    ("/invocations", CHAT),
+    ("/invocations", COMPLETION | STREAM),
+]
+NOT_GENERATING = {"/tokenize", "/chat_tokenize", "/v1/messages/count_tokens"}
+
+
+def salted(body: dict[str, Any], salt: Any) -> dict[str, Any]:
+    """The same with a salt in its place."""
+    if "instances" in body:
+        return {"instances": [salted(one, salt) for one in body["instances"]]}
+    if "parameters" in body:
+        return body | {"parameters": body["parameters"] | {"cache_salt": salt}}
+    return body | {"cache_salt": salt}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def cached_tokens(server: Server, path: str, body: dict[str, Any], key: str = "a") -> int:
+    """How many tokens of the prompts were found in the cache."""
+    hits = server.services.metrics.prefix_cache_hit_tokens
+    before = hits.value()
+    response = await server.client.post(path, json=body, headers=bearer(key))
+    assert response.status_code == 200, response.text
+    assert '"error"' not in response.text.replace('"error":null', ""), response.text
+    return hits.value() - before
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve_chat(
+        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict"
+    ) as server:
+        yield server
+
+
+def test_every_route_that_generates_is_tried(server: Server) -> None:
+    app = create_app(server.services.config, server.services)
+    routes = {
+        route.path
+        for router in app.state.routers
+        for route in router.routes
+        if "POST" in route.methods
+    }
+    tried = {
+        path.replace("/m/versions/1", "/{model_name}/versions/{model_version}")
+        for path, _ in ASKING
+    }
+    assert routes == tried | NOT_GENERATING
+    for router in app.state.routers:
+        for route in router.routes:
+            assert "POST" not in route.methods or isinstance(route, JsonRoute)
+
+
+@pytest.mark.parametrize(("path", "body"), ASKING)
+async def test_keys_share_nothing(server: Server, path: str, body: dict[str, Any]) -> None:
+    alone = await cached_tokens(server, path, body, "a")  # the sequences of one prompt
+    again = await cached_tokens(server, path, body, "a")
+    assert again > alone
+    assert await cached_tokens(server, path, body, "b") == alone
+    assert await cached_tokens(server, path, body, "b") == again
+
+
+@pytest.mark.parametrize(("path", "body"), ASKING)
+async def test_salts_share_nothing(server: Server, path: str, body: dict[str, Any]) -> None:
+    alone = await cached_tokens(server, path, salted(body, "x"))
+    again = await cached_tokens(server, path, salted(body, "x"))
+    assert again > alone
+    assert await cached_tokens(server, path, salted(body, "y")) == alone
+    assert await cached_tokens(server, path, body) == alone
+    assert await cached_tokens(server, path, salted(body, "x"), "b") == alone
+    if not path.startswith("/v1/chat"):
+        return
+    assert await cached_tokens(server, path, salted(body, None)) == again
+
+
+@pytest.mark.parametrize(("path", "body"), ASKING)
+@pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["x"]])
+async def test_salts_that_can_not_be(
+    server: Server, path: str, body: dict[str, Any], salt: Any
+) -> None:
+    response = await server.client.post(path, json=salted(body, salt), headers=bearer("a"))
+    assert response.status_code == (400 if path.startswith("/v1/") else 422)
+    assert "cache_salt" in response.text
+
+
+async def test_a_salt_can_not_name_another_key(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("a", "b")) as server:
+        hits = []
+        for key, salt in (("a", "x"), ("b", "x"), ("a", "x" * 256)):
+            hits.append(await cached_tokens(server, "/generate", salted(GENERATE, salt), key))
+        assert hits == [0, 0, 0]
+
+
+@pytest.mark.parametrize("api_key", [(), ("a",)])
+async def test_with_one_key_or_none_all_share(tmp_path: Path, api_key: tuple[str, ...]) -> None:
+    async with serve(tmp_path, api_key=api_key) as server:
+        assert await cached_tokens(server, "/generate", GENERATE) == 0
+        assert await cached_tokens(server, "/generate", GENERATE) > 0
+        assert await cached_tokens(server, "/generate", salted(GENERATE, "x")) == 0
+
+
+ODD_HEADERS: list[tuple[list[tuple[bytes, bytes]], int]] = [
+    ([(b"authorization", b"Bearer a")], 200),
+    ([(b"authorization", b"BEARER   a ")], 200),
+    ([(b"x-api-key", b" a ")], 200),
+    ([(b"authorization", b"Basic eA=="), (b"x-api-key", b"a")], 200),
+    ([(b"authorization", b"Bearer")], 401),
+    ([(b"authorization", b"Bearer ")], 401),
+    ([(b"authorization", b"")], 401),
+    ([(b"authorization", b"a")], 401),
+    ([(b"authorization", b"Bearer \xff\xfe\x80")], 401),
+    ([(b"authorization", "Bearer \u0430".encode())], 401),
+    ([(b"authorization", b"Bearer a\xa0")], 401),
+    ([(b"authorization", b"\xa0Bearer a")], 401),
+    ([(b"authorization", b"Bearer " + b"a" * 50_000)], 401),
+    ([(b"x-api-key", b"a" * 50_000)], 401),
+    # Who sends two might be two.
+    ([(b"authorization", b"Bearer a"), (b"authorization", b"Bearer a")], 401),
+    ([(b"authorization", b"Bearer a"), (b"authorization", b"Bearer z")], 401),
+    ([(b"authorization", b"Bearer z"), (b"authorization", b"Bearer a")], 401),
+    ([(b"authorization", b"x"), (b"authorization", b"y"), (b"x-api-key", b"a")], 401),
+    ([(b"x-api-key", b"a"), (b"x-api-key", b"a")], 401),
+    ([(b"authorization", b"Bearer z"), (b"x-api-key", b"a")], 401),
+]
+
+
+@pytest.mark.parametrize(("headers", "status"), ODD_HEADERS)
+async def test_odd_headers(
+    server: Server, headers: list[tuple[bytes, bytes]], status: int, caplog: Any
+) -> None:
+    caplog.clear()
+    for path, form in ((b"/info", b""), (b"/v1/models", b"invalid_api_key")):
+        lines = [b"GET %b HTTP/1.1" % path, b"host: a", b"connection: close"]
+        lines += [b"%b: %b" % pair for pair in headers]
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
+        if status == 401:
+            assert b"\r\nwww-authenticate: Bearer\r\n" in answer and form in answer
+    refused = server.services.metrics.request_unauthorized.value()
+    assert refused == (0 if status == 200 else 2)
+    assert not [record for record in caplog.records if "router" in record.name]
+
+
+DOCS = ("/docs", "/docs/", "/docs/oauth2-redirect", "/api-doc/openapi.json")
+DOCS += ("/static-offline-docs/swagger-ui.css",)
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [({}, 200), ({"api_key": ("a",), "public_docs": True}, 200), ({"api_key": ("a",)}, 401)],
+)
+async def test_docs_are_behind_the_key(
+    tmp_path: Path, options: dict[str, Any], status: int
+) -> None:
+    async with serve(tmp_path, **options) as server:
+        for path in DOCS:
+            response = await server.client.get(path, follow_redirects=True)
+            assert response.status_code == status
+            response = await server.client.head(path)
+            assert (response.status_code == 401) == (status == 401)
+            response = await server.client.get(path, headers=bearer("a"), follow_redirects=True)
+            assert response.status_code == 200
+        for path in ("/", "/health", "/ping", "/metrics"):
+            assert (await server.client.get(path)).status_code == 200
+        assert (await server.client.get("/nope")).status_code == 404
+
+
+async def hold(server: Server, key: str) -> "asyncio.Task[Any]":
+    """A generation that goes on until it is cancelled."""
+    server.shards.delay_s = 0.002
+    before = server.services.infer.free_permits
+    body = {"inputs": "x", "parameters": {"max_new_tokens": 4000}}
+    task = asyncio.create_task(
+        server.client.post("/generate", json=body, headers=bearer(key), timeout=60)
+    )
+    while server.services.infer.free_permits == before:
+        await asyncio.sleep(0.001)
+    return task
+
+
+@pytest.mark.parametrize(("path", "body"), ASKING)
+async def test_requests_under_way_of_each_key(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    async with serve_chat(
+        tmp_path,
+        "Hi",
+        api_key=("a", "b"),
+        aip_predict_route="/predict",
+        max_concurrent_requests_per_key=4,
+    ) as server:
+        server.shards.script = [1]
+        held = [await hold(server, "a") for _ in range(4)]
+        response = await server.client.post(path, json=body, headers=bearer("a"))
+        assert "(--max-concurrent-requests-per-key)" in response.text
+        if response.status_code != 200:  # or an event
+            assert response.status_code == 429
+            assert path.startswith("/v1/") or response.json()["error_type"] == "overloaded"
+        assert server.services.metrics.request_key_limit.value(reason="requests") >= 1
+        server.shards.script = [257]
+        response = await server.client.post(path, json=body, headers=bearer("b"))
+        assert response.status_code == 200 and "per-key" not in response.text
+        await asyncio.gather(*held)
+
+
+async def test_more_sequences_than_a_key_may_have(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("a",), max_concurrent_requests_per_key=2) as server:
+        for more in ({"n": 3}, {"prompt": ["a", "b", "c"]}):
+            body = COMPLETION | more
+            response = await server.client.post("/v1/completions", json=body, headers=bearer("a"))
+            assert response.status_code == 400
+            assert "at most 2 (--max-concurrent-requests-per-key)" in response.text
+        body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True, **SHORT}}
+        response = await server.client.post("/generate", json=body, headers=bearer("a"))
+        assert response.status_code == 200
+        assert server.services.metrics.request_key_limit.value(reason="requests") == 0
+
+
+async def test_openai_names_the_limit(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("a", "b"), max_concurrent_requests_per_key=1) as server:
+        held = await hold(server, "a")
+        response = await server.client.post("/v1/completions", json=COMPLETION, headers=bearer("a"))
+        assert response.status_code == 429
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        held.cancel()
+
+
+async def test_tokens_of_a_minute(tmp_path: Path) -> None:
+    """Those of the prompt and those that are generated, whole or streamed."""
+    async with serve(tmp_path, api_key=("a", "b"), max_tokens_per_minute_per_key=100) as server:
+
+        async def status(path: str, num: int, key: str) -> str:
+            body = {"inputs": "x" * 9, "parameters": {"max_new_tokens": num}}
+            response = await server.client.post(path, json=body, headers=bearer(key))
+            return response.text if "per-key" in response.text else ""
+
+        for key, path in (("a", "/generate"), ("b", "/generate_stream")):
+            assert not await status(path, 80, key)  # and 10 of the prompt
+            assert not await status(path, 90, key)  # into debt, by 90
+            assert "try again in 5" in await status(path, 1, key)
+        assert server.services.metrics.request_key_limit.value(reason="tokens") == 2
+
+
+async def test_tokens_that_nobody_reads_count(tmp_path: Path) -> None:
+    async with serve(tmp_path, api_key=("a", "b"), max_tokens_per_minute_per_key=100) as server:
+        server.shards.delay_s = 0.001
+        body = {"inputs": "x", "parameters": {"max_new_tokens": 300}}
+        stream = server.client.stream("POST", "/generate_stream", json=body, headers=bearer("a"))
+        async with stream as response:
+            lines = response.aiter_lines()
+            for _ in range(2 * 150):
+                await anext(lines)
+        await server.settle()
+        response = await server.client.post("/generate", json=body, headers=bearer("a"))
+        assert response.status_code == 429
+
+
+async def test_a_key_that_is_taken_out_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("a\nb\n")
+    async with serve(tmp_path, api_key_file=str(file)) as server:
+        assert (await server.client.get("/info", headers=bearer("a"))).status_code == 200
+        file.write_text("b\n")
+        async with asyncio.timeout(1.0):
+            while (await server.client.get("/info", headers=bearer("a"))).status_code != 401:
+                await asyncio.sleep(0.01)
+        assert (await server.client.get("/info", headers=bearer("b"))).status_code == 200

@@ -1,0 +1,84 @@
+"""How much one API key may ask for."""
+
+import pytest
+from text_generation_router.callers import Allowance, KeyLimits
+from text_generation_router.errors import KeyLimitError, ValidationError
+
+
+def refusal(allowance: Allowance, num: int, now: float) -> KeyLimitError:
+    """Asserts that nothing changes when it refuses."""
+    under_way = allowance.num_under_way
+    with pytest.raises(KeyLimitError) as caught:
+        allowance.enter(num, now)
+    assert allowance.num_under_way == under_way
+    assert "\n" not in caught.value.message and caught.value.status_code == 429
+    return caught.value
+
+
+def test_without_limits_there_are_none() -> None:
+    allowance = Allowance(KeyLimits())
+    for now in range(1000):
+        allowance.enter(100, now)
+        allowance.take(10**9, now)
+
+
+def test_places_come_back() -> None:
+    allowance = Allowance(KeyLimits(max_concurrent_requests=3))
+    allowance.enter(2, 0)
+    error = refusal(allowance, 2, 0)
+    assert (error.reason, error.retry_after_s) == ("requests", 1)
+    assert "2 of at most 3" in error.message
+    allowance.enter(1, 0)
+    assert refusal(allowance, 1, 0).reason == "requests"
+    allowance.leave(2)
+    allowance.enter(2, 0)
+
+
+def test_more_than_can_ever_be_is_no_matter_of_time() -> None:
+    with pytest.raises(ValidationError, match=r"asks for 4 sequences; an API key .* at most 3"):
+        Allowance(KeyLimits(max_concurrent_requests=3)).enter(4, 0)
+
+
+def test_a_minutes_tokens_are_there_at_the_start_and_no_more_later() -> None:
+    allowance = Allowance(KeyLimits(max_tokens_per_minute=60))
+    allowance.enter(1, 1e6)
+    allowance.take(60, 1e6)
+    assert refusal(allowance, 1, 1e6).reason == "tokens"
+    allowance.enter(1, 1e6 + 1)
+    # An hour fills no more than the bucket.
+    allowance.take(60, 1e6 + 3600)
+    refusal(allowance, 1, 1e6 + 3600)
+
+
+@pytest.mark.parametrize(
+    ("most", "used", "wait_s"), [(60, 60, 1), (60, 90, 31), (60, 659, 600), (1, 1, 1), (7, 8, 9)]
+)
+def test_who_comes_when_told_is_let_in(most: int, used: int, wait_s: int) -> None:
+    allowance = Allowance(KeyLimits(max_tokens_per_minute=most))
+    allowance.take(used, 50)
+    error = refusal(allowance, 1, 50)
+    assert error.retry_after_s == wait_s and f"try again in {wait_s} s" in error.message
+    if wait_s > 1:
+        refusal(allowance, 1, 50 + wait_s - 1.5)
+    allowance.enter(1, 50 + wait_s)
+
+
+def test_waiting_is_not_made_longer_by_asking() -> None:
+    allowance = Allowance(KeyLimits(max_tokens_per_minute=60))
+    allowance.take(70, 0)
+    waits = [refusal(allowance, 1, now / 10).retry_after_s for now in range(100)]
+    assert waits == sorted(waits, reverse=True) and waits[0] == 11 and waits[-1] == 1
+    allowance.enter(1, 10.01)
+
+
+def test_over_a_minute_no_more_than_two_buckets_and_what_ran() -> None:
+    allowance, let_in = Allowance(KeyLimits(max_tokens_per_minute=600)), 0
+    for tick in range(600):  # ten a second, of 50 tokens each
+        try:
+            allowance.enter(1, tick / 10)
+        except KeyLimitError:
+            continue
+        allowance.take(50, tick / 10)
+        allowance.leave(1)
+        let_in += 50
+    assert 1100 <= let_in <= 1250

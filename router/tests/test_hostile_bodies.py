@@ -1,0 +1,313 @@
+"""Bodies as large as they may be, on all routes: none stops the event loop, or takes ten times its
+size in memory."""
+
+import asyncio
+import gc
+import json
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from text_generation_router.api.json_cost import ALWAYS_ALLOWED, MOST_TIMES
+from text_generation_router.app import create_app
+
+from router.tests.chats import TEMPLATE
+from router.tests.serving import assemble_scripted
+
+SIZE = 1_990_000
+LONGEST_STALL_S = 0.05
+# Whoever waits for a thread of another kind than the loop is not measured.
+TRIES = 3
+
+GENERATE = ("/generate", "/generate_stream", "/", "/tokenize", "/invocations")
+CHAT = ("/v1/chat/completions", "/chat_tokenize", "/invocations")
+COMPLETIONS = ("/v1/completions", "/invocations")
+MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+RESPONSES = ("/v1/responses",)
+KSERVE = ("/v2/models/m/versions/1/infer",)
+VERTEX = ("/vertex",)
+# These tokenize, and tell of each token: with each kind of text once.
+QUICK_CHAT = (*CHAT[:1], CHAT[2], MESSAGES[0])
+ALL = (*GENERATE, *CHAT[:2], *COMPLETIONS[:1], *MESSAGES, *RESPONSES, *KSERVE, *VERTEX)
+
+
+def many(before: str, item: str | Callable[[int], str], after: str) -> bytes:
+    """As many items as fit, with commas between."""
+    sample = item if isinstance(item, str) else item(100_000)
+    num = (SIZE - len(before) - len(after)) // (len(sample.encode()) + 1)
+    made = [item] * num if isinstance(item, str) else map(item, range(num))
+    return f"{before}{','.join(made)}{after}".encode()
+
+
+def prompt(**more: Any) -> str:
+    return json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 1}} | more)[:-1]
+
+
+TURN = '{"role":"user","content":"x"}'
+MEDIUM_TURN = '{"role":"user","content":"' + "x" * 460 + '"}'
+CHAT_END = '],"max_tokens":1,"model":"tgi"}'
+TEXT = "the cat sat on the mat, and nobody knows why. "
+
+BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
+    "empty objects": (ALL, lambda: many("[", "{}", "]")),
+    "objects": (ALL, lambda: many("[", '{"a":1}', "]")),
+    "lists": (ALL, lambda: many("[", "[]", "]")),
+    "unknown keys": (ALL, lambda: many("{", lambda i: f'"{i}":1', "}")),
+    "unknown long keys": (ALL, lambda: many("{", lambda i: f'"{i}{"k" * 150}":1', "}")),
+    "unknown objects": (ALL, lambda: many('{"x":[', '{"a":1}', "]}")),
+    "unknown text": (ALL, lambda: many('{"x":"', "[{:-,", '"}')),
+    "escaped quotes": (ALL, lambda: many('{"x":"', '\\"{', '"}')),
+    "one key": (ALL, lambda: b'{"' + b"k" * (SIZE - 10) + b'":1}'),
+    "a type of megabytes": (
+        (*CHAT, *MESSAGES, *RESPONSES),
+        lambda: (
+            b'{"model":"tgi","max_tokens":1,"input":[{"type":"%b"}],"messages":'
+            b'[{"role":"user","content":[{"type":"%b"}]}]}' % ((b"t" * (SIZE // 2 - 80),) * 2)
+        ),
+    ),
+    "deep": (ALL, lambda: b"[" * (SIZE // 2) + b"]" * (SIZE // 2)),
+    "deep lists": (ALL, lambda: many("[", "[" * 60 + "]" * 60, "]")),
+    "negative ids": (COMPLETIONS, lambda: many('{"prompt":[', "-1", "]}")),
+    "ids": (COMPLETIONS, lambda: many('{"prompt":[', "1", "]}")),
+    "large ids": (COMPLETIONS, lambda: many('{"prompt":[', "30000", "]}")),
+    "last id wrong": (COMPLETIONS, lambda: many('{"prompt":[', "1", ',"x"]}')),
+    "lists of ids": (COMPLETIONS, lambda: many('{"prompt":[', "[1]", "]}")),
+    "a list of ids": (COMPLETIONS, lambda: many('{"prompt":[[', "1", "]]}")),
+    "prompts": (COMPLETIONS, lambda: many('{"prompt":[', '"a"', "]}")),
+    "empty messages": ((*CHAT, *MESSAGES), lambda: many('{"messages":[', "{}", CHAT_END)),
+    "messages": ((*CHAT, *MESSAGES), lambda: many('{"messages":[', TURN, CHAT_END)),
+    "longer messages": (QUICK_CHAT, lambda: many('{"messages":[', MEDIUM_TURN, CHAT_END)),
+    "last message wrong": (
+        QUICK_CHAT,
+        lambda: many('{"messages":[', MEDIUM_TURN, ',{"role":1}' + CHAT_END),
+    ),
+    "parts": (
+        QUICK_CHAT,
+        lambda: many(
+            '{"messages":[{"role":"user","content":[',
+            '{"type":"text","text":"' + "x" * 460 + '"}',
+            "]}" + CHAT_END,
+        ),
+    ),
+    "calls": (
+        CHAT,
+        lambda: many(
+            '{"messages":[{"role":"assistant","tool_calls":[',
+            '{"id":"1","function":{"name":"f","arguments":"{}"}}' + " " * 450,
+            "]}" + CHAT_END,
+        ),
+    ),
+    "results": (
+        QUICK_CHAT[:2],
+        lambda: many(
+            '{"messages":[{"role":"user","content":""},',
+            '{"role":"tool","content":"' + "x" * 460 + '"}',
+            CHAT_END,
+        ),
+    ),
+    "tools": (
+        CHAT,
+        lambda: many(
+            '{"messages":[' + TURN + '],"tools":[',
+            lambda i: f'{{"function":{{"name":"f{i}"}}}}',
+            "]}",
+        ),
+    ),
+    "fewer tools": (
+        CHAT,
+        lambda: many(
+            '{"messages":[' + TURN + '],"tools":[',
+            lambda i: f'{{"function":{{"name":"f{i}","description":"{"x" * 430}"}}}}',
+            "]}",
+        ),
+    ),
+    "template variables": (
+        CHAT,
+        lambda: many(
+            '{"messages":[' + TURN + '],"chat_template_kwargs":{', lambda i: f'"{i}":1', "}}"
+        ),
+    ),
+    "items": (RESPONSES, lambda: many('{"input":[', TURN, "]}")),
+    "longer items": (RESPONSES, lambda: many('{"input":[', MEDIUM_TURN, "]}")),
+    "calls as items": (
+        RESPONSES,
+        lambda: many(
+            '{"input":[',
+            '{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}' + " " * 430,
+            "]}",
+        ),
+    ),
+    "stop strings": (GENERATE, lambda: many(prompt()[:-1] + ',"stop":[', '"a"', "]}}")),
+    "stops": (COMPLETIONS, lambda: many('{"prompt":"a","stop":[', '"abcdefgh"', "]}")),
+    "biases": (
+        COMPLETIONS,
+        lambda: many('{"prompt":"a","logit_bias":{', lambda i: f'"{i}":1', "}}"),
+    ),
+    "wrong biases": (
+        GENERATE,
+        lambda: many(prompt()[:-1] + ',"logit_bias":{', lambda i: f'"x{i}":""', "}}}"),
+    ),
+    "long keys of biases": (
+        COMPLETIONS,
+        lambda: many('{"prompt":"a","logit_bias":{', lambda i: f'"{i}{"9" * 4000}":1', "}}"),
+    ),
+    "a schema": (
+        GENERATE,
+        lambda: many(
+            prompt()[:-1] + ',"grammar":{"type":"json","value":{"properties":{',
+            lambda i: f'"{i}":{{"type":"string","description":"{"x" * 200}"}}',
+            "}}}}}",
+        ),
+    ),
+    "bytes": (
+        KSERVE,
+        lambda: many(
+            '{"id":"","outputs":[{"name":""}],"inputs":[{"name":"","shape":[1],"datatype":"",'
+            '"data":[',
+            "104",
+            "]}]}",
+        ),
+    ),
+    "inputs": (
+        KSERVE,
+        lambda: many(
+            '{"id":"","outputs":[],"inputs":[',
+            '{"name":"","shape":[1],"datatype":"","data":[9]}',
+            "]}",
+        ),
+    ),
+    "instances": (VERTEX, lambda: many('{"instances":[', '{"inputs":"a"}', "]}")),
+    "longer instances": (
+        VERTEX,
+        lambda: many('{"instances":[', '{"inputs":"' + "a" * 480 + '"}', "]}"),
+    ),
+    "text": (GENERATE, lambda: many('{"inputs":"', TEXT, '"}')),
+    "text cut": (
+        GENERATE[:1],
+        lambda: many('{"parameters":{"truncate":9,"max_new_tokens":1},"inputs":"', TEXT, '"}'),
+    ),
+    "other alphabets": (GENERATE[:3], lambda: many('{"inputs":"', "日本語😀", '"}')),
+    "chat": (
+        (*QUICK_CHAT, MESSAGES[1]),
+        lambda: many('{"messages":[{"role":"user","content":"', TEXT, '"}' + CHAT_END),
+    ),
+    "a word": (COMPLETIONS, lambda: many('{"prompt":"', "a" * 100, '"}')),
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a request did to the process."""
+
+    status: int = 0
+    answer: bytes = b""
+    longest_stall_s: float = 0.0
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[FastAPI]:
+    config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    services = assemble_scripted(directory)
+    batching = asyncio.create_task(services.batcher.run())
+    try:
+        yield create_app(services.config, services)
+    finally:
+        await services.batcher.close()
+        await batching
+        services.tokenizer.close()
+
+
+async def ticking(seen: Seen) -> None:
+    """Notes the longest time between two turns of the loop in which this process computed."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    while True:
+        await asyncio.sleep(0.001)
+        now, now_cpu = time.perf_counter(), time.process_time()
+        seen.longest_stall_s = max(seen.longest_stall_s, min(now - wall, now_cpu - cpu))
+        wall, cpu = now, now_cpu
+
+
+async def post(app: FastAPI, path: str, body: bytes, seen: Seen) -> None:
+    """One request, to its end; only the beginning of the answer is kept."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("127.0.0.1", 80),
+        "client": ("127.0.0.1", 9),
+        "headers": [(b"content-type", b"application/json"), (b"host", b"x")],
+    }
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            seen.status = message["status"]
+        elif len(seen.answer) < 1000:
+            seen.answer += message["body"][:1000]
+
+    await app(scope, receive, send)
+
+
+async def measured(app: FastAPI, path: str, body: bytes) -> Seen:
+    seen = Seen()
+    gc.collect()
+    tick = asyncio.create_task(ticking(seen))
+    await asyncio.sleep(0.01)
+    await post(app, path, body, seen)
+    await asyncio.sleep(0.005)
+    tick.cancel()
+    return seen
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_stops_the_loop(tmp_path: Path, name: str) -> None:
+    paths, make = BODIES[name]
+    body = make()
+    assert 0.9 * SIZE < len(body) < 2_000_000
+    async with running(tmp_path) as app:
+        for path in dict.fromkeys(paths):
+            stalls = []
+            while not stalls or (min(stalls) >= LONGEST_STALL_S and len(stalls) < TRIES):
+                seen = await measured(app, path, body)
+                # Refused with one sentence, or answered.
+                assert seen.status in (200, 400, 404, 422, 429), seen
+                assert b"server failed" not in seen.answer
+                assert seen.status == 200 or len(seen.answer) < 800, seen.answer
+                stalls.append(seen.longest_stall_s)
+            assert min(stalls) < LONGEST_STALL_S, (path, stalls)
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_no_body_takes_ten_times_its_size(tmp_path: Path, name: str) -> None:
+    paths, make = BODIES[name]
+    body = make()
+    allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(body))
+    async with running(tmp_path) as app:
+        for path in dict.fromkeys(paths):
+            # What is made once is no part of it.
+            await post(app, path, b"{}", Seen())
+            gc.collect()
+            tracemalloc.start()
+            try:
+                await post(app, path, body, Seen())
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak < allowed, f"{path}: {peak / len(body):.1f} times"

@@ -1,0 +1,44 @@
+"""What a JSON text takes in memory once it is parsed and made into a request, before it is."""
+
+# Bytes, rounded up: an object or list with the model that is made of it, a key, a string, the place
+# of a value, a negative number. Positive numbers take less than 10 times what they are written in.
+_CONTAINER, _KEY, _STRING, _PLACE, _NEGATIVE = 1000, 150, 72, 8, 32
+# A text may become so many times its size, and any may become so much.
+MOST_TIMES = 10
+ALWAYS_ALLOWED = 10_000_000
+# A text is looked at in pieces, between which other threads run.
+_PIECE = 64 * 1024
+
+
+def is_too_costly(text: bytes) -> bool:
+    """Whether the text would take more than `MOST_TIMES` its size, and `ALWAYS_ALLOWED`."""
+    allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text))
+    # What stands inside of strings is counted as well, so this is too much at most.
+    return _cost(text) > allowed and cost_outside_strings(text) > allowed
+
+
+def cost_outside_strings(text: bytes) -> int:
+    """The bytes of what is no text inside of strings."""
+    cost, is_inside, held = 0, False, b""
+    for start in range(0, len(text), _PIECE):
+        piece = held + text[start : start + _PIECE]
+        # Backslashes at the end belong to what follows.
+        end = len(piece.rstrip(b"\\"))
+        piece, held = piece[:end], piece[end:]
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[is_inside::2])
+        cost += _cost(outside) + (len(parts) - 1) * _STRING // 2
+        is_inside ^= len(parts) % 2 == 0
+    return cost
+
+
+def _cost(text: bytes) -> int:
+    return (
+        (text.count(b"{") + text.count(b"[")) * _CONTAINER
+        + text.count(b":") * _KEY
+        + text.count(b'"') * _STRING // 2
+        + text.count(b",") * _PLACE
+        + text.count(b"-") * _NEGATIVE
+    )

@@ -1,0 +1,218 @@
+"""The process that renders chat templates: run as a program, it is one worker of `workers.py`.
+
+A template is a Jinja program, written for Hugging Face, that turns messages into a prompt: the
+model author's program at work on a client's text. Whatever of it can run, and be it the folding of
+its constants, runs here, within a limit of memory and until the router kills the process.
+"""
+
+import ctypes
+import json
+import resource
+import signal
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, BinaryIO, NoReturn
+
+import jinja2
+import orjson
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from text_generation_router.chat.frames import HEADER, pack
+from text_generation_router.errors import TemplateError
+
+MAX_CHARACTERS = 32_000_000
+MAX_BYTES = 2**30
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+# Stands behind the message to continue, so that its end is found whatever is written around it. A
+# template that strips the message takes the mark's space away; no template writes such a space.
+_MARK, _MARK_SPACE = "\ue0f0CONTINUE\ue0f1", "\u2003"
+_SHOWN_CHARACTERS = 500
+_PR_SET_PDEATHSIG = 1
+
+
+class Renderer:
+    """The templates of one model by their names; each is compiled when it is first rendered."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._sources = sources
+        self._special_tokens = special_tokens
+        self._environment = _Environment()
+        self._programs: dict[str, jinja2.Template] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        name: str | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt.
+
+        `tools` are objects of OpenAI's API. `continue_final_message` ends the prompt right behind
+        the content of the last message, without a generation prompt. `name` is a named template;
+        by default it is `tool_use` where there are tools and one of that name, else `default`.
+        Raises TemplateError.
+        """
+        shown = _marked(messages) if continue_final_message else messages
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **template_kwargs,
+            "messages": shown,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+        }
+        if name is None:
+            name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        try:
+            rendered = _run(self._program(name), variables)
+        except TemplateError:
+            raise
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"syntax error: {error.message} (line {error.lineno})") from error
+        except jinja2.TemplateError as error:
+            raise TemplateError(error.message or type(error).__name__) from error
+        except MemoryError as error:
+            raise TemplateError(f"the template needs more than {MAX_BYTES >> 20} MiB") from error
+        except Exception as error:  # the template is a program, it can fail in any way
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return _cut_at_mark(rendered) if continue_final_message else rendered
+
+    def _program(self, name: str) -> jinja2.Template:
+        if name not in self._programs:
+            if name not in self._sources:
+                known = ", ".join(sorted(self._sources))
+                raise TemplateError(f"the model has no template {name!r}; it has: {known}")
+            self._programs[name] = self._environment.from_string(self._sources[name])
+        return self._programs[name]
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja as Hugging Face sets it up."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model learns from; it renders as is."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _run(program: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    pieces, length = [], 0
+    for piece in program.generate(variables):
+        length += len(piece)
+        if length > MAX_CHARACTERS:
+            raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with the mark behind the content of the last one."""
+    if not messages:
+        raise TemplateError("there is no message to continue")
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, str):
+        last["content"] = content + _MARK + _MARK_SPACE
+    elif isinstance(content, list) and content and isinstance(content[-1].get("text"), str):
+        text = content[-1]["text"] + _MARK + _MARK_SPACE
+        last["content"] = [*content[:-1], {**content[-1], "text": text}]
+    else:
+        raise TemplateError("the last message has no text to continue")
+    return [*messages[:-1], last]
+
+
+def _cut_at_mark(rendered: str) -> str:
+    prompt, mark, behind = rendered.rpartition(_MARK)
+    if not mark:
+        raise TemplateError("the last message can not be continued: the template changes its text")
+    return prompt if behind.startswith(_MARK_SPACE) else prompt.rstrip()
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, for text that is no part of a web page."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def answer(renderer: Renderer, job: Mapping[str, Any]) -> dict[str, str]:
+    """The prompt, or the sentence that says why there is none."""
+    try:
+        return {"prompt": renderer.render(**job["kwargs"], **job["arguments"])}
+    except (TemplateError, TypeError) as error:
+        return {"error": str(error)[:_SHOWN_CHARACTERS]}
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
+    """The first frame has the arguments of `Renderer` and is answered with an empty object; every
+    other is a job. Returns when nobody sends any more."""
+    renderer: Renderer | None = None
+    while header := jobs.read(HEADER.size):
+        frame = orjson.loads(jobs.read(*HEADER.unpack(header)))
+        if renderer is None:
+            renderer, said = Renderer(**frame), pack({})
+        else:
+            said = _packed(answer(renderer, frame))
+        answers.write(said)
+        answers.flush()
+
+
+def _packed(said: Mapping[str, str]) -> bytes:
+    try:
+        return pack(said)
+    except TypeError:  # half a surrogate pair, which only a template can write
+        return pack({"error": "the prompt has characters that are no text"})
+
+
+def main() -> None:
+    """A worker on the socket that is its standard input, until that ends or the router does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    num_bytes = MAX_BYTES if most == resource.RLIM_INFINITY else min(MAX_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open(0, "rb", closefd=False) as jobs, open(0, "wb", closefd=False) as answers:
+        serve(jobs, answers)
+
+
+if __name__ == "__main__":
+    main()

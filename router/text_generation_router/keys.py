@@ -1,0 +1,155 @@
+"""The API keys that are good now: those given at the start, and those of a file that is re-read."""
+
+import hashlib
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from text_generation_router.callers import ANYBODY, Allowance, Caller, KeyLimits
+from text_generation_router.config import RouterConfig
+
+# A key that is taken out of the file is refused after so long.
+REREAD_EVERY_S = 0.5
+MAX_FILE_BYTES = 2**20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+logger = logging.getLogger(__name__)
+
+
+class KeyFileError(ValueError):
+    """The key file can not be used; one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    """What a key file held when it was read."""
+
+    content: bytes
+    is_readable_by_others: bool
+
+    @classmethod
+    def read(cls, path: str) -> "KeyFile":
+        """Raises KeyFileError for what is no file with keys. Does not wait for a pipe."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise KeyFileError(
+                        f"--api-key-file {path} is not a plain file: give one with a key a line"
+                    )
+                content = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            if isinstance(error, KeyFileError):
+                raise
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise KeyFileError(
+                f"--api-key-file {path} can not be read: {reason}; give a file with a key a line"
+            ) from error
+        if len(content) > MAX_FILE_BYTES:
+            raise KeyFileError(
+                f"--api-key-file {path} is larger than {MAX_FILE_BYTES} bytes: "
+                "give a file with a key a line"
+            )
+        found = cls(content, bool(status.st_mode & stat.S_IROTH))
+        if not found.keys():
+            raise KeyFileError(
+                f"--api-key-file {path} holds no key: write one a line; "
+                "empty lines and lines that begin with # do not count"
+            )
+        return found
+
+    def keys(self) -> list[bytes]:
+        """One a line."""
+        lines = self.content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
+        return [key for line in lines if (key := line.strip()) and not key.startswith(b"#")]
+
+
+class Keys:
+    """Owns who may ask: a Caller for each good key, found by the key's digest.
+
+    The digest is keyed with a secret of this process, and so the time that looking it up takes
+    tells nobody anything about a key. Keys themselves are not kept. The file is read again when a
+    request comes and the last reading is `REREAD_EVERY_S` old; one that can not be used then
+    changes nothing but the log. `now` is in seconds, of a clock that never goes back.
+    """
+
+    def __init__(self, given: Sequence[str], path: str | None, limits: KeyLimits) -> None:
+        """Raises KeyFileError. Neither keys nor file: nobody is asked for one."""
+        self._secret = secrets.token_bytes(32)
+        self._path = path
+        self._limits = limits
+        # What the environment holds need not be UTF-8.
+        self._given = [key.encode(errors="surrogateescape") for key in given]
+        self._callers: dict[bytes, Caller] = {}
+        self._next_reading = 0.0
+        self._content = b""
+        self._complaint = ""
+        if path is None:
+            self._replace(self._given)
+        else:
+            self._take(KeyFile.read(path), path)
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> "Keys":
+        """Those that the configuration names. Raises KeyFileError."""
+        limits = KeyLimits(
+            config.max_concurrent_requests_per_key, config.max_tokens_per_minute_per_key
+        )
+        return cls(config.api_key, config.api_key_file, limits)
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether a request needs one."""
+        return bool(self._callers)
+
+    def caller(self, key: bytes | None, now: float) -> Caller | None:
+        """Who sends this key (None: no key); None for whoever is to be refused."""
+        if self._path is not None and now >= self._next_reading:
+            self._next_reading = now + REREAD_EVERY_S
+            self._read_again(self._path)
+        if not self.are_asked_for:
+            return ANYBODY
+        return None if key is None else self._callers.get(self._digest(key))
+
+    def _read_again(self, path: str) -> None:
+        try:
+            file = KeyFile.read(path)
+        except KeyFileError as error:
+            if self._complaint != str(error):
+                self._complaint = str(error)
+                logger.error("%s; the keys that were read before stay good", error)
+            return
+        self._complaint = ""
+        if self._digest(file.content) != self._content:
+            self._take(file, path)
+            logger.info("--api-key-file %s was read again: %d keys", path, len(self._callers))
+
+    def _take(self, file: KeyFile, path: str) -> None:
+        if file.is_readable_by_others:
+            logger.warning("--api-key-file %s can be read by all users: chmod o-r it", path)
+        self._content = self._digest(file.content)
+        self._replace([*self._given, *file.keys()])
+
+    def _replace(self, keys: Iterable[bytes]) -> None:
+        """Those that were good before keep what they have under way."""
+        digests = {self._digest(key) for key in keys}
+        # A file may hold several at any time.
+        is_shared = self._path is None and len(digests) < 2
+        self._callers = {
+            digest: self._callers.get(digest) or self._new(digest, is_shared) for digest in digests
+        }
+
+    def _new(self, digest: bytes, is_shared: bool) -> Caller:
+        is_limited = self._limits != KeyLimits()
+        if is_shared and not is_limited:
+            return ANYBODY
+        return Caller(
+            "" if is_shared else digest.hex(), Allowance(self._limits) if is_limited else None
+        )
+
+    def _digest(self, text: bytes) -> bytes:
+        return hashlib.blake2b(text, digest_size=32, key=self._secret).digest()

@@ -1,0 +1,83 @@
+"""How many tokens a text has at least, by its bytes alone."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+# What these do to a text never makes it shorter; what is not named here may drop any of it.
+_KEEPING_NORMALIZERS = frozenset({"ByteLevel", "Prepend"})
+# And these leave ASCII alone.
+_KEEPING_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
+_KEEPING_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
+# A space, which is one byte, can have become a character of three.
+_LARGEST_GROWTH = 3
+
+
+class TokenBound:
+    """Knows of one tokenizer how many bytes a token can stand for, if that is certain.
+
+    It is certain where no step drops or joins text without end, and every byte has a token, so
+    that a text becomes tokens that spell all of it.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> None:
+        normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
+        splitters = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
+        kinds = {part["type"] for part in (*normalizers, *splitters)}
+        self._only_ascii = any(part["type"] in _KEEPING_ASCII for part in normalizers)
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._longest: int | None = None
+        if (
+            all(map(_keeps_text, normalizers))
+            and all(map(_keeps_pieces, splitters))
+            and _spells_everything(tokenizer.model, vocabulary, "ByteLevel" in kinds)
+            # These take any number of spaces with them.
+            and not any(token.lstrip or token.rstrip for token in added)
+        ):
+            grown = _LARGEST_GROWTH if normalizers else 1
+            longest_added = max((len(token.content.encode()) for token in added), default=0)
+            in_model = vocabulary.keys() - {token.content for token in added}
+            size = len if "ByteLevel" in kinds else lambda token: len(token.encode())
+            self._longest = max(1, max(map(size, in_model), default=0), (longest_added + 1) * grown)
+
+    def least_tokens(self, text: str) -> int:
+        """The text has at least so many tokens."""
+        is_ascii = text.isascii()
+        if self._longest is None or (self._only_ascii and not is_ascii):
+            return 0
+        num_bytes = len(text) if is_ascii else len(text.encode())
+        return -(-num_bytes // self._longest)
+
+
+def _keeps_text(part: dict[str, Any]) -> bool:
+    if part["type"] == "Replace":
+        pattern = part["pattern"].get("String")
+        return pattern is not None and len(part["content"].encode()) >= len(pattern.encode())
+    return part["type"] in _KEEPING_NORMALIZERS | _KEEPING_ASCII
+
+
+def _keeps_pieces(part: dict[str, Any]) -> bool:
+    return part["type"] in _KEEPING_SPLITTERS and part.get("behavior") != "Removed"
+
+
+def _spells_everything(model: Any, vocabulary: dict[str, int], is_byte_level: bool) -> bool:
+    if not isinstance(model, tokenizers.models.BPE):
+        return False
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if is_byte_level:
+        return all(one in vocabulary for one in tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    return bool(model.byte_fallback) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The description of a component, or of those that a sequence is made of."""
+    pending = [] if component is None else [json.loads(component.__getstate__())]
+    while pending:
+        part = pending.pop()
+        if part["type"] == "Sequence":
+            pending.extend(part[name])
+        else:
+            yield part

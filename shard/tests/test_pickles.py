@@ -1,0 +1,351 @@
+"""Pickled checkpoints become safetensors without running what is in them, or are refused."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from text_generation_shard import pickles
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.download import DownloadError, resolve_model
+from text_generation_shard.engine import Engine
+from text_generation_shard.errors import ModelError
+
+from integration_tests.checkpoints import write_checkpoint
+from integration_tests.hub import FakeHub, serving
+
+WEIGHTS = {
+    "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b.weight": torch.randn(5, 3).to(torch.bfloat16),
+    "c.half": torch.randn(7).half(),
+    "d.flags": torch.tensor([True, False, True]),
+    "e.one": torch.tensor(7),
+    "f.none": torch.zeros(0, 4),
+    "g.turned": torch.arange(6.0).reshape(2, 3).T,
+}
+INDEX = "pytorch_model.bin.index.json"
+
+
+class Evil:
+    """Runs a command when it is unpickled by anything that trusts it."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._trace}",)
+
+
+def model_in(path: Path, **files: object) -> Path:
+    """A directory of a model with these pickled files (`__` is a dot)."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json"):
+        (path / name).write_text("{}")
+    for name, content in files.items():
+        torch.save(content, path / name.replace("__", "."))
+    return path
+
+
+def error_of(directory: Path) -> str:
+    with pytest.raises((ModelError, DownloadError)) as caught:
+        resolve_model(str(directory))
+    assert "\n" not in str(caught.value)
+    left = {path.name for path in directory.iterdir()}
+    assert not any("safetensors" in name for name in left), left
+    return str(caught.value)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name])
+        for name in left
+    )
+
+
+def test_every_tensor_is_there_and_as_it_was(tmp_path: Path) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS, training_args__bin=[1])
+    assert resolve_model(str(directory)) == directory
+    assert same(load_file(directory / "model.safetensors"), WEIGHTS)
+    assert {path.name for path in directory.iterdir()} == {
+        *("config.json", "tokenizer.json", "pytorch_model.bin", "training_args.bin"),
+        "model.safetensors",
+    }
+    written = (directory / "model.safetensors").stat()
+    resolve_model(str(directory))
+    assert (directory / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
+
+
+@pytest.mark.parametrize("suffix", ["bin", "pt", "pth"])
+def test_several_files_become_one(tmp_path: Path, suffix: str) -> None:
+    names = [f"pytorch_model-0000{n}-of-00002.{suffix}" for n in (1, 2)]
+    halves = [dict(list(WEIGHTS.items())[:3]), dict(list(WEIGHTS.items())[3:])]
+    directory = model_in(tmp_path / "m")
+    for name, half in zip(names, halves, strict=True):
+        torch.save(OrderedDict(half), directory / name)
+    if suffix == "bin":
+        torch.save({"z": torch.ones(1)}, directory / "another.bin")
+        files = {key: names[n] for n, half in enumerate(halves) for key in half}
+        (directory / INDEX).write_text(json.dumps({"weight_map": files}))
+    resolve_model(str(directory))
+    assert same(load_file(directory / "model.safetensors"), WEIGHTS)
+
+
+def test_a_tensor_with_two_names_has_both(tmp_path: Path) -> None:
+    shared = torch.nn.Parameter(torch.randn(100, 7))
+    directory = model_in(tmp_path / "m", pytorch_model__bin={"a": shared, "b": shared})
+    resolve_model(str(directory))
+    assert same(load_file(directory / "model.safetensors"), {"a": shared.data, "b": shared.data})
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2"])
+def test_what_is_converted_is_served(tmp_path: Path, family: str) -> None:
+    directory = write_checkpoint(family, tmp_path / "m")
+    from transformers import AutoModelForCausalLM
+
+    # With the head that shares its memory with the embedding.
+    state = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    wanted = load_file(directory / "model.safetensors")
+    assert len(state) == len(wanted) + 1
+    torch.save(state, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="download-weights"):
+        Engine(ShardConfig(model_path=directory, device="cpu"))
+    resolve_model(str(directory))
+    converted = load_file(directory / "model.safetensors")
+    assert same({name: converted[name] for name in wanted}, wanted)
+    Engine(ShardConfig(model_path=directory, device="cpu"))
+
+
+def test_serving_refuses_with_the_command_that_converts(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    directory = write_checkpoint("llama3", tmp_path / "m")
+    (directory / "model.safetensors").unlink()
+    torch.save({"a": Evil(trace)}, directory / "pytorch_model.bin")
+    with pytest.raises(ModelError) as caught:
+        Engine(ShardConfig(model_path=directory, device="cpu"))
+    assert f"{directory} holds pytorch_model.bin, which is a pickle" in str(caught.value)
+    assert f"`text-generation-server download-weights {directory}`" in str(caught.value)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("place", ["value", "first", "hook"])
+def test_nothing_of_a_pickle_runs(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where torch was told by the environment to trust everything."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    trace = tmp_path / "trace"
+    content: Any = {"a": torch.ones(3), "b": Evil(trace)}
+    if place == "first":
+        content = Evil(trace)
+    elif place == "hook":
+        content = OrderedDict(a=torch.ones(3))
+        content._metadata = Evil(trace)
+    directory = model_in(tmp_path / "m", pytorch_model__bin=content)
+    message = error_of(directory)
+    assert "pytorch_model.bin is refused: it asks for posix.system" in message
+    assert "nothing of it was run" in message
+    assert not trace.exists()
+    # It would have: the attack is a real one.
+    torch.load(directory / "pytorch_model.bin", weights_only=False)
+    assert trace.exists()
+
+
+def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    directory = model_in(tmp_path / "m", pytorch_model__bin=Evil(trace))
+    command = [sys.executable, "-m", "text_generation_shard.cli", "download-weights"]
+    ended = subprocess.run([*command, str(directory)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert [line for line in ended.stdout.splitlines() if "ERROR" in line] == (
+        ended.stdout.splitlines()[-1:]
+    )
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert not trace.exists()
+
+
+def enlarged() -> torch.Tensor:
+    return torch.zeros(1).expand(10**7, 10**7)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ([torch.ones(1)], "no table of tensors"),
+        ({}, "no table of tensors"),
+        ({"model": {"a": torch.ones(1)}}, "model is not a tensor"),
+        ({3: torch.ones(1)}, "3 is not a tensor"),
+        ({"a": torch.ones(1, dtype=torch.complex64)}, "a is of a kind"),
+        ({"a": torch.ones(4, 4).to_sparse()}, "a is of a kind"),
+        ({"a": torch.ones(4, device="meta")}, "a is of a kind"),
+        ({"a": enlarged()}, "take 400000000000000 bytes"),
+        ({str(n): torch.zeros(10**6).view(-1) for n in range(2)}, None),
+    ],
+    ids=str,
+)
+def test_what_is_no_checkpoint(tmp_path: Path, content: Any, expected: str | None) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=content)
+    if expected is None:
+        resolve_model(str(directory))
+    else:
+        assert expected in error_of(directory)
+
+
+def test_many_names_of_one_tensor_do_not_fill_the_disk(tmp_path: Path) -> None:
+    whole = torch.zeros(10**5)
+    content = {str(n): whole for n in range(10**4)}
+    directory = model_in(tmp_path / "m", pytorch_model__bin=content)
+    assert "take 4000000000 bytes" in error_of(directory)
+
+
+@pytest.mark.parametrize("kind", ["text", "half", "empty", "old", "compressed"])
+def test_files_that_torch_did_not_write(tmp_path: Path, kind: str) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    path = directory / "pytorch_model.bin"
+    data = path.read_bytes()
+    if kind == "old":
+        torch.save(WEIGHTS, path, _use_new_zipfile_serialization=False)
+    elif kind == "compressed":
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "new", "w") as target:
+            for part in source.infolist():
+                target.writestr(part.filename, source.read(part), zipfile.ZIP_DEFLATED)
+        (tmp_path / "new").rename(path)
+    else:
+        path.write_bytes({"text": b"not wanted", "half": data[: len(data) // 2]}.get(kind, b""))
+    assert "is not a checkpoint that can be converted" in error_of(directory)
+
+
+def test_one_name_in_two_files(tmp_path: Path) -> None:
+    files = {"a__pt": {"x": torch.ones(1)}, "b__pt": {"x": torch.zeros(1)}}
+    assert "holds x, and so does" in error_of(model_in(tmp_path / "m", **files))
+
+
+def test_a_full_disk_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    usage = pickles.shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(pickles.shutil, "disk_usage", lambda _: usage)
+    assert "free some" in error_of(directory)
+
+
+def test_what_was_half_written_is_never_used(tmp_path: Path) -> None:
+    """A process that was killed leaves a file that is neither read nor in the way, and while it
+    is there nothing can be loaded from it."""
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    (directory / "model.safetensors.partial").write_bytes(b"x" * 100_000)
+    with pytest.raises(ModelError, match="is a pickle"):
+        from text_generation_shard.weights import _weight_files
+
+        _weight_files(directory)
+    resolve_model(str(directory))
+    assert same(load_file(directory / "model.safetensors"), WEIGHTS)
+    assert not (directory / "model.safetensors.partial").exists()
+
+
+def test_a_failure_while_writing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(tensors: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pickles, "_write", fail)
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    assert "can not write" in error_of(directory)
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    (tmp_path / "precious").write_text("kept")
+    (directory / "model.safetensors.partial").symlink_to(tmp_path / "precious")
+    with pytest.raises(ModelError, match="can not write"):
+        resolve_model(str(directory))
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_several_processes_convert_once(tmp_path: Path) -> None:
+    directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=resolve_model, args=(str(directory),)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert same(load_file(directory / "model.safetensors"), WEIGHTS)
+    assert not (directory / "model.safetensors.partial").exists()
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    """300 MB of tensors within 120 MB more than torch itself takes."""
+    weights = {str(n): torch.ones(5_000_000) for n in range(15)}
+    directory = model_in(tmp_path / "m", pytorch_model__bin=weights)
+    script = (
+        "import re, sys, torch\n"
+        "from text_generation_shard import pickles\n"
+        "from pathlib import Path\n"
+        "def anonymous():\n"
+        "    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "before, most = anonymous(), 0\n"
+        "write = pickles._write\n"
+        "class Watched:\n"
+        "    def __init__(self, file): self.file = file\n"
+        "    def write(self, data):\n"
+        "        global most\n"
+        "        most = max(most, anonymous())\n"
+        "        return self.file.write(data)\n"
+        "pickles._write = lambda tensors, file: write(tensors, Watched(file))\n"
+        "pickles.convert(Path(sys.argv[1]), ['pytorch_model.bin'])\n"
+        "print(most - before)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(directory)], capture_output=True, text=True, check=True
+    )
+    assert 0 <= int(run.stdout) < 120_000
+    assert same(load_file(directory / "model.safetensors"), weights)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_pickled_model_of_the_hub(tmp_path: Path, is_sharded: bool) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ["pytorch_model.bin"]
+    if is_sharded:
+        names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    items = list(WEIGHTS.items())
+    parts = [dict(items[n :: len(names)]) for n in range(len(names))]
+    files = {"config.json": b"{}", "tokenizer.json": b"{}", "training_args.bin": b"no"}
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, source / name)
+        files[name] = (source / name).read_bytes()
+    if is_sharded:
+        index = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        files[INDEX] = json.dumps({"weight_map": index}).encode()
+    with serving(FakeHub(files)) as hub:
+        cache = tmp_path / "cache"
+        snapshot = resolve_model("some/model", None, cache, hub.endpoint)
+        assert same(load_file(snapshot / "model.safetensors"), WEIGHTS)
+        assert hub.asked_for("training_args.bin") == []
+        # Thrown away, they are not fetched again.
+        for name in names:
+            (snapshot / name).resolve().unlink()
+            (snapshot / name).unlink()
+        hub.requests.clear()
+        assert resolve_model("some/model", None, cache, hub.endpoint) == snapshot
+        assert not any(hub.asked_for(name) for name in names)
+
+
+def test_safetensors_win(tmp_path: Path) -> None:
+    """Where both are there, as on most of the hub, no pickle is looked at."""
+    trace = tmp_path / "trace"
+    directory = model_in(tmp_path / "m", pytorch_model__bin=Evil(trace))
+    save_file({"a": torch.ones(1)}, directory / "model.safetensors")
+    resolve_model(str(directory))
+    assert not trace.exists()

@@ -1,0 +1,49 @@
+"""Folders that hold what must come from nobody else: compiled code, and downloaded weights."""
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+def why_untrusted(path: Path) -> str:
+    """Who else could put something into this folder, or another one in its place; empty: only its
+    user and root can."""
+    place = path.resolve()
+    for folder in (place, *place.parents):
+        state = folder.stat()
+        if state.st_uid not in (0, os.geteuid()):
+            return f"{folder} belongs to user {state.st_uid}"
+        # A group that has the user's own number is the user's alone.
+        is_own_group = state.st_gid == os.geteuid() != 0
+        others = state.st_mode & (0o002 if is_own_group else 0o022)
+        # Above the folder, as in /tmp, it is enough that they can not remove what is not theirs.
+        if others and (folder == place or not state.st_mode & stat.S_ISVTX):
+            return f"others may write to {folder} (mode {stat.S_IMODE(state.st_mode):04o})"
+    return ""
+
+
+def temporary_folder(name: str) -> Path:
+    """A folder for this user alone among the temporary files: the same one at each start. Raises
+    OSError, with a sentence, if there is none."""
+    try:
+        path = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
+    except FileNotFoundError as error:
+        raise OSError(
+            "no folder for temporary files can be written: set TMPDIR to one that can"
+        ) from error
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot make {path}: {error.strerror}: set TMPDIR to another folder"
+        ) from error
+    state = path.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
+        raise OSError(
+            f"{path} belongs to user {state.st_uid} or is no folder, and this is user "
+            f"{os.geteuid()}: have it removed or set TMPDIR to another folder"
+        )
+    if state.st_mode & 0o077:
+        raise OSError(f"{path} is open to other users: remove it, it is made anew")
+    return path
