@@ -160,8 +160,7 @@ def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
 
 def _forget_frames(error: BaseException | None) -> None:
     """Empties the frames that the error left: they hold the request's body, and several of them the
-    error, so that all of it would lie there until the garbage collector comes, which it rarely does.
-    """
+    error, so that all of it would lie there until the garbage collector comes, which is rare."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
