@@ -13,6 +13,7 @@ import uvicorn
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
+from text_generation_router.connection import ConnectionLimits
 from text_generation_router.errors import GenerationError
 from text_generation_router.front import Front
 from text_generation_router.request import FinishReason
@@ -196,11 +197,16 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
 
 
 @asynccontextmanager
-async def serve(directory: Path, text: str = "hello ", **options: Any) -> AsyncIterator[Server]:
+async def serve(
+    directory: Path,
+    text: str = "hello ",
+    limits: ConnectionLimits | None = None,
+    **options: Any,
+) -> AsyncIterator[Server]:
     """Runs the router in this event loop, and checks at the end that nothing was lost."""
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
-    config = server_config(Front(app, create_refusal(services.config)))
+    config = server_config(Front(app, create_refusal(services.config)), services, limits)
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from text_generation_router.api import sse
+from text_generation_router.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
 
@@ -17,7 +18,8 @@ LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, max_concurrent_requests=2) as server:
+    limits = ConnectionLimits(unread_s=0.2, tick_s=0.02)
+    async with serve(tmp_path, limits=limits, max_concurrent_requests=2) as server:
         yield server
 
 
@@ -94,10 +96,7 @@ async def test_permits_run_out_and_come_back(server: Server) -> None:
     assert server.services.metrics.request_failure.value(err="overloaded") == 2
 
 
-async def test_client_that_never_reads(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.2)
+async def test_client_that_never_reads(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     content = json.dumps(LONG).encode()
     head = (

@@ -46,6 +46,7 @@ FAMILIES = {
     "tgi_prefix_cache_queried_tokens": "counter",
     "tgi_prefix_cache_hit_tokens": "counter",
     "tgi_log_lines_dropped": "counter",
+    "tgi_connections_refused": "counter",
 }
 
 

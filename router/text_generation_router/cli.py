@@ -16,6 +16,7 @@ import orjson
 import uvloop
 
 from text_generation_router.app import create_app, create_refusal
+from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig, flag, flags
 from text_generation_router.descriptors import raise_file_limit
 from text_generation_router.front import Front
@@ -94,6 +95,7 @@ async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int
     Returns the exit code: 0 after one signal, 1 if a second one cut requests off or the shards were
     given up.
     """
+    certificate = Certificate.of(config)
     async with AsyncExitStack() as stack:
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
@@ -102,7 +104,8 @@ async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int
         services.metrics.log_lines_dropped.read = num_lines_dropped
         front = Front(create_app(config, services), create_refusal(config))
         patience_s = config.graceful_termination_timeout
-        server = Server(server_config(front), front, services, patience_s)
+        settings = server_config(front, services, certificate=certificate)
+        server = Server(settings, front, services, patience_s, certificate)
         # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _announce)

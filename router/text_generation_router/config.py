@@ -87,6 +87,10 @@ class RouterConfig:
     graceful_termination_timeout: float = _option(
         90.0, "Seconds that running requests have to end after SIGTERM.", 0
     )
+    ssl_certfile: str | None = _option(
+        None, "Speak TLS with this PEM file of certificates; read again when it changes."
+    )
+    ssl_keyfile: str | None = _option(None, "The PEM file of the certificate's private key.")
     cors_allow_origin: tuple[str, ...] = _option(
         (), "Origin that browsers may call from; repeatable; default: any."
     )
@@ -131,6 +135,10 @@ class RouterConfig:
             )
         if "" in self.api_key:
             raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError(
+                "`--ssl-certfile` and `--ssl-keyfile` belong together; give both or neither"
+            )
         for name in ("aip_predict_route", "aip_health_route"):
             if (path := getattr(self, name)) is not None and not path.startswith("/"):
                 raise ValueError(f"`{flag(name)}` must be a path like /predict. Given: {path}")

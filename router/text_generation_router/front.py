@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from text_generation_router.api.sse import DIRECT_SEND
 
@@ -12,11 +12,13 @@ from text_generation_router.api.sse import DIRECT_SEND
 STARTS_PER_TURN = 4
 # How a server comes to its end is worth watching.
 ALWAYS_OPEN = "/metrics"
+# What of an answer is written before it is asked whether the client takes it.
+PIECE_BYTES = 65536
 
 
 class Front:
     """Lets requests in a few at a time, in the order they came, and tells streams the server's own
-    `send`. Once it is closed, whoever comes is refused.
+    `send`. Once it is closed, whoever comes is refused. Large answers go out in pieces.
 
     At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone
     does not wait. Owns the line of those that do.
@@ -39,7 +41,7 @@ class Front:
         elif self._is_closed and scope["path"] != ALWAYS_OPEN:
             await self._refuse(scope, receive, send)
         elif scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, in_pieces(send))
         else:
             await self._run(scope, receive, send)
 
@@ -52,7 +54,7 @@ class Front:
         scope[DIRECT_SEND] = send
         try:
             await self._enter()
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, in_pieces(send))
         finally:
             self.num_running -= 1
             # The server's `send` holds the scope: together they would be garbage in a circle.
@@ -82,3 +84,19 @@ class Front:
         self._is_turning = self._num_started > 0
         if self._is_turning:
             loop.call_soon(self._turn, loop)
+
+
+def in_pieces(send: Send) -> Send:
+    """The same `send`, which waits for the client after each `PIECE_BYTES` of a body."""
+
+    async def send_pieces(message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= PIECE_BYTES:
+            await send(message)
+            return
+        for start in range(0, len(body), PIECE_BYTES):
+            end = start + PIECE_BYTES
+            is_more = message.get("more_body", False) or end < len(body)
+            await send({**message, "body": body[start:end], "more_body": is_more})
+
+    return send_pieces

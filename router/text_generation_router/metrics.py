@@ -31,6 +31,21 @@ _ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dr
 # TGI's label for the time of a join, whatever call it happened in.
 _JOINING = Label("method", ("decode",))
 _REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
+# What a connection did that was refused or cut off; see connection.py.
+_REFUSED = Label(
+    "reason",
+    (
+        "malformed",
+        "head_size",
+        "head_time",
+        "silent",
+        "body_rate",
+        "bodies",
+        "leftover",
+        "pipelined",
+        "unread",
+    ),
+)
 
 
 class _Metric:
@@ -269,6 +284,9 @@ class Metrics:
             "tgi_request_skipped_tokens",
             "Tokens gained by speculation per request and step",
             [float(n) for n in range(17)],
+        )
+        self.connections_refused = Counter(
+            "tgi_connections_refused", "Connections that were refused or cut off", _REFUSED
         )
         # Queue and batches.
         self.queue_size = Gauge("tgi_queue_size", "Requests waiting for a place in the batch")

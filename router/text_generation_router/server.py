@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from text_generation_router.certificate import Certificate
+from text_generation_router.connection import ConnectionLimits, Connections
 from text_generation_router.front import Front
 from text_generation_router.services import Services, StartError
 
@@ -25,6 +27,8 @@ TICKS_PER_LOOK = 10
 KEEP_ALIVE_S = 75
 # Connections that wait to be taken; the kernel's own limit is often the same.
 BACKLOG = 4096
+# How many tenths of a second there are between two looks at the files of the certificate.
+CERTIFICATE_TICKS = 20
 # From each listener the event loop takes one connection a turn. With a single one, whoever comes
 # behind 2,000 others (/health, too) waits 4 s to be heard; with so many of them, 0.3 s.
 ACCEPTS_PER_TURN = 16
@@ -40,13 +44,19 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, front: Front, services: Services, patience_s: float
+        self,
+        config: uvicorn.Config,
+        front: Front,
+        services: Services,
+        patience_s: float,
+        certificate: Certificate | None = None,
     ) -> None:
         super().__init__(config)
         self._front = front
         self._services = services
         self._patience_s = patience_s
         self._is_full = False
+        self._certificate = certificate
 
     def handle_exit(self, sig: int, frame: types.FrameType | None) -> None:
         """Called for every signal; the first one closes the door, before anything else is done."""
@@ -73,6 +83,8 @@ class Server(uvicorn.Server):
         """Whether to stop now; asked ten times a second."""
         if counter % TICKS_PER_LOOK == 0:
             self._look_for_room()
+        if self._certificate is not None and counter % CERTIFICATE_TICKS == 0:
+            self._certificate.refresh()
         return await super().on_tick(counter) or self._services.watch.verdict is not None
 
     def _look_for_room(self) -> None:
@@ -114,12 +126,20 @@ class Server(uvicorn.Server):
             await asyncio.sleep(DRAIN_POLL_S)
 
 
-def server_config(front: Front) -> uvicorn.Config:
+def server_config(
+    front: Front,
+    services: Services,
+    limits: ConnectionLimits | None = None,
+    certificate: Certificate | None = None,
+) -> uvicorn.Config:
     """How uvicorn runs the app: no access log, no headers of its own but the date."""
+    limits = limits or ConnectionLimits.of(services.config.payload_limit)
+    connections = Connections(limits, services.metrics.connections_refused)
     return uvicorn.Config(
         front,
         loop="none",
-        http="httptools",
+        http=connections.protocol,
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
         ws="none",
         # As many as may come at once; what the queue can not take waits a second for another try.
         backlog=BACKLOG,

@@ -316,12 +316,42 @@ def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[st
         assert all(0 <= token < 300 for token in chosen.token_ids.tolist())
 
 
-def test_a_row_without_any_score_gets_a_token_and_no_probability() -> None:
-    for score in (float("-inf"), float("nan")):
-        scores = torch.full((2, 300), score)
-        choice = choose(scores, [SamplingParams(), SamplingParams(do_sample=True, top_p=0.5)])
-        assert choice.token_ids.tolist() == [0, 0]
-        assert np.isnan(choice.logprobs).all()
+@pytest.mark.parametrize("sample", [compiled_sampling.sample, sampling.sample])
+def test_rows_that_nothing_can_be_chosen_from_are_known(sample: Sampler) -> None:
+    """One NaN or +inf anywhere, or nothing above -inf; whatever is asked for, and no other row is
+    chosen in another way for it."""
+    draw, generator = random.Random(6), torch.Generator().manual_seed(6)
+    for _ in range(100):
+        scores = random_scores(draw, generator)
+        rows, vocab = scores.shape
+        params = [random_params(draw, vocab) for _ in range(rows)]
+        rest = params, random_history(draw, rows, vocab), [3] if vocab > 5 else []
+        sound = choose(scores, *rest, sample=sample)
+        unsound = {row for row in range(rows) if draw.random() < 0.3}
+        for row in unsound - sound.unsound():
+            place = draw.randrange(vocab)
+            if place in rest[2]:
+                place = 0  # an end token that comes too early has no score, whatever it was
+            if kind := draw.randrange(3):
+                scores[row, place] = (math.nan, math.inf)[kind - 1]
+            else:
+                scores[row] = -math.inf
+        choice = choose(scores, *rest, sample=sample)
+        assert choice.unsound() == unsound | sound.unsound()
+        assert all(0 <= token < vocab for token in choice.token_ids.tolist())
+        others = [row for row in range(rows) if row not in choice.unsound()]
+        assert choice.token_ids[others].tolist() == sound.token_ids[others].tolist()
+        assert choice.logprobs[others].tolist() == sound.logprobs[others].tolist()
+
+
+def test_what_is_forbidden_may_be_no_number() -> None:
+    """Masked before, or an end token that comes too early."""
+    scores = torch.randn(2, 300)
+    scores[:, 3] = math.nan
+    history = history_of([[1], [1]], [1, 1], [1, 1], [5, 0])
+    params = [SamplingParams(), SamplingParams()]
+    for sample in (compiled_sampling.sample, sampling.sample):
+        assert choose(scores, params, history, [3], sample=sample).unsound() == {1}
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 127, 128, 129, 1000])

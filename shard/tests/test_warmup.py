@@ -62,7 +62,7 @@ class ScriptedSteps:
         return result
 
     def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
-        return StepResult([], [], [], [], total_ns=5_100_000)
+        return StepResult([], [], [], [], running_ids=[0], total_ns=5_100_000)
 
     def clear(self, batch_id: int | None) -> None:
         pass

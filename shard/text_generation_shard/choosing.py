@@ -1,5 +1,6 @@
 """From the scores of a step to its tokens: sampled, verified, settled and judged as endings."""
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,11 @@ from text_generation_shard.ragged import Choices
 from text_generation_shard.rows import RowTable
 from text_generation_shard.sampling import Choice, Sampler, Scores, TokenHistory, sample, top_tokens
 from text_generation_shard.step import FinishReason, StepResult
+
+logger = logging.getLogger(__name__)
+
+# What the client of such a request reads.
+_NO_SCORES = "the model's scores for the next token are not numbers (NaN or infinite)"
 
 _NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
 
@@ -67,14 +73,21 @@ class Chooser:
         if grammars is not None:
             grammars.restrict(torch.as_tensor(logits))
         choice = self._sample(logits, table.sampling, history, self._end_ids, self._watermark)
+        unsound = choice.unsound()
         if grammars is not None:
             grammars.settle(choice)
         counts, reasons = self._judge(table, choices, choice.token_ids.tolist())
         request_ids = table.ids(choices.owners.tolist())
         errors: list[tuple[int, str]] = []
+        failed = _reached(unsound, choices, counts) if unsound else ()
+        for row in failed:
+            reasons[row] = _ERROR
+            errors.append((request_ids[row], _NO_SCORES))
         if grammars is not None:
             failures, driven = grammars.failures(), set(grammars.driven())
             for row, first in enumerate(choices.firsts.tolist()):
+                if row in failed:
+                    continue
                 if first in failures:
                     reasons[row] = _ERROR
                     errors.append((request_ids[row], failures[first]))
@@ -113,6 +126,28 @@ class Chooser:
             is_last = known[place] + 1 >= longest
             reasons.append(_LENGTH if is_last else _EOS_TOKEN if is_end else _NONE)
         return counts, reasons
+
+
+def _reached(
+    unsound: frozenset[int], choices: Choices, counts: Sequence[int]
+) -> Sequence[int]:
+    """Of the rows [R] that choose, those with a place among their first `counts` where nothing can
+    be chosen. What stands behind a wrong guess is computed from it, and says nothing of a row."""
+    places = zip(choices.firsts.tolist(), counts, strict=True)
+    failed = [
+        row
+        for row, (first, count) in enumerate(places)
+        if not unsound.isdisjoint(range(first, first + count))
+    ]
+    if failed:
+        logger.warning(
+            "%d of %d requests failed in this step: %s; the checkpoint is damaged, or its values "
+            "are too large for this type: try --dtype float32, or download the model again",
+            len(failed),
+            len(counts),
+            _NO_SCORES,
+        )
+    return failed
 
 
 def _sampler(device: torch.device) -> Sampler:

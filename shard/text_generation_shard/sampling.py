@@ -9,6 +9,7 @@ that, so with a grammar they are those among the tokens it allows.
 A draw is a function of (seed, position) and the row's own scores, never of the batch.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -53,11 +54,22 @@ class TokenHistory(NamedTuple):
 
 class Choice(NamedTuple):
     """The chosen tokens [S] and their log-probabilities [S], on the host, and the scores behind
-    them."""
+    them.
+
+    The log-probability is NaN, and the token any one, where nothing can be chosen: a score that is
+    NaN or infinite makes the sum of all NaN, and so do scores of which none is above -inf.
+    """
 
     token_ids: Ints
     logprobs: Floats
     scores: Scores
+
+    def unsound(self) -> frozenset[int]:
+        """The rows where nothing can be chosen."""
+        # For as few as a step has, a list is summed faster than an array.
+        if not math.isnan(sum(self.logprobs.tolist())):
+            return frozenset()
+        return frozenset(np.flatnonzero(np.isnan(self.logprobs)).tolist())
 
     def force(self, row: int, token_id: int) -> None:
         """Make `token_id` the only choice this row had."""

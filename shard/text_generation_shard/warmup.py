@@ -115,10 +115,12 @@ def _fastest(engine: Steps, request: RowRequest) -> tuple[int, int]:
 def _steps(engine: Steps, requests: Sequence[RowRequest]) -> tuple[int, int]:
     """Time of the first step of these requests, and of the fastest of the others; 0: there is
     none."""
-    first = engine.prefill(0, requests, None)
+    last = first = engine.prefill(0, requests, None)
     others: list[int] = []
-    while first.running_ids and len(others) < requests[0].max_new_tokens - 1:
-        others.append(engine.decode([0], Advance()).total_ns)
+    # Rows end early where a damaged checkpoint gives them no scores.
+    while last.running_ids and len(others) < requests[0].max_new_tokens - 1:
+        last = engine.decode([0], Advance())
+        others.append(last.total_ns)
     engine.clear(None)
     return first.total_ns, min(others, default=0)
 

@@ -1,7 +1,6 @@
 """Server-sent events as TGI writes them: `data: {json}` and an empty line, encoded once."""
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -13,14 +12,9 @@ from starlette.types import Receive, Scope, Send
 from text_generation_router.errors import IncompleteGenerationError, RouterError
 
 KEEP_ALIVE_S = 15
-# A client that takes nothing for so long is gone, whatever its socket says.
-SEND_TIMEOUT_S = 30
 # Where a scope keeps the server's own `send`. Middleware and routing wrap it in several calls, and
 # none of them does anything with the events of a stream that has begun.
 DIRECT_SEND = "text_generation_router.send"
-
-logger = logging.getLogger(__name__)
-
 
 COMMENT = b":\n\n"
 """What keeps a quiet stream alive: clients skip it."""
@@ -29,7 +23,8 @@ COMMENT = b":\n\n"
 class EventStream(EventSourceResponse):
     """Sends chunks of ready events; each chunk is one write.
 
-    Closes `events` when the client leaves or stops reading. A running stream outlives SIGTERM.
+    Closes `events` when the client leaves; one that stops reading is cut off by its `Connection`.
+    A running stream outlives SIGTERM.
     Three tasks and a timer for each write are what sse-starlette's own way would cost; here a write
     costs a clock reading and the call that does it.
     """
@@ -70,9 +65,7 @@ class EventStream(EventSourceResponse):
         leaving = asyncio.create_task(disconnected(receive))
         try:
             while not await _any_done(writing, leaving, timeout_s=self._patience_s()):
-                if not await self._look_after(send):
-                    logger.warning("A client read nothing for %d s and was cut off", SEND_TIMEOUT_S)
-                    break
+                await self._break_silence(send)
         finally:
             writing.cancel()
             leaving.cancel()
@@ -90,26 +83,18 @@ class EventStream(EventSourceResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _patience_s(self) -> float:
-        """How long a stream on which nothing happens needs no looking after."""
+        """How long a stream on which nothing happens needs no comment."""
         idle_s = asyncio.get_running_loop().time() - self._last_write
-        # A write that begins while the stream is quiet must be seen in time as well.
-        limit_s = SEND_TIMEOUT_S if self._is_writing else min(KEEP_ALIVE_S, SEND_TIMEOUT_S)
-        return max(0.0, limit_s - idle_s)
+        return max(0.0, KEEP_ALIVE_S - idle_s)
 
-    async def _look_after(self, send: Send) -> bool:
-        """Breaks the silence of a stream; False if its client does not read."""
+    async def _break_silence(self, send: Send) -> None:
+        """Where a write is under way, a comment could come behind the end, and helps nobody."""
         if self._patience_s() > 0:
-            return True
-        if self._is_writing:
-            return False
+            return
         self._last_write = asyncio.get_running_loop().time()
-        comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await send(comment)
-        except TimeoutError:
-            return False
-        return True
+        if not self._is_writing:
+            comment = {"type": "http.response.body", "body": self._keep_alive, "more_body": True}
+            await send(comment)
 
 
 async def _any_done(*tasks: asyncio.Task[None], timeout_s: float) -> bool:

@@ -21,6 +21,8 @@ _LOG2_E: Final = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.42860677e-6
 # Below it a weight is 0: 2 ** (it / ln 2) is near the smallest normal number.
 _LOWEST: Final = -87.0
+# The lowest bits of this and a small whole number are that number.
+_WHOLE: Final = 1.5 * 2.0**23
 # The series of e ** f for f in [-ln 2 / 2, ln 2 / 2] behind 1 + f, highest power first (Cephes).
 _SERIES: Final = (
     1.9875691500e-4,
@@ -46,7 +48,7 @@ def largest(typingctx: Any, scores: Any) -> Any:
 @intrinsic
 def weigh(typingctx: Any, scores: Any, highest: Any, weights: Any) -> Any:
     """e ** (score - highest) of the 128 scores at one address, written to another; returns their
-    sum. No score is above `highest`; what is far below it weighs 0."""
+    sum. No score is above `highest`; what is far below it weighs 0, and NaN weighs NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, highest, weights = arguments
@@ -65,9 +67,9 @@ def _load(builder: Any, address: Any) -> Any:
 
 
 def _exponential(builder: Any, values: Any) -> Any:
-    """e ** value of values <= 0, to 2 units in the last place."""
-    is_seen = builder.fcmp_ordered(">=", values, _floats(_LOWEST))
-    values = builder.select(is_seen, values, _floats(_LOWEST))
+    """e ** value of values <= 0, to 2 units in the last place; NaN of NaN."""
+    is_far = builder.fcmp_ordered("<", values, _floats(_LOWEST))
+    values = builder.select(is_far, _floats(_LOWEST), values)
     whole = call(builder, f"llvm.rint.{_SUFFIX}", _FLOATS, builder.fmul(values, _floats(_LOG2_E)))
     part = _add_product(builder, values, whole, _floats(-_LN2_HIGH))
     part = _add_product(builder, part, whole, _floats(-_LN2_LOW))
@@ -75,10 +77,11 @@ def _exponential(builder: Any, values: Any) -> Any:
     for factor in _SERIES[1:]:
         series = _add_product(builder, _floats(factor), series, part)
     rest = _add_product(builder, part, series, builder.fmul(part, part))
-    exponents = builder.add(builder.fptosi(whole, _INTS), ir.Constant(_INTS, [127] * BLOCK))
+    # No conversion: what LLVM makes of NaN there is undefined.
+    exponents = builder.bitcast(builder.fadd(whole, _floats(_WHOLE + 127.0)), _INTS)
     powers = builder.shl(exponents, ir.Constant(_INTS, [23] * BLOCK))
     weights = builder.fmul(builder.fadd(rest, _floats(1.0)), builder.bitcast(powers, _FLOATS))
-    return builder.select(is_seen, weights, _floats(0.0))
+    return builder.select(is_far, _floats(0.0), weights)
 
 
 def _sum(builder: Any, values: Any) -> Any:

@@ -62,8 +62,8 @@ def choose(
     tokens bias_ids; end_ids can not be chosen too early.
 
     Scores become what was chosen from: for choices that are drawn relative to the best one, over
-    the temperature, -inf where nothing can be drawn. Without any score it is token 0, and NaN; the
-    best one, and NaN, if that is infinite.
+    the temperature, -inf where nothing can be drawn. A choice from scores of which one is NaN or
+    infinite, or none is above -inf, is any token, and its log-probability NaN.
     """
     assert scores.flags.c_contiguous
     choices = scores, rows, lens, token_ids, prompt_lens, min_new_tokens

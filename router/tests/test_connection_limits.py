@@ -1,0 +1,444 @@
+"""What a connection may send, how long it may take, and what it must read: with raw bytes."""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from text_generation_router import server as server_module
+from text_generation_router.connection import ConnectionLimits
+
+from router.tests.serving import Server, serve
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+POST = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+LIMITS = ConnectionLimits(
+    head_s=0.3,
+    body_grace_s=0.2,
+    body_bytes_per_s=1000,
+    all_bodies_bytes=400_000,
+    unread_s=0.3,
+    leftover_s=0.3,
+    leftover_bytes=1_000_000,
+    tick_s=0.02,
+)
+# A machine may be busy; what must not happen is not waited for so long.
+PATIENCE_S = 20
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path, limits=LIMITS) as server:
+        yield server
+
+
+def refused(server: Server, reason: str) -> int:
+    return server.services.metrics.connections_refused.value(reason=reason)
+
+
+def of_body(body: bytes, head: bytes = POST) -> bytes:
+    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def asking(num_tokens: int) -> bytes:
+    return json.dumps({"inputs": "n", "parameters": {"max_new_tokens": num_tokens}}).encode()
+
+
+class Talk:
+    """One connection, spoken by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, server: Server, first: bytes = b"") -> "Talk":
+        talk = cls(*await asyncio.open_connection("127.0.0.1", server.port))
+        talk.writer.write(first)
+        return talk
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        async with asyncio.timeout(PATIENCE_S):
+            try:
+                return await self.reader.read()
+            finally:
+                self.writer.close()
+
+    async def answer(self) -> tuple[int, bytes]:
+        """Status and body of one answer that has a length."""
+        async with asyncio.timeout(PATIENCE_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            return int(head.split()[1]), await self.reader.readexactly(length)
+
+
+async def said(server: Server, first: bytes) -> bytes:
+    return await (await Talk.to(server, first)).rest()
+
+
+def check_refusal(answer: bytes, status: int) -> str:
+    """The sentence of a refusal, whose form is TGI's."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert lines[0].startswith(b"http/1.1 %d " % status), answer
+    assert b"connection: close" in lines and b"content-length: %d" % len(body) in lines
+    assert b"content-type: application/json" in lines
+    told = json.loads(body)
+    assert told.keys() == {"error", "error_type"}
+    assert told["error_type"] == ("overloaded" if status == 503 else "validation")
+    return str(told["error"])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEALTH + b"a: b\r\n" * 101 + b"\r\n",
+        HEALTH + b"a: " + b"b" * 70_000 + b"\r\n\r\n",
+        HEALTH + (b"a: " + b"b" * 1000 + b"\r\n") * 66 + b"\r\n",
+        b"GET /health?" + b"b" * 70_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        HEALTH + b"a: " + b"b" * 70_000,
+        HEALTH + b"b" * 70_000,
+        b"GET /" + b"b" * 70_000,
+        b"\r\n" * 40_000,
+    ],
+)
+async def test_heads_that_are_too_large(server: Server, head: bytes) -> None:
+    sentence = check_refusal(await said(server, head), 431)
+    assert "at most 65536 bytes and 100 headers" in sentence
+    assert refused(server, "head_size") == 1
+
+
+@pytest.mark.parametrize(
+    "more", [b"a: b\r\n" * 99, (b"a: " + b"b" * 1000 + b"\r\n") * 60, b"a: " + b"b" * 60_000]
+)
+async def test_heads_that_are_not(server: Server, more: bytes) -> None:
+    talk = await Talk.to(server)
+    for end in (b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"):
+        head = HEALTH + more.removesuffix(b"\r\n")
+        if b"close" in end and more.startswith(b"a: b\r\n"):
+            head = head.removesuffix(b"\r\na: b")
+        # Neither where a piece ends nor what follows in it counts.
+        talk.writer.write(head[:50_000])
+        await asyncio.sleep(0)
+        talk.writer.write(head[50_000:] + end)
+        assert (await talk.answer())[0] == 200
+    assert await talk.rest() == b""
+
+
+async def test_a_header_without_end_is_not_kept(server: Server) -> None:
+    """The client goes on whatever it is told; it is read no further than to the limit."""
+    talk = await Talk.to(server, HEALTH + b"a: ")
+    sent = 0
+    with pytest.raises(ConnectionError):
+        while sent < 50_000_000:
+            talk.writer.write(b"b" * 100_000)
+            await talk.writer.drain()
+            sent += 100_000
+            await asyncio.sleep(0)
+    assert sent < 20_000_000
+    talk.writer.close()
+
+
+async def test_trailers_are_no_headers_and_have_the_same_limit(server: Server) -> None:
+    key = b"Transfer-Encoding: chunked\r\n\r\n"
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(asking(1)), asking(1))
+    talk = await Talk.to(server, POST + key + chunks + b"Content-Type: text/plain\r\n\r\n")
+    assert (await talk.answer())[0] == 200
+    talk.writer.write(POST + key + b"5\r\n{    \r\n0\r\na: ")
+    await asyncio.sleep(0.05)
+    talk.writer.write(b"b" * 70_000)
+    check_refusal(await talk.rest(), 431)
+
+
+HOSTS = [
+    (b"GET /health HTTP/1.1\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: a\r\n", 400),
+    (b"GET /health HTTP/1.0\r\nHost: a\r\nHost: b\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a b\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a/b\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: b@a\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a:b\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: \xff\r\n", 400),
+    (b"GET /health HTTP/2.0\r\nHost: a\r\n", 505),
+    (b"GET /health HTTP/0.9\r\n", 505),
+    (b"GET /health HTTP/1.1\r\nHost:\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nHost: [::1]:3000\r\n", 200),
+    (b"GET /health HTTP/1.1\r\nHost: a-b_c.example:80\r\n", 200),
+    (b"GET /health HTTP/1.0\r\n", 200),
+]
+
+
+@pytest.mark.parametrize(("head", "status"), HOSTS)
+async def test_hosts(server: Server, head: bytes, status: int) -> None:
+    answer = await said(server, head + b"Connection: close\r\n\r\n")
+    if status == 200:
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+    else:
+        check_refusal(answer, status)
+        assert refused(server, "malformed") == 1
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+SMUGGLED = {
+    "both lengths": CHUNKED + b"Content-Length: 4\r\n\r\n0\r\n\r\n",
+    "both lengths, turned": b"Content-Length: 4\r\n" + CHUNKED + b"\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "one length twice": b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "a list of lengths": b"Content-Length: 2, 2\r\n\r\n{}",
+    "a length with a sign": b"Content-Length: +2\r\n\r\n{}",
+    "a negative length": b"Content-Length: -2\r\n\r\n{}",
+    "a hexadecimal length": b"Content-Length: 0x2\r\n\r\n{}",
+    "an empty length": b"Content-Length: \r\n\r\n{}",
+    "a length beyond 64 bits": b"Content-Length: 18446744073709551618\r\n\r\n{}",
+    "another coding last": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "an unknown coding": b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": CHUNKED + CHUNKED + b"\r\n0\r\n\r\n",
+    "a space before the colon": b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "a chunk size that is none": CHUNKED + b"\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "a negative chunk size": CHUNKED + b"\r\n-1\r\n{}\r\n0\r\n\r\n",
+    "a chunk size with 0x": CHUNKED + b"\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    "a chunk size beyond 64 bits": CHUNKED + b"\r\n10000000000000002\r\n{}\r\n0\r\n\r\n",
+    "a chunk longer than its size": CHUNKED + b"\r\n2\r\n{}X\r\n0\r\n\r\n",
+    "chunks with bare LF": CHUNKED + b"\r\n2\n{}\n0\n\n",
+    "a folded header": b"A: b\r\n c\r\nContent-Length: 2\r\n\r\n{}",
+    "a header with bare LF": b"A: b\nContent-Length: 2\r\n\r\n{}",
+    "a header with bare CR": b"A: b\rContent-Length: 2\r\n\r\n{}",
+    "a header with NUL": b"A: b\0c\r\nContent-Length: 2\r\n\r\n{}",
+    "a header without a name": b": b\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("rest", SMUGGLED.values(), ids=SMUGGLED.keys())
+async def test_smuggled_requests(
+    server: Server, rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the first is answered, and nothing that stands behind it."""
+    caplog.set_level(logging.WARNING)
+    answer = await said(server, POST + rest + HEALTH + b"\r\n")
+    check_refusal(answer, 400)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert refused(server, "malformed") == 1
+    assert not caplog.text
+
+
+async def test_silent_connections_are_closed(server: Server) -> None:
+    assert await said(server, b"") == b""
+    assert refused(server, "silent") == 1
+    talk = await Talk.to(server)
+    with pytest.raises(ConnectionError):
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                talk.writer.write(b"\r\n")
+                await talk.writer.drain()
+                await asyncio.sleep(0.02)
+    talk.writer.close()
+    assert refused(server, "silent") == 2
+
+
+async def test_heads_that_do_not_come(server: Server) -> None:
+    half = await Talk.to(server, HEALTH + b"a")
+    drips = await Talk.to(server, HEALTH + b"a: ")
+    again = await Talk.to(server, HEALTH + b"\r\n")
+    assert (await again.answer())[0] == 200
+    again.writer.write(b"G")
+    dripping = asyncio.create_task(drip(drips, b"b"))
+    for talk in (half, drips, again):
+        assert "within 0.3 s" in check_refusal(await talk.rest(), 408)
+    dripping.cancel()
+    assert refused(server, "head_time") == 3
+
+
+async def drip(talk: Talk, piece: bytes) -> None:
+    while True:
+        talk.writer.write(piece)
+        await asyncio.sleep(0.02)
+
+
+async def test_an_idle_connection_is_kept_after_an_answer(server: Server) -> None:
+    talk = await Talk.to(server)
+    for _ in range(2):
+        talk.writer.write(HEALTH + b"\r\n")
+        assert (await talk.answer())[0] == 200
+        await asyncio.sleep(LIMITS.head_s * 2)
+    talk.writer.close()
+    assert refused(server, "silent") == refused(server, "head_time") == 0
+
+
+async def test_a_line_too_many_behind_a_body_does_no_harm(server: Server) -> None:
+    server.shards.delay_s = 0.05
+    talk = await Talk.to(server, of_body(asking(12)) + b"\r\n")
+    assert (await talk.answer())[0] == 200
+    talk.writer.write(HEALTH + b"\r\n")
+    assert (await talk.answer())[0] == 200
+    talk.writer.close()
+
+
+async def test_a_head_that_waits_behind_an_answer_has_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And uvicorn's timer for idle connections leaves its request alone."""
+    monkeypatch.setattr(server_module, "KEEP_ALIVE_S", 0.2)
+    async with serve(tmp_path, limits=replace(LIMITS, head_s=1.0)) as server:
+        server.shards.delay_s = 0.05
+        second = of_body(asking(12))
+        talk = await Talk.to(server, of_body(asking(4)) + second[:30])
+        assert (await talk.answer())[0] == 200
+        talk.writer.write(second[30:])
+        assert (await talk.answer())[0] == 200
+        assert await talk.rest() == b""
+
+
+async def test_bodies_that_come_too_slowly(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    head = POST + b"Content-Length: 10000\r\n\r\n"
+    hanging = await Talk.to(server, head + b"{")
+    dripping = await Talk.to(server, head)
+    drops = asyncio.create_task(drip(dripping, b" "))
+    for talk in (hanging, dripping):
+        assert "at least 1000 bytes a second" in check_refusal(await talk.rest(), 408)
+    drops.cancel()
+    assert refused(server, "body_rate") == 2
+    assert not caplog.text
+
+
+async def test_bodies_that_come_slowly_enough(server: Server) -> None:
+    body = asking(1) + b" " * 5000
+    whole = of_body(body)
+    talk = await Talk.to(server)
+    for start in range(0, len(whole), 300):
+        talk.writer.write(whole[start : start + 300])
+        await asyncio.sleep(0.03)
+    assert (await talk.answer())[0] == 200
+    talk.writer.close()
+
+
+async def test_all_unfinished_bodies_together(tmp_path: Path) -> None:
+    """The oldest give way; small requests, and large ones that come at once, are served."""
+    async with serve(tmp_path, limits=replace(LIMITS, body_grace_s=60)) as server:
+        head = POST + b"Content-Length: 200000\r\n\r\n"
+        talks = [await Talk.to(server, head + b" " * 90_000) for _ in range(8)]
+        for talk in talks[:4]:
+            answer = await talk.rest()
+            check_refusal(answer, 503)
+            assert b"\r\nretry-after: 1\r\n" in answer
+        for body in (asking(1), asking(1) + b" " * 300_000):
+            talk = await Talk.to(server, of_body(body))
+            assert (await talk.answer())[0] == 200
+            talk.writer.close()
+        for talk in talks:
+            talk.writer.close()
+
+
+async def test_a_body_counts_no_longer_than_it_is_unfinished(server: Server) -> None:
+    for _ in range(8):
+        talk = await Talk.to(server, of_body(asking(1) + b" " * 200_000))
+        assert (await talk.answer())[0] == 200
+        talk.writer.close()
+        left = await Talk.to(server, POST + b"Content-Length: 200000\r\n\r\n" + b" " * 190_000)
+        await left.writer.drain()
+        left.writer.close()
+        await left.writer.wait_closed()
+    assert refused(server, "bodies") == 0
+
+
+async def test_without_a_key_the_body_is_thrown_away(tmp_path: Path) -> None:
+    async with serve(tmp_path, limits=LIMITS, api_key=("k",)) as server:
+        short = await Talk.to(server, of_body(b" " * 300_000))
+        assert (await short.answer())[0] == 401
+        short.writer.write(HEALTH + b"\r\n")
+        assert (await short.answer())[0] == 200
+        short.writer.close()
+        hanging = await Talk.to(server, POST + b"Content-Length: 1000000\r\n\r\n" + b" " * 90_000)
+        assert (await hanging.answer())[0] == 401
+        assert await hanging.rest() == b""
+        endless = await Talk.to(server, POST + b"Content-Length: 1000000000\r\n\r\n")
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while sent < 50_000_000:
+                endless.writer.write(b" " * 100_000)
+                await endless.writer.drain()
+                sent += 100_000
+        assert sent < 20_000_000
+        endless.writer.close()
+        assert refused(server, "leftover") == 2
+        assert refused(server, "bodies") == 0
+
+
+async def test_answers_that_are_not_read(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole ones; what waits for such a client is bounded, and ends with it."""
+    caplog.set_level(logging.WARNING)
+    body = json.dumps({"inputs": "n" * 3000}).encode()
+    head = POST.replace(b"/generate", b"/tokenize")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", server.port))
+        await loop.sock_sendall(client, of_body(body, head))
+        async with asyncio.timeout(PATIENCE_S):
+            while not refused(server, "unread"):
+                await asyncio.sleep(0.01)
+    assert caplog.text.count("A client read nothing for 0.3 s and was cut off") == 1
+    assert "Traceback" not in caplog.text
+
+
+async def test_slow_readers_get_all_of_it(server: Server) -> None:
+    body = json.dumps({"inputs": "n" * 3000}).encode()
+    expected = (await server.client.post("/tokenize", content=body, headers=JSON)).content
+    assert len(expected) > 130_000
+    head = POST.replace(b"/generate", b"/tokenize") + b"Connection: close\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", server.port))
+        await loop.sock_sendall(client, of_body(body, head))
+        answer = b""
+        while piece := await loop.sock_recv(client, 4096):
+            answer += piece
+            await asyncio.sleep(0.005)
+    assert answer.endswith(b"\r\n\r\n" + expected)
+    assert refused(server, "unread") == 0
+
+
+JSON = {"content-type": "application/json"}
+
+
+async def test_pipelined_requests_are_answered_in_order_up_to_a_number(server: Server) -> None:
+    request = HEALTH + b"\r\n"
+    talk = await Talk.to(server, request * 5)
+    for _ in range(5):
+        assert (await talk.answer())[0] == 200
+    talk.writer.write(of_body(asking(3)) + request * 1000)
+    answers = await talk.rest()
+    assert answers.count(b"HTTP/1.1 200 ") == 1 + LIMITS.num_pipelined
+    assert answers.count(b"connection: close") == 1
+    assert refused(server, "pipelined") == 1
+
+
+async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: Server) -> None:
+    server.shards.delay_s = 0.02
+    answers = await said(server, of_body(asking(30)) + b"no such thing\r\n\r\n")
+    assert answers.count(b"HTTP/1.1") == 1
+    assert json.loads(answers.partition(b"\r\n\r\n")[2]) == {"generated_text": "hello " * 5}
+
+
+async def test_an_upgrade_is_not_taken(server: Server) -> None:
+    """And what follows such a head is its body, and no other request."""
+    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    request = of_body(asking(1), POST + upgrade)
+    talk = await Talk.to(server, HEALTH + upgrade + b"\r\n" + request)
+    assert (await talk.answer())[0] == 200
+    for pieces in ([], [request], [request[:-20], request[-20:]]):
+        for piece in pieces:
+            talk.writer.write(piece)
+            await asyncio.sleep(0.01)
+        assert await talk.answer() == (200, b'{"generated_text":"h"}')
+    talk.writer.write(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
+    check_refusal(await talk.rest(), 405)

@@ -1,0 +1,167 @@
+"""Scores that are not numbers: the request they belong to fails with a sentence, and no other."""
+
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from text_generation_shard.batch import RowRequest
+from text_generation_shard.choosing import Chooser, ChosenTokens
+from text_generation_shard.columns import SamplingParams, Watermark
+from text_generation_shard.engine import Engine
+from text_generation_shard.grammar import GrammarCompiler
+from text_generation_shard.ragged import Choices, Spans, choices_of
+from text_generation_shard.rows import RowTable
+from text_generation_shard.sampling import Choice
+from text_generation_shard.step import FinishReason
+
+from shard.tests.driver import Driver, load_engine
+
+BAD = 77
+"""The token whose embedding is not a number."""
+SENTENCE = "the model's scores for the next token are not numbers (NaN or infinite)"
+REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"sampling": {"do_sample": True, "temperature": 1.3, "top_p": 0.9, "seed": 5}},
+    {"sampling": {"repetition_penalty": 1.2, "top_k": 9, "seed": 6}, "top_n_tokens": 3},
+    {"prefill_logprobs": True},
+]
+
+
+def damage(source: Path, target: Path, name: str, row: int | None) -> Path:
+    """A copy of a checkpoint in which a tensor, or one row of it, is NaN."""
+    shutil.copytree(source, target)
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][... if row is None else row] = math.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def engine(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Engine:
+    """Of a model in which one embedding is NaN: with the kernels, and with torch's operators."""
+    source = checkpoint("llama3-untied")
+    folder = tmp_path_factory.mktemp("damaged") / "model"
+    damaged = damage(source, folder, "model.embed_tokens.weight", BAD)
+    return load_engine(damaged, dtype=request.param)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    engine.clear(None)
+    return Driver(engine)
+
+
+def good_ids(number: int) -> list[int]:
+    return [3 + (number * 7 + place) % 60 for place in range(5 + number)]
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("bad_options", REQUESTS)
+def test_one_row_fails_and_the_others_do_not_notice(
+    driver: Driver, speculate: int, bad_options: dict[str, Any]
+) -> None:
+    """Their tokens and log-probabilities are the same, bit for bit, as without it."""
+    options = [{**item, "max_new_tokens": 9, "ignore_eos_token": True} for item in REQUESTS]
+    # The kernels' promise; torch's operators may differ with the number of rows.
+    is_exact = driver.engine.is_deterministic
+    for number, item in enumerate(options):
+        driver.add([driver.request(number, good_ids(number), **item)])
+        driver.run()
+    tokens, logprobs = dict(driver.tokens), dict(driver.logprobs)
+    bad = {**bad_options, "max_new_tokens": 9}
+    for number, item in enumerate(options):
+        first = driver.add([driver.request(100 + number, good_ids(number), **item)])
+        assert not first.errors
+        result = driver.add([driver.request(200 + number, [5, 6, BAD], **bad)], driver.advance({}))
+        assert result.errors == [(200 + number, SENTENCE)]
+        place = result.request_ids.index(200 + number)
+        assert result.finish_reasons[place] == FinishReason.ERROR
+        assert 200 + number not in result.running_ids
+        while driver.running:
+            assert not driver.step(speculate=speculate).errors
+        if is_exact:
+            assert driver.tokens[100 + number] == tokens[number]
+            assert driver.logprobs[100 + number] == logprobs[number]
+    assert driver.engine.num_rows_taken == 0
+
+
+def test_a_prompt_in_parts_fails_with_its_last(driver: Driver) -> None:
+    request = driver.request(1, [5, *good_ids(9), BAD], chunk_len=4, max_new_tokens=9)
+    driver.add([driver.request(0, good_ids(2), ignore_eos_token=True)])
+    assert not driver.add([request], driver.advance({})).errors
+    result = driver.step({1: driver.left[1]})
+    assert result.errors == [(1, SENTENCE)]
+    assert result.running_ids == [0]
+
+
+def test_a_row_that_comes_upon_it_later_fails_then(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling = {"logit_bias": ((BAD, 100.0),)}
+    first = driver.add([driver.request(0, good_ids(3), sampling=sampling)])
+    assert driver.tokens[0] == [BAD] and not first.errors
+    with caplog.at_level(logging.WARNING):
+        assert driver.step().errors == [(0, SENTENCE)]
+    assert caplog.messages[0].startswith(f"1 of 1 requests failed in this step: {SENTENCE}")
+    assert not driver.running
+
+
+def test_a_grammar_does_not_hide_it(engine: Engine, driver: Driver) -> None:
+    model = engine.model_config
+    compiler = GrammarCompiler(engine._config.model_path, model.vocab_size, model.eos_token_ids)
+    try:
+        grammar = compiler.compile_now("start: /[0-4]{3}/")
+    finally:
+        compiler.close()
+    driver.add([driver.request(0, [5, 6], grammar=grammar)])
+    result = driver.add([driver.request(1, [5, BAD], grammar=grammar)], driver.advance({}))
+    assert result.errors == [(1, SENTENCE)]
+
+
+def test_a_model_without_any_scores_starts_and_fails_each_request(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = damage(checkpoint("llama3-untied"), tmp_path / "model", "model.norm.weight", None)
+    driver = Driver(load_engine(path))
+    result = driver.add([driver.request(n, good_ids(n)) for n in range(5)])
+    assert result.errors == [(n, SENTENCE) for n in range(5)]
+    assert not result.running_ids
+
+
+def step_of(choices: Choices, table: RowTable, token_ids: list[int], bad: int) -> ChosenTokens:
+    """A step in which one place has no scores."""
+    logprobs = np.full(len(token_ids), -1.0, np.float32)
+    logprobs[bad] = np.nan
+    choice = Choice(np.array(token_ids), logprobs, np.zeros((len(token_ids), 50), np.float32))
+    chooser = Chooser(50, [0], Watermark(0.5, 2.0), torch.device("cpu"))
+    chooser._sample = lambda *_: choice
+    return chooser.choose(table, choices, choice.scores, None)
+
+
+@pytest.mark.parametrize(("bad", "fails"), [(0, True), (1, True), (2, False), (3, True)])
+def test_behind_a_wrong_guess_nothing_counts(bad: int, fails: bool) -> None:
+    """A row of two guesses, the second of which is wrong, and a row without any."""
+    table = RowTable(2, 100, 16, 20)
+    for number in range(2):
+        table.take(RowRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))
+    rows = np.array([0, 1])
+    table.token_ids[0, 1:3] = 7, 8
+    spans = Spans(rows, np.zeros(2, np.int64), np.array([3, 1]), np.array([3, 1]))
+    result = step_of(choices_of([spans]), table, [7, 9, 10, 11], bad).result
+    assert result.errors == ([(0 if bad < 3 else 1, SENTENCE)] if fails else [])
+    wanted = [FinishReason.NONE, FinishReason.NONE]
+    if fails:
+        wanted[0 if bad < 3 else 1] = FinishReason.ERROR
+    assert result.finish_reasons == wanted
