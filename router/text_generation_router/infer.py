@@ -231,7 +231,7 @@ class Infer:
         try:
             if is_stream:
                 check_stream(asked)
-            with self._permits(num_sequences):
+            with self._places(num_sequences), self._permits(num_sequences):
                 request = await self._validation.validate(asked)
                 requests = _sequences(request, num_sequences, self._caller.salt)
                 entries = self._batcher.submit_many(requests)
@@ -302,21 +302,25 @@ class Infer:
 
     @contextmanager
     def _permits(self, num: int) -> Iterator[None]:
-        """The caller's, then those of the house. Raises KeyLimitError or OverloadedError."""
-        house, allowance = self._house, self._caller.allowance
-        if allowance is not None:
-            allowance.enter(num, time.perf_counter())
+        if self._house.free_permits < num:
+            raise OverloadedError
+        self._house.free_permits -= num
         try:
-            if house.free_permits < num:
-                raise OverloadedError
-            house.free_permits -= num
-            try:
-                yield
-            finally:
-                house.free_permits += num
+            yield
         finally:
-            if allowance is not None:
-                allowance.leave(num)
+            self._house.free_permits += num
+
+    @contextmanager
+    def _places(self, num: int) -> Iterator[None]:
+        """Among those that the caller may have. Raises KeyLimitError."""
+        if (allowance := self._caller.allowance) is None:
+            yield
+            return
+        allowance.enter(num, time.perf_counter())
+        try:
+            yield
+        finally:
+            allowance.leave(num)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
