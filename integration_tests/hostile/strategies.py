@@ -41,7 +41,6 @@ _TOOL = {
 }
 _GENERATE = {"inputs": "What is a list?", "parameters": _PARAMETERS}
 TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
-    # fmt: off
     ("/generate", _GENERATE),
     ("/generate", {"inputs": "def f(", "parameters": {"max_new_tokens": 2}}),
     ("/generate_stream", _GENERATE),
@@ -51,7 +50,6 @@ TEMPLATES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", {**_CHAT, "stream": False, "n": 1, "logprobs": True}),
     ("/v1/chat/completions", {**_CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {**_CHAT, "tools": [_TOOL], "tool_choice": "auto"}),
-    # fmt: on
     (
         "/v1/completions",
         {"model": "tgi", "prompt": ["a", "b"], "max_tokens": 2, "echo": True, "logprobs": 1},
@@ -90,28 +88,8 @@ ODD_TEXTS = (
 TEXTS = st.sampled_from(ODD_TEXTS) | st.text(max_size=20)
 NUMBERS = st.sampled_from(
     [
-        # fmt: off
-        0,
-        -1,
-        1,
-        2**31,
-        2**32,
-        2**53 + 1,
-        2**63,
-        -(2**63) - 1,
-        2**64,
-        10**30,
-        10**400,
-        0.0,
-        -0.0,
-        5e-324,
-        1e309,
-        float("inf"),
-        float("-inf"),
-        float("nan"),
-        0.1,
-        1e38,
-        # fmt: on
+        *(0, -1, 1, 2**31, 2**32, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**30, 10**400, 0.0),
+        *(-0.0, 5e-324, 1e309, float("inf"), float("-inf"), float("nan"), 0.1, 1e38),
     ]
 )
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS | st.integers(-5, 300)
@@ -247,27 +225,10 @@ _METHODS = st.sampled_from(
 )
 _TARGETS = st.sampled_from(
     [
-        # fmt: off
-        b"/health",
-        b"/info",
-        b"/generate",
-        b"/generate_stream",
-        b"/tokenize",
-        b"/metrics",
-        b"*",
-        b"/",
-        b"/v1/models",
-        b"/nowhere",
-        b"http://other/health",
-        b"//health",
-        b"/health?x=%ff",
-        b"/%2e%2e",
-        b"/docs/../info",
-        b"/v1/chat/completions",
-        b"/health#x",
-        b"health",
-        b"/" + b"a" * 70000,
-        # fmt: on
+        *(b"/health", b"/info", b"/generate", b"/generate_stream", b"/tokenize", b"/metrics"),
+        *(b"*", b"/", b"/v1/models", b"/nowhere", b"http://other/health", b"//health"),
+        *(b"/health?x=%ff", b"/%2e%2e", b"/docs/../info", b"/v1/chat/completions", b"/health#x"),
+        *(b"health", b"/" + b"a" * 70000),
     ]
 )
 _VERSIONS = st.sampled_from(
@@ -276,56 +237,18 @@ _VERSIONS = st.sampled_from(
 _SMALL = b'{"inputs":"Hi","parameters":{"max_new_tokens":2}}'
 _NAMES = st.sampled_from(
     [
-        # fmt: off
-        b"X-Odd",
-        b"Cookie",
-        b"Authorization",
-        b"Content-Type",
-        b"Accept-Encoding",
-        b"Expect",
-        b"Upgrade",
-        b"Connection",
-        b"Host",
-        b"Range",
-        b"Content-Encoding",
-        b"Origin",
-        b"Te",
-        b"Trailer",
-        b"Transfer-Encoding",
-        b"Content-Length",
-        b"X Odd",
-        b"X-Odd ",
-        b"",
-        b"Forwarded",
-        # fmt: on
+        *(b"X-Odd", b"Cookie", b"Authorization", b"Content-Type", b"Accept-Encoding", b"Expect"),
+        *(b"Upgrade", b"Connection", b"Host", b"Range", b"Content-Encoding", b"Origin", b"Te"),
+        *(b"Trailer", b"Transfer-Encoding", b"Content-Length", b"X Odd", b"X-Odd ", b""),
+        *(b"Forwarded",),
     ]
 )
 _VALUES = st.sampled_from(
     [
-        # fmt: off
-        b"x",
-        b"",
-        b"close",
-        b"keep-alive, upgrade",
-        b"100-continue",
-        b"h2c",
-        b"gzip",
-        b"chunked",
-        b"Bearer " + b"x" * 200,
-        b"5, 5",
-        b"+5",
-        b"-1",
-        b"0x10",
-        b"9" * 40,
-        b"\xe9",
-        b"a\x00b",
-        b"a\rb",
-        b"identity, chunked",
-        b"bytes=0-",
-        b"x" * 9000,
-        b"multipart/form-data",
-        b"websocket",
-        # fmt: on
+        *(b"x", b"", b"close", b"keep-alive, upgrade", b"100-continue", b"h2c", b"gzip"),
+        *(b"chunked", b"Bearer " + b"x" * 200, b"5, 5", b"+5", b"-1", b"0x10", b"9" * 40),
+        *(b"\xe9", b"a\x00b", b"a\rb", b"identity, chunked", b"bytes=0-", b"x" * 9000),
+        *(b"multipart/form-data", b"websocket"),
     ]
 )
 
@@ -368,23 +291,8 @@ def heads(draw: st.DrawFn) -> Message:
 
 _CLASSES = st.sampled_from(
     [
-        # fmt: off
-        "a",
-        "[a-z]",
-        "[^x]",
-        ".",
-        "\\d",
-        "\\w",
-        "é",
-        "日",
-        "(?i:ab)",
-        "\\p{L}",
-        "[",
-        "(",
-        "\\",
-        "\\b",
-        "^",
-        # fmt: on
+        *("a", "[a-z]", "[^x]", ".", "\\d", "\\w", "é", "日", "(?i:ab)", "\\p{L}", "[", "(", "\\"),
+        *("\\b", "^"),
     ]
 )
 _REPEATS = st.sampled_from(
@@ -432,26 +340,10 @@ SCHEMAS: st.SearchStrategy[Any] = st.recursive(
 _LARK = st.lists(
     st.sampled_from(
         [
-            # fmt: off
-            "start: a",
-            "start: /[0-9]+/",
-            "a: b",
-            "b: a a",
-            'a: "x" | a "y"',
-            "B: /x{5}/",
-            "start: B+",
-            "a: /(/",
-            "%ignore /\\s/",
-            "start: start start",
-            "A: B & ~/x+/",
-            "x:",
-            "%import common.INT",
-            "start: @1",
-            '%json {"type": "string"}',
-            "start: %regex {}",
-            "start[capture]: /a/",
-            "\x00",
-            # fmt: on
+            *("start: a", "start: /[0-9]+/", "a: b", "b: a a", 'a: "x" | a "y"', "B: /x{5}/"),
+            *("start: B+", "a: /(/", "%ignore /\\s/", "start: start start", "A: B & ~/x+/", "x:"),
+            *("%import common.INT", "start: @1", '%json {"type": "string"}', "start: %regex {}"),
+            *("start[capture]: /a/", "\x00"),
         ]
     )
     | REGEXES.map(lambda regex: f"start: /{regex}/"),
