@@ -15,18 +15,20 @@ from integration_tests.server import LauncherHandle, wait_until
 
 WORKER = "text_generation_router.chat.rendering"
 ANSWER_S = 3.0
-# By the content of the first message; the server's own trial is the last.
+# By the content of the first message; the server's own trial is the last. `one` keeps constants
+# from being folded when the template is compiled, whichever branch they are in.
 TEMPLATE = r"""
 {%- set it = messages[0].content -%}
+{%- set one = messages | length -%}
 {%- if it == "loop" %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
-{%- elif it == "sort" %}{{ (range(99999) | list * 200) | sort | length }}
-{%- elif it == "multiply" %}{{ ("ab" * 10 ** 8).replace("a", "ba").replace("b", "ab") | length }}
+{%- elif it == "sort" %}{{ (range(99999) | list * 200 * one) | sort | length }}
+{%- elif it == "multiply" %}{{ ("a" * one * 10 ** 8).replace("a", "ba").replace("b", "ab") }}
 {%- elif it == "power of a power" %}{{ 9 ** ((it | length) ** 8) }}
 {%- elif it == "recurse" %}{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}
-{%- elif it == "10 GB" %}{{ "a" * 10 ** 10 }}
-{%- elif it == "10 GB in pieces" %}{% set l = namespace(s="ab" * 9 ** 7) %}
+{%- elif it == "10 GB" %}{{ "a" * one * 10 ** 10 }}
+{%- elif it == "10 GB in pieces" %}{% set l = namespace(s="ab" * one * 9 ** 7) %}
 {%- for i in range(40) %}{% set l.s = l.s ~ l.s %}{% endfor %}{{ l.s }}
-{%- elif it == "format" %}{{ "%010000000000d" | format(1) }}
+{%- elif it == "format" %}{{ ("%0" ~ one * 10 ** 10 ~ "d") | format(1) }}
 {%- else %}{{ it }}{% endif -%}
 """
 HOSTILE = (
@@ -53,6 +55,7 @@ def serving(folder: Path, source: str) -> Iterator[LauncherHandle]:
 def hostile_templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LauncherHandle]:
     with serving(tmp_path_factory.mktemp("template"), TEMPLATE) as handle:
         yield handle
+        assert "Chats will be answered with an error" not in handle.log
 
 
 def workers(handle: LauncherHandle) -> list[psutil.Process]:
