@@ -52,6 +52,7 @@ ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
         (424, "Generation error"),
         (429, "Model is overloaded"),
         (500, "Incomplete generation"),
+        (503, "The server is busy with other large requests, or is being stopped"),
     )
 }
 _EVENTS: dict[int | str, dict[str, Any]] = {

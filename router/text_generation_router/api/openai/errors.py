@@ -108,6 +108,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (415, "The body does not say that it is JSON"),
         (429, "Model is overloaded"),
         (500, "The generation failed"),
+        (503, "The server is busy with other large requests, or is being stopped"),
         # Keeps FastAPI from writing down a 422, which these routes do not have.
         ("4XX", "Whatever else is wrong with the request"),
     )
