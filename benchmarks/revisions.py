@@ -26,7 +26,7 @@ from make_checkpoint import write_checkpoint
 from serve import WARM_UP_TOKENS, run_load
 from servers import FOLDER, WORK, Running, ours, running
 
-PACKAGES = ("launcher", "router", "shard", "proto")
+PACKAGES = ("launcher", "router", "shard", "proto", "process")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,11 @@ class LauncherHandle:
         model: Path | None,
         *flags: str,
         in_child: Callable[[], object] = bool,
+        chooses_sockets: bool = True,
         **environment: str,
     ) -> None:
-        """`in_child` runs in the new process before it becomes the launcher."""
+        """`in_child` runs in the new process before it becomes the launcher. Unless it
+        `chooses_sockets`, the launcher finds a folder for them by itself."""
         # Not under pytest's tmp_path: a unix socket path has at most 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="pytgi-")
         self.uds_path = Path(self._folder.name) / "shard"
@@ -83,7 +85,9 @@ class LauncherHandle:
         self.client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
         self._log_path = Path(self._folder.name) / "log"
         arguments = [str(SCRIPTS / "text-generation-launcher"), "--hostname", "127.0.0.1"]
-        own = {"--port": str(self.port), "--shard-uds-path": str(self.uds_path)}
+        own = {"--port": str(self.port)}
+        if chooses_sockets:
+            own["--shard-uds-path"] = str(self.uds_path)
         if model is not None:
             own["--model-id"] = str(model)
         for flag, value in own.items():

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,15 +31,12 @@ def roots(modules: set[str]) -> set[str]:
 
 
 def test_launcher_is_standard_library_only() -> None:
-    assert roots(imported_by("text_generation_launcher")) == {"text_generation_launcher"}
+    own = {"text_generation_launcher", "text_generation_process"}
+    assert roots(imported_by("text_generation_launcher")) == own
 
 
-def test_each_process_writes_its_log_in_the_same_way() -> None:
-    """They share no package, so they have copies."""
-    root = Path(__file__).parents[1]
-    packages = ("launcher", "router", "shard")
-    texts = {(root / p / f"text_generation_{p}" / "descriptors.py").read_text() for p in packages}
-    assert len(texts) == 1
+def test_what_all_processes_need_is_standard_library_only() -> None:
+    assert roots(imported_by("text_generation_process")) == {"text_generation_process"}
 
 
 def test_proto_needs_protobuf_and_grpc_only() -> None:

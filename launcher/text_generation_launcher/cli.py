@@ -4,9 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from text_generation_process.descriptors import fill_standard_descriptors, raise_file_limit
+
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
-from text_generation_launcher.descriptors import fill_standard_descriptors, raise_file_limit
 from text_generation_launcher.log import Log
 from text_generation_launcher.options import InvalidOptions, describe, notes, secrets
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from text_generation_launcher.descriptors import Output
+from text_generation_process.descriptors import Output
 
 TARGET = "text_generation_launcher"
 STDOUT = 1

@@ -1,6 +1,8 @@
 """Bodies that are no request: status, sentence, and never more memory than the limit."""
 
 import asyncio
+import gc
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -111,3 +113,30 @@ async def test_lying_content_length(server: Server, monkeypatch: pytest.MonkeyPa
     assert b" 413 " in await answer(10**12, b"{}")
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
     assert b" 408 " in await answer(100, b"{}")
+
+
+async def test_refused_bodies_do_not_wait_for_the_garbage_collector(server: Server) -> None:
+    spaces = b" " * 500_000
+    bodies = {
+        b'{"inputs": "n"' + spaces: 400,
+        b'{"inputs": {"a": "n"}}' + spaces: 422,
+        b'{"inputs": "n"}' + spaces * 4: 413,
+    }
+
+    async def ask_all() -> None:
+        for content, status in bodies.items():
+            response = await server.client.post("/generate", content=content, headers=JSON)
+            assert response.status_code == status
+
+    await ask_all()
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            await ask_all()
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert left < 1_000_000

@@ -70,8 +70,9 @@ async def test_one_that_does_not_end_is_killed(workers: TemplateWorkers, content
     began = time.monotonic()
     with pytest.raises(TemplateError, match="did not end within 2 s"):
         await render(workers, content, n=9)
-    assert time.monotonic() - began < 3 and not process.is_running()
+    assert time.monotonic() - began < 3
     assert await render(workers) == "hi</s>"
+    process.wait(5)
 
 
 @pytest.mark.parametrize(

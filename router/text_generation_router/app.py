@@ -1,6 +1,7 @@
 """The HTTP application: routes, middleware and the one way in which errors leave."""
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -158,10 +159,20 @@ def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, StarletteHTTPException) and error.status_code == 405:
             error.headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
-        return _respond(request, error, config)
+        response = _respond(request, error, config)
+        _forget_frames(error)
+        return response
 
     for kind in (RouterError, RequestValidationError, StarletteHTTPException, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Empties the frames that the error left: they hold the request's body, and several of them the
+    error, so that all of it would lie there until the garbage collector comes, which is rare."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _respond(request: Request, error: Exception, config: RouterConfig) -> Response:

@@ -14,11 +14,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import orjson
 import uvloop
+from text_generation_process.descriptors import raise_file_limit
 
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig, flag, flags
-from text_generation_router.descriptors import raise_file_limit
 from text_generation_router.front import Front
 from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs

@@ -283,6 +283,13 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._unread_since = None
 
+    def shutdown(self) -> None:
+        is_idle = not (self._is_answering or self.transport.get_write_buffer_size())
+        super().shutdown()
+        if is_idle and self.scheme == "https":
+            # TLS is closed by both sides, and a client that is idle says nothing for 30 s.
+            self.transport.abort()
+
     def look(self, now: float) -> None:
         """Ends the connection if its time is up; called once a `tick_s`."""
         if self._is_unread(now):

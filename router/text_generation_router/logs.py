@@ -1,17 +1,11 @@
 """Log lines of the router, as text or as one JSON object a line, on standard output."""
 
-import atexit
 import logging
-import os
-import sys
 from datetime import UTC, datetime
-from functools import partial
 
 import orjson
-
-from text_generation_router.descriptors import LineStream, Output, fill_standard_descriptors
-
-STDOUT, STDERR = 1, 2
+from text_generation_process.descriptors import Output
+from text_generation_process.logs import send_to_output
 
 _SHORT_LEVELS = {"WARNING": "WARN"}
 
@@ -40,49 +34,14 @@ class LineFormatter(logging.Formatter):
             return orjson.dumps(line).decode()
 
 
-class _Handler(logging.Handler):
-    """Hands lines to an `Output`, so that nobody waits for whoever reads the log."""
-
-    def __init__(self, output: Output) -> None:
-        super().__init__()
-        self._output = output
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._output.write(self.format(record))
-        except Exception:  # as every handler of Python's: it says so, and goes on
-            self.handleError(record)
-
-
 def configure_logs(level: str, json_output: bool) -> Output:
-    """Sends every log line of this process, libraries included, to standard output, and what is
-    printed besides, tracebacks too, where it goes, but for a terminal, on which bars are drawn.
-
-    Returns what is written through. It may lose lines, and counts them.
-    """
-    fill_standard_descriptors()
-    formatter = LineFormatter(json_output)
-    output = Output(STDOUT, partial(_describe_gap, formatter))
-    handler = _Handler(output)
-    handler.setFormatter(formatter)
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    handler.addFilter(_is_news)
+    """Sends every log line of this process to standard output; see `send_to_output`."""
+    output = send_to_output(level, LineFormatter(json_output), "text_generation_router")
     # uvicorn announces itself at INFO; what it has to say about failures starts at WARNING.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
-    sys.stdout = LineStream(output, STDOUT)
-    atexit.register(sys.stdout.finish)
-    if not os.isatty(STDERR):
-        errors = Output(STDERR, partial(_describe_gap, formatter))
-        sys.stderr = LineStream(errors, STDERR)
-        atexit.register(sys.stderr.finish)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_is_news)
     return output
-
-
-def _describe_gap(formatter: LineFormatter, num_lines: int) -> str:
-    name, what = "text_generation_router", "lines dropped here, because nobody read the log: %d"
-    return formatter.format(
-        logging.LogRecord(name, logging.WARNING, "", 0, what, (num_lines,), None)
-    )
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -6,6 +6,7 @@ long text took goes back to the system.
 """
 
 import os
+import signal
 import socket
 import struct
 import sys
@@ -55,8 +56,10 @@ def answer(tokenizer: tokenizers.Tokenizer, text: str, question: tuple[bool, boo
 
 def main() -> None:
     """Serves the socket."""
+    # Ends with the router, not with its terminal's interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Streams go first: whoever sends a long text can wait.
-    os.nice(10)
+    os.nice(5)
     tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -8,10 +8,11 @@ import os
 import sys
 from pathlib import Path
 
+from text_generation_process.descriptors import Output, raise_file_limit
+
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.cores import num_compute_threads
-from text_generation_shard.descriptors import Output, raise_file_limit
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ that answers there; `k NUMBER` kills it. It knows the tokenizer and never import
 child costs some milliseconds and megabytes. It ends with the shard, and all children with it.
 """
 
-import ctypes
 import gc
 import os
 import resource
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
+from text_generation_process.lifetime import end_with_parent
 
 from text_generation_shard.constraint import (
     Constraint,
@@ -31,7 +31,6 @@ from text_generation_shard.constraint import (
 from text_generation_shard.ending import EndingSearch
 from text_generation_shard.guard import pack, receive
 
-_PR_SET_PDEATHSIG = 1
 # What a child may take beyond what it begins with. The shard sets the limit of time; this one is
 # for a shard that is stopped.
 _MEMORY_BYTES, _TRIAL_CPU_S = 256 << 20, 6
@@ -40,7 +39,7 @@ _MEMORY_BYTES, _TRIAL_CPU_S = 256 << 20, 6
 def main(arguments: Sequence[str]) -> int:
     """`arguments`: the shard's process, the tokenizer's file, its size and its end tokens."""
     parent, path, vocab_size, *eos_ids = arguments
-    _end_with(int(parent))
+    end_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     file = TokenizerFile(Path(path), int(vocab_size), tuple(map(int, eos_ids)))
@@ -96,7 +95,7 @@ def _child(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | 
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _end_with(os.getppid())
+        end_with_parent(os.getppid())
         # What dies for want of memory says so, with words of the user's grammar.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
@@ -107,13 +106,6 @@ def _child(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | 
         code = 0
     finally:
         os._exit(code)
-
-
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when its parent has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _answer_all(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | str) -> None:

@@ -73,7 +73,7 @@ async def messages(
 async def count_tokens(
     body: CountTokensRequest, request: Request, services: ServicesDependency
 ) -> Response:
-    """The length of the prompt, counted as /v1/messages counts it. Takes a permit meanwhile."""
+    """The length of the prompt, counted as /v1/messages counts it."""
     check_model(body.model, services)
     with services.infer.admitted(1):
         num_tokens = await unless_disconnected(request, _count(body, services))

@@ -5,10 +5,9 @@ model author's program at work on a client's text. Whatever of it can run, and b
 its constants, runs here, within a limit of memory and until the router kills the process.
 """
 
-import ctypes
 import json
+import os
 import resource
-import signal
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
@@ -19,6 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from text_generation_process.lifetime import end_with_parent
 
 from text_generation_router.chat.frames import HEADER, pack
 from text_generation_router.errors import TemplateError
@@ -30,7 +30,6 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # template that strips the message takes the mark's space away; no template writes such a space.
 _MARK, _MARK_SPACE = "\ue0f0CONTINUE\ue0f1", "\u2003"
 _SHOWN_CHARACTERS = 500
-_PR_SET_PDEATHSIG = 1
 
 
 class Renderer:
@@ -205,7 +204,7 @@ def _packed(said: Mapping[str, str]) -> bytes:
 
 def main() -> None:
     """A worker on the socket that is its standard input, until that ends or the router does."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent(os.getppid())
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     num_bytes = MAX_BYTES if most == resource.RLIM_INFINITY else min(MAX_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))

@@ -102,7 +102,10 @@ class TemplateWorkers:
         try:
             said = worker.ask(frame, MAX_SECONDS)
         except (OSError, EOFError) as error:
-            self._drop(worker)
+            worker.kill()
+            # Its memory takes a while to be given back, for which the client need not wait.
+            with suppress(RuntimeError):  # all are ended by `close`
+                self._threads.submit(self._drop, worker)
             if self._is_closed:
                 raise ShuttingDownError from error
             if isinstance(error, TimeoutError):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from text_generation_launcher.descriptors import MAX_BYTES, MAX_LINES, LineStream, Output
+from text_generation_process.descriptors import MAX_BYTES, MAX_LINES, LineStream, Output
 
 from launcher.tests.conftest import wait_until
 
@@ -176,7 +176,7 @@ def test_a_process_ends_while_nobody_reads():
     """And within the second that it waits for somebody."""
     script = (
         "import atexit\n"
-        "from text_generation_launcher.descriptors import Output\n"
+        "from text_generation_process.descriptors import Output\n"
         "output = Output(1, str)\n"
         "atexit.register(output.flush)\n"
         "for _ in range(5000): output.write('x' * 1000)\n"

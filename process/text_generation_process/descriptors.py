@@ -1,8 +1,4 @@
-"""The descriptors of a process: lines to a reader that nobody waits for, and how many there may be.
-
-The launcher, the router and the shard import nothing of one another, so each has a copy of this
-file; `integration_tests/test_boundaries.py` holds them equal.
-"""
+"""The descriptors of a process: lines to a reader that nobody waits for; how many there may be."""
 
 import io
 import os

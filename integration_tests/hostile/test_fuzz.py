@@ -1,0 +1,167 @@
+"""Bodies, heads and grammars that nobody has thought of: no 5xx, no gap, no growth.
+
+2,000 cases, the same ones each time. `FUZZ_SECONDS=3600` goes on for an hour with others, round
+after round; `FUZZ_SEED=5` begins elsewhere. A failure names its seed, and with `FUZZ_SHRINK=1` the
+smallest case that fails like it.
+"""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from integration_tests.hostile.contained import contained, family_bytes
+from integration_tests.hostile.neighbours import neighbours
+from integration_tests.hostile.strategies import Body, Message, bodies, grammars, heads
+from integration_tests.server import LauncherHandle
+
+NUM_BODIES, NUM_HEADS, NUM_GRAMMARS = 1250, 600, 150
+GROWTH_BYTES = 300_000_000
+"""What the processes may take more after a round than after the first cases: caches that are filled
+once, and what allocators keep."""
+ANSWER_S = 30.0
+PAYLOAD_LIMIT = 2_000_000
+# A new message is answered within this after its sender has said that nothing more comes.
+CLOSE_S = 15.0
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("FUZZ_SEED", "17"))
+SHRINKS = os.environ.get("FUZZ_SHRINK", "") == "1"
+_STATUS = re.compile(rb"\AHTTP/1\.[01] (\d{3}) ")
+# A grammar that turns out to allow nothing more, or to be too large, while a text is written: the
+# request's own fault, which TGI tells as 424 and OpenAI's routes as 500.
+_OWN_FAILURE = b"Request failed during generation: "
+_BUGS = (b"internal error", b"Server error", b"The server failed on this request", b"Traceback")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LauncherHandle]:
+    """Its answers are short, whatever a request forgets to limit."""
+    with contained(None, "--max-total-tokens", "600", "--max-input-tokens", "500") as handle:
+        yield handle
+        handle.assert_idle()
+
+
+def exchange(port: int, message: bytes, timeout_s: float, is_whole: bool) -> bytes:
+    """What is answered until the connection is closed. Not `is_whole`: the server is told that no
+    more comes, however much it waits for."""
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+        answer = b""
+        try:
+            connection.sendall(message)
+            if not is_whole:
+                connection.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + timeout_s
+            while data := connection.recv(1 << 16):
+                answer += data
+                assert time.monotonic() < deadline, f"no end after {timeout_s} s"
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # refused before all of it was read
+        return answer
+
+
+def check(answer: bytes, message: bytes, is_grammar: bool) -> None:
+    """No bug of ours shows in an answer."""
+    match = _STATUS.match(answer)
+    assert match is not None, answer[:200]
+    status = int(match[1])
+    if is_grammar and status in (424, 500):
+        assert _OWN_FAILURE in answer, answer[:500]
+    elif status == 503:
+        assert b"retry-after" in answer.lower(), answer[:500]
+    else:
+        assert status < 500 and status != 424, answer[:500]
+    assert not any(bug in answer and bug not in message for bug in _BUGS), answer[:500]
+
+
+class Fuzzer:
+    """Sends cases to one server."""
+
+    def __init__(self, handle: LauncherHandle) -> None:
+        self._handle = handle
+
+    def body(self, case: Body) -> None:
+        """A body is answered, whatever it is."""
+        answer = exchange(self._handle.port, case.message, ANSWER_S, is_whole=True)
+        if not answer and len(case.data) > PAYLOAD_LIMIT:
+            return  # a client that goes on sending may lose what it is told, the 413
+        check(answer, case.message, b"grammar" in case.data or b"format" in case.data)
+
+    def grammar(self, case: Body) -> None:
+        """So is a grammar."""
+        check(exchange(self._handle.port, case.message, ANSWER_S, True), case.message, True)
+
+    def head(self, case: Message) -> None:
+        """A head is answered, or the connection is closed without a word."""
+        answer = exchange(self._handle.port, case.data, CLOSE_S, is_whole=False)
+        if answer:
+            check(answer, case.data, is_grammar=False)
+
+    def round(self, seed: int) -> None:
+        """All cases of one seed."""
+        kinds: list[tuple[Any, Callable[..., None], int]] = [
+            (bodies(), self.body, NUM_BODIES),
+            (heads(), self.head, NUM_HEADS),
+            (grammars(), self.grammar, NUM_GRAMMARS),
+        ]
+        for strategy, send, count in kinds:
+            with neighbours(self._handle) as seen:
+                self.run(strategy, send, count, seed)
+            print(seen)
+            seen.assert_unharmed()
+
+    def run(self, strategy: Any, send: Callable[..., None], count: int, seed: int) -> None:
+        """So many cases of one kind."""
+        phases = (Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,)
+        began = time.monotonic()
+        slowest: list[tuple[float, Message]] = []
+
+        @hypothesis.seed(seed)
+        @settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        )
+        @given(strategy)
+        def cases(case: Any) -> None:
+            assert self._handle.process.poll() is None, "the server is gone"
+            start = time.monotonic()
+            send(case)
+            slowest.append((time.monotonic() - start, case))
+            slowest.sort(key=lambda item: -item[0])
+            del slowest[3:]
+
+        cases()
+        print(f"{count} {send.__name__} cases of seed {seed}: {time.monotonic() - began:.1f} s")
+        for duration, case in slowest:
+            print(f"  {duration:.2f} s: {case!r}"[:400])
+
+
+def test_nothing_that_is_sent_hurts(server: LauncherHandle) -> None:
+    fuzzer, began, seed = Fuzzer(server), time.monotonic(), SEED
+    fuzzer.run(bodies(), fuzzer.body, 30, 1)
+    server.generate("Write it: ", max_new_tokens=9, grammar={"type": "regex", "value": "[a-z]{3}"})
+    before = family_bytes(server)
+    while True:
+        print(f"FUZZ_SEED={seed}")
+        fuzzer.round(seed)
+        grown = family_bytes(server) - before
+        print(f"{grown / 1e6:.0f} MB more")
+        assert grown < GROWTH_BYTES
+        failures = server.metrics()
+        assert not any(
+            value for name, value in failures.items() if name.startswith("tgi_batch_inference_fail")
+        )
+        assert "Traceback" not in server.log
+        server.assert_idle()
+        seed += 1
+        if time.monotonic() - began >= SECONDS:
+            break

@@ -1,0 +1,15 @@
+"""How long a child process lives."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Called by a child: the kernel kills it when `parent`, which has started it, has ended, also
+    if that has happened already. (To be exact, when the thread that started it has.)"""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

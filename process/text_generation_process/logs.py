@@ -1,0 +1,50 @@
+"""Python's log records on standard output, for which no thread ever waits."""
+
+import atexit
+import logging
+import os
+import sys
+from functools import partial
+
+from text_generation_process.descriptors import LineStream, Output, fill_standard_descriptors
+
+STDOUT, STDERR = 1, 2
+
+
+def send_to_output(level: str, formatter: logging.Formatter, target: str) -> Output:
+    """Sends every record of `level` and above, libraries' included, to standard output, and what is
+    printed besides, tracebacks too, where it goes, but for a terminal, on which bars are drawn.
+
+    Returns what is written through. It may lose lines; `target` tells how many.
+    """
+    fill_standard_descriptors()
+    describe = partial(_describe_gap, formatter, target)
+    output = Output(STDOUT, describe)
+    handler = _Handler(output)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    sys.stdout = LineStream(output, STDOUT)
+    atexit.register(sys.stdout.finish)
+    if not os.isatty(STDERR):
+        sys.stderr = LineStream(Output(STDERR, describe), STDERR)
+        atexit.register(sys.stderr.finish)
+    return output
+
+
+class _Handler(logging.Handler):
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._output.write(self.format(record))
+        except Exception:  # as every handler of Python's: it says so, and goes on
+            self.handleError(record)
+
+
+def _describe_gap(formatter: logging.Formatter, target: str, num_lines: int) -> str:
+    what = "lines dropped here, because nobody read the log: %d"
+    return formatter.format(
+        logging.LogRecord(target, logging.WARNING, "", 0, what, (num_lines,), None)
+    )

@@ -1,0 +1,76 @@
+"""Folders that nobody else may have put something into."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from text_generation_shard import places
+from text_generation_shard.kernels import cache
+from text_generation_shard.places import temporary_folder, why_untrusted
+
+NOBODY = 65534
+
+
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir(mode=0o755)
+    assert why_untrusted(folder) == ""
+    for mode in (0o777, 0o775, 0o1777):
+        folder.chmod(mode)
+        assert why_untrusted(folder).startswith(f"others may write to {folder} (mode ")
+    folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    assert str(tmp_path) in why_untrusted(folder)
+    tmp_path.chmod(0o1777)  # as /tmp is
+    assert why_untrusted(folder) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    assert why_untrusted(folder) == f"{folder} belongs to user {NOBODY}"
+    (folder / "b").mkdir()
+    assert why_untrusted(folder / "b") == f"{folder} belongs to user {NOBODY}"
+
+
+def test_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
+    folder = temporary_folder("x")
+    assert folder == tmp_path / f"x-{os.geteuid()}" == temporary_folder("x")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(OSError, match="is open to other users: remove it"):
+        temporary_folder("x")
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(OSError, match="or is no folder"):
+        temporary_folder("x")
+
+
+def test_where_kernels_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_to_all, own = tmp_path / "open", tmp_path / "own"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    monkeypatch.setattr(cache.config, "CACHE_DIR", str(open_to_all))
+    monkeypatch.setattr(cache, "_candidates", lambda: iter([open_to_all, own]))
+    cache.choose_directory()
+    assert Path(cache.config.CACHE_DIR).parent == own
+    assert f"not kept in {open_to_all}" in caplog.text
+
+
+def test_a_full_place_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, own = tmp_path / "full", tmp_path / "own"
+    monkeypatch.setattr(cache.config, "CACHE_DIR", str(full))
+    monkeypatch.setattr(cache, "_candidates", lambda: iter([full]))
+    monkeypatch.setattr(cache, "_ROOM_BYTES", 2**62)
+    monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda prefix: str(own))
+    cache.choose_directory()
+    assert Path(cache.config.CACHE_DIR) == own
+    assert f"not kept in {full}" in caplog.text and "No space left on device" in caplog.text
