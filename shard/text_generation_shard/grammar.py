@@ -120,11 +120,13 @@ class GrammarCompiler:
             return Grammar(str(error))
 
     def prepare(self) -> None:
-        """Begin with the process for trials and the tokenizer: half a second with large
-        vocabularies, so better done before anything runs. A failure is told to those who compile.
-        """
-        self._thread.submit(self._server.start)
+        """Load the tokenizer in a thread: half a second with large vocabularies, so better done
+        before anything runs. A failure is told to those who compile."""
         self._thread.submit(self._load)
+
+    def start(self) -> None:
+        """Start the process for trials, which takes a tenth of a second of a processor."""
+        self._thread.submit(self._server.start)
 
     def close(self) -> None:
         """Take no more, and end what is under way."""

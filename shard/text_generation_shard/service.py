@@ -102,6 +102,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             max_batch_total_tokens=_given(request, "max_batch_total_tokens"),
         )
         result = await self._on_device(self._engine.warmup, limits)
+        self._grammars.start()
         return pb.WarmupResponse(
             num_blocks=result.num_blocks,
             max_input_tokens=result.max_input_tokens,
