@@ -25,7 +25,8 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Token
     )
     fast.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(tokenizer_module, "LONG_TEXT", 300)
-    monkeypatch.setattr(tokenizer_module, "_VERY_LONG_TEXT", 600)
+    monkeypatch.setattr(tokenizer_module, "_MOST_IDS_HERE", 600)
+    monkeypatch.setattr(tokenizer_module, "_MOST_PLACES_HERE", 600)
     tokenizer = Tokenizer.load(tmp_path)
     yield tokenizer
     tokenizer.close()

@@ -24,9 +24,10 @@ _SHORT_TEXT = 256
 # Characters from which on a text has a lane of its own: shorter ones take some milliseconds, and
 # one must not wait behind many that take longer.
 LONG_TEXT = 16 * 1024
-# And characters from which on it is tokenized by another process: of so many tokens Python's lists
-# take milliseconds to make and to free, in which no other thread runs.
-_VERY_LONG_TEXT = 128 * 1024
+# And characters from which on it is tokenized by another process, where only the ids are wanted and
+# where places are: here a token takes some 150 and 300 bytes, and Python's lists of so many take
+# milliseconds to make and to free, in which no other thread runs.
+_MOST_IDS_HERE, _MOST_PLACES_HERE = 64 * 1024, 32 * 1024
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -117,9 +118,9 @@ class Tokenizer:
         """
         here = partial(self._encode, text, add_special_tokens)
         if self._process is None:
-            return await self._run(text, here, here)
+            return await self._run(text, here, here, _MOST_PLACES_HERE)
         there = partial(self._process.encode, text, add_special_tokens)
-        return await self._run(text, here, there)
+        return await self._run(text, here, there, _MOST_PLACES_HERE)
 
     async def token_ids(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
@@ -127,9 +128,9 @@ class Tokenizer:
         """As `encode`, but no places, and of the ids the last `most`, or all."""
         here = partial(self._token_ids, text, add_special_tokens, most)
         if self._process is None:
-            return await self._run(text, here, here)
+            return await self._run(text, here, here, _MOST_IDS_HERE)
         there = partial(self._process.token_ids, text, add_special_tokens, most)
-        return await self._run(text, here, there)
+        return await self._run(text, here, there, _MOST_IDS_HERE)
 
     def least_tokens(self, text: str) -> int:
         """`text` has at least so many tokens; 0 where nothing is certain without counting."""
@@ -142,14 +143,16 @@ class Tokenizer:
         self._long_texts.close()
         self._very_long_texts.close()
 
-    async def _run(self, text: str, here: Callable[[], Made], there: Callable[[], Made]) -> Made:
-        """The result of `here`, or for a very long text of `there`."""
+    async def _run(
+        self, text: str, here: Callable[[], Made], there: Callable[[], Made], most_here: int
+    ) -> Made:
+        """The result of `here`, or for a text of more than so many characters of `there`."""
         text.encode()  # surrogates: a UnicodeEncodeError here, a TypeError from the library
         if len(text) <= _SHORT_TEXT:
             return here()
         if len(text) <= LONG_TEXT:
             return await asyncio.get_running_loop().run_in_executor(self._workers, here)
-        if len(text) <= _VERY_LONG_TEXT:
+        if len(text) <= most_here:
             return await self._long_texts.run(here)
         return await self._very_long_texts.run(there)
 

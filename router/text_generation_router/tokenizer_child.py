@@ -29,13 +29,17 @@ IDLE_S = 30.0
 def receive(connection: socket.socket, size: int) -> bytearray:
     """So many bytes. Raises EOFError where the other side has gone."""
     content = bytearray(size)
-    view = memoryview(content)
+    receive_into(connection, memoryview(content))
+    return content
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fills the view. Raises EOFError where the other side has gone."""
     while view:
         got = connection.recv_into(view)
         if not got:
             raise EOFError
         view = view[got:]
-    return content
 
 
 def answer(tokenizer: tokenizers.Tokenizer, text: str, question: tuple[bool, bool, int]) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from text_generation_router.encoding import Encoding, TokenIds
 from text_generation_router.errors import RouterError
-from text_generation_router.tokenizer_child import ALL, ANSWER, QUESTION, receive
+from text_generation_router.tokenizer_child import ALL, ANSWER, QUESTION, receive, receive_into
 
 # The longest text of a payload takes seconds; what takes longer than this never ends.
 TIMEOUT_S = 120.0
@@ -66,9 +66,9 @@ class TokenizerProcess:
                 connection.sendall(question)
                 connection.sendall(content)
                 count, told, codes = ANSWER.unpack(receive(connection, ANSWER.size))
-                arrays = [array(chr(code)) for code in codes.rstrip(b"\0")]
+                arrays = [array(chr(code), (0,)) * told for code in codes.rstrip(b"\0")]
                 for one in arrays:
-                    one.frombytes(receive(connection, told * one.itemsize))
+                    receive_into(connection, memoryview(one).cast("B"))
             except (OSError, EOFError) as error:
                 self.close()
                 raise LongTextError from error

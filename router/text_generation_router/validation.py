@@ -5,7 +5,7 @@ first rule that fails. Comparisons are written so that NaN fails them.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
@@ -26,7 +26,7 @@ class GenerateParameters:
 
     inputs: str
     # The prompt as ids, in place of `inputs`; ids are below `Limits.vocab_size`.
-    input_ids: tuple[int, ...] | None = None
+    input_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
     best_of: int | None = None
     temperature: float | None = None
@@ -298,9 +298,10 @@ class Validation:
         if asked.input_ids is None:
             count, input_ids = await self._tokenized(asked)
         else:
-            input_ids = asked.input_ids[-(asked.truncate or 0) :]
-            count = len(input_ids)
+            count = min(len(asked.input_ids), asked.truncate or len(asked.input_ids))
+            input_ids = asked.input_ids
         lengths = self._checked_lengths(asked, count)
+        input_ids = tuple(input_ids[-count:])
         grammar = await self._compiled(asked, lengths)
         if asked.adapter_id is not None:
             raise AdapterNotFoundError(asked.adapter_id)
@@ -323,7 +324,7 @@ class Validation:
             cache_salt=asked.cache_salt or "",
         )
 
-    async def _tokenized(self, asked: GenerateParameters) -> tuple[int, tuple[int, ...]]:
+    async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:
         """How many tokens the prompt has after truncation, and their ids if they may be as many.
 
         A text that is too long by its bytes alone is refused before it is tokenized.

@@ -1,8 +1,12 @@
 """What a JSON text takes in memory once it is parsed and made into a request, before it is."""
 
-# Bytes, rounded up: an object or list with the model that is made of it, a key, a string, the place
-# of a value, a negative number. Positive numbers take less than 10 times what they are written in.
-_CONTAINER, _KEY, _STRING, _PLACE, _NEGATIVE = 1000, 150, 72, 8, 32
+import re
+
+# Bytes, rounded up: an object or list with the model that is made of it, a key, a string, a value's
+# place in the parser's tree and in its list, a number that is an object of its own.
+_CONTAINER, _KEY, _STRING, _PLACE, _NUMBER = 1000, 150, 72, 24, 32
+# Whole numbers up to 256 are there already.
+_OWN_NUMBER = re.compile(rb"-[\d.eE+-]+|\d+[.eE][\d.eE+-]*|\d{4,}|25[7-9]|2[6-9]\d|[3-9]\d\d")
 # A text may become so many times its size, and any may become so much.
 MOST_TIMES = 10
 ALWAYS_ALLOWED = 10_000_000
@@ -14,7 +18,8 @@ def is_too_costly(text: bytes) -> bool:
     """Whether the text would take more than `MOST_TIMES` its size, and `ALWAYS_ALLOWED`."""
     allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text))
     # What stands inside of strings is counted as well, so this is too much at most.
-    return _cost(text) > allowed and cost_outside_strings(text) > allowed
+    most = _cost(text) + text.count(b",") * _NUMBER
+    return most > allowed and cost_outside_strings(text) > allowed
 
 
 def cost_outside_strings(text: bytes) -> int:
@@ -30,6 +35,7 @@ def cost_outside_strings(text: bytes) -> int:
         parts = piece.split(b'"')
         outside = b"".join(parts[is_inside::2])
         cost += _cost(outside) + (len(parts) - 1) * _STRING // 2
+        cost += len(_OWN_NUMBER.findall(outside)) * _NUMBER
         is_inside ^= len(parts) % 2 == 0
     return cost
 
@@ -40,5 +46,4 @@ def _cost(text: bytes) -> int:
         + text.count(b":") * _KEY
         + text.count(b'"') * _STRING // 2
         + text.count(b",") * _PLACE
-        + text.count(b"-") * _NEGATIVE
     )

@@ -123,7 +123,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
                 text = _text(shown, services.tokenizer)
             else:
                 text = await asyncio.to_thread(_text, shown, services.tokenizer)
-            prompts.append(Prompt(text, replace(asked, input_ids=tuple(prompt))))
+            prompts.append(Prompt(text, replace(asked, input_ids=prompt)))
     return prompts
 
 
