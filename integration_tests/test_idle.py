@@ -17,7 +17,7 @@ def test_launcher_shard_and_router_are_idle(server: LauncherHandle) -> None:
     # What a request leaves behind (garbage, threads that spin for a moment) is not meant.
     time.sleep(1.0)
     processes = [psutil.Process(server.process.pid), *server.family()]
-    assert len(processes) == 3
+    assert len(processes) == 4
 
     def used() -> float:
         times = [process.cpu_times() for process in processes]

@@ -165,6 +165,18 @@ async def test_none_can_be_started(
     assert await render(workers) == "hi</s>"
 
 
+async def test_closing_while_one_starts_is_no_failure(
+    workers: TemplateWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
+    starting = asyncio.create_task(render(workers))
+    while not workers._workers:
+        await asyncio.sleep(0)
+    workers.close()
+    with pytest.raises(ShuttingDownError):
+        await starting
+    assert not caplog.records
+
+
 async def test_closing_ends_what_runs(workers: TemplateWorkers) -> None:
     await render(workers)
     hanging = asyncio.create_task(render(workers, "hang"))

@@ -134,6 +134,8 @@ class TemplateWorkers:
             worker.begin(self.template)
         except (OSError, EOFError) as error:
             self._drop(worker)
+            if self._is_closed:
+                raise ShuttingDownError from error
             logger.error("A process for chat templates does not start: %s", error)
             raise UnhealthyError from error
         return worker
