@@ -72,4 +72,4 @@ def test_only_the_standard_library_is_imported():
     )
     result = subprocess.check_output([sys.executable, "-c", script], text=True)
     imported = result.strip()
-    assert imported == "['text_generation_launcher']"
+    assert imported == "['text_generation_launcher', 'text_generation_process']"
