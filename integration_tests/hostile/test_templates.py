@@ -89,8 +89,7 @@ def test_each_is_refused_in_time(hostile_templates: LauncherHandle, content: str
 def test_neighbours_are_unharmed(hostile_templates: LauncherHandle) -> None:
     async def attack() -> None:
         for content in HOSTILE:
-            status, seconds, _ = await tokenize(hostile_templates, content)
-            assert status == 422 and seconds < ANSWER_S
+            assert (await tokenize(hostile_templates, content))[0] == 422
 
     with neighbours(hostile_templates) as seen:
         asyncio.run(attack())

@@ -103,9 +103,10 @@ class TemplateWorkers:
             said = worker.ask(frame, MAX_SECONDS)
         except (OSError, EOFError) as error:
             worker.kill()
-            # Its memory takes a while to be given back, for which the client need not wait.
+            # Its memory takes a while to be given back, for which the client need not wait; nor
+            # need the next one wait until another is started.
             with suppress(RuntimeError):  # all are ended by `close`
-                self._threads.submit(self._drop, worker)
+                self._threads.submit(self._replace, worker)
             if self._is_closed:
                 raise ShuttingDownError from error
             if isinstance(error, TimeoutError):
@@ -151,6 +152,13 @@ class TemplateWorkers:
                 raise UnhealthyError from error
             self._workers.add(worker)
         return worker
+
+    def _replace(self, worker: "_Worker") -> None:
+        self._drop(worker)
+        with suppress(RouterError):  # whoever needs one tries again
+            new = self._take()
+            with self._lock:
+                self._idle.append(new)
 
     def _drop(self, worker: "_Worker") -> None:
         with self._lock:
