@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,14 +69,23 @@ async def test_it_starts_when_it_is_needed_and_again(tokenizer: Tokenizer) -> No
     assert process._child.pid != pid
 
 
-async def test_one_that_dies_at_work_is_an_error(tokenizer: Tokenizer) -> None:
+async def test_one_that_dies_at_work_is_an_error(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = child_of(tokenizer)
     await tokenizer.encode(TEXT)
     assert process._child is not None
     process._child.send_signal(signal.SIGSTOP)
+    connected, is_connected = process._connected, threading.Event()
+
+    def connecting() -> socket.socket:
+        connection = connected()
+        is_connected.set()
+        return connection
+
+    monkeypatch.setattr(process, "_connected", connecting)
     waiting = asyncio.create_task(tokenizer.token_ids(TEXT))
-    while tokenizer._very_long_texts.num_waiting:
-        await asyncio.sleep(0)
+    assert await asyncio.to_thread(is_connected.wait, 20)
     process._child.kill()
     with pytest.raises(LongTextError):
         await waiting

@@ -63,7 +63,7 @@ def main() -> None:
     # Ends with the router, not with its terminal's interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Streams go first: whoever sends a long text can wait.
-    os.nice(5)
+    os.nice(10)
     tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
     tokenizer.no_truncation()
     tokenizer.no_padding()

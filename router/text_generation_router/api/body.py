@@ -84,7 +84,14 @@ class JsonRequest(Request):
         if not self._large:
             return _parsed(body)
         large, self._large = self._large, b""
-        return await self.app.state.services.large_bodies.run(_checked, large, self._field)
+        outcome = await self.app.state.services.large_bodies.run(_outcome, large, self._field)
+        del large
+        if not isinstance(outcome, HTTPException):
+            return outcome
+        try:
+            raise outcome
+        finally:
+            del outcome
 
     def _check_content_type(self) -> None:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -178,6 +185,19 @@ def _json_pieces(given: Any) -> Iterator[str]:
         yield "]"
     else:
         yield orjson.dumps(given, default=repr).decode()
+
+
+def _outcome(body: bytes, field: Field) -> Any:
+    """The request that a body is, or the BodyError or ShapeError that says why it is none.
+
+    Raised out of a thread an error would be part of a circle with what waits for it, and what it
+    holds, megabytes, would stay until the next collection.
+    """
+    try:
+        return _checked(body, field)
+    except HTTPException as error:
+        error.__context__ = error.__traceback__ = None
+        return error
 
 
 def _checked(body: bytes, field: Field) -> Any:
