@@ -5,10 +5,14 @@ import asyncio
 import ctypes
 import gc
 import json
+import multiprocessing
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -305,20 +309,55 @@ def resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.parametrize("name", BODIES)
-async def test_no_body_takes_ten_times_its_size(tmp_path: Path, name: str) -> None:
+async def growths(name: str) -> dict[str, int]:
+    """Bytes by which this process grew for a body, by route; the least of up to `TRIES`, since what
+    the allocator can not use again of what it has is not the body's."""
     paths, make = BODIES[name]
     body = make()
-    allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(body))
-    async with running(tmp_path) as app:
-        for path in dict.fromkeys(paths):
-            # What is made once is no part of it, and neither is what an earlier one has freed.
-            await post(app, path, b"{}", Seen())
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
-            before = resident("VmHWM")
-            await post(app, path, body, Seen())
-            growth = resident("VmHWM") - before
-            # A tenth for what the allocator keeps besides.
-            assert growth < 1.1 * allowed, f"{path}: {growth / len(body):.1f} times"
+    found: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(Path(folder)) as app:
+            for path in dict.fromkeys(paths):
+                for _ in range(TRIES):
+                    # What is made once is no part of it, nor what an earlier one has freed.
+                    await post(app, path, b"{}", Seen())
+                    gc.collect()
+                    ctypes.CDLL(None).malloc_trim(0)
+                    Path("/proc/self/clear_refs").write_text("5")
+                    before = resident("VmHWM")
+                    await post(app, path, body, Seen())
+                    found[path] = min(found.get(path, sys.maxsize), resident("VmHWM") - before)
+                    if found[path] < allowed(body):
+                        break
+    return found
+
+
+def allowed(body: bytes) -> int:
+    return max(ALWAYS_ALLOWED, MOST_TIMES * len(body))
+
+
+def answer_growths(connection: Connection) -> None:
+    """Runs in a process of its own, in which no earlier test has left anything."""
+    while name := connection.recv():
+        connection.send(asyncio.run(growths(name)))
+
+
+@pytest.fixture(scope="module")
+def fresh_process() -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer_growths, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    yield ours
+    ours.send("")
+    process.join()
+    ours.close()
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_no_body_takes_ten_times_its_size(fresh_process: Connection, name: str) -> None:
+    body = BODIES[name][1]()
+    fresh_process.send(name)
+    for path, growth in fresh_process.recv().items():
+        assert growth < allowed(body), f"{path}: {growth / len(body):.1f} times"

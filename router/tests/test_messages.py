@@ -207,7 +207,7 @@ async def test_errors_of_the_framework(tmp_path: Path) -> None:
         large = {"content-type": "application/json", **headers}
         response = await post("/v1/messages", content=b"x" * 3_000_000, headers=large)
         assert response.json()["error"]["type"] == "request_too_large"
-        with server.services.infer.permits(1):
+        with server.services.infer.admitted(1):
             response = await post("/v1/messages", json=BODY, headers=headers)
         assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(response.headers["retry-after"]) >= 1

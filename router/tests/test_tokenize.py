@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from text_generation_router.api import pieces
+from text_generation_router.connection import ConnectionLimits
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve
@@ -56,7 +56,7 @@ ROUTES = {
 @pytest.mark.parametrize("path", ROUTES)
 async def test_permits(tmp_path: Path, path: str) -> None:
     async with serve_chat(tmp_path, "x", max_concurrent_requests=2) as server:
-        with server.services.infer.permits(2):
+        with server.services.infer.admitted(2):
             response = await server.client.post(path, json=ROUTES[path])
             assert response.status_code == 429
             assert "Model is overloaded" in response.text
@@ -81,8 +81,7 @@ async def _asked(server: Server) -> socket.socket:
 
 
 async def test_clients_that_do_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "SEND_TIMEOUT_S", 0.3)
-    async with serve(tmp_path) as server:
+    async with serve(tmp_path, limits=ConnectionLimits(unread_s=0.3, tick_s=0.05)) as server:
         room = server.services.long_answers
         monkeypatch.setattr(room, "_num_bytes", 1_000_000)
         client = await _asked(server)
@@ -96,8 +95,12 @@ async def test_clients_that_do_not_read(tmp_path: Path, monkeypatch: pytest.Monk
         while room.num_taken:
             await asyncio.sleep(0.01)
         client.close()
+
+
+async def test_a_client_that_leaves_its_long_answer(tmp_path: Path) -> None:
+    async with serve(tmp_path) as server:
         leaver = await _asked(server)
-        monkeypatch.setattr(pieces, "SEND_TIMEOUT_S", 60)
+        assert server.services.long_answers.num_taken
         leaver.close()
-        while room.num_taken:
+        while server.services.long_answers.num_taken:
             await asyncio.sleep(0.01)
