@@ -212,10 +212,10 @@ def test_results_of_other_requests_are_not_continued(tmp_path: Path, there, is_s
         ([response_line("b", 200, b"{}")], 1),
     ],
 )
-def test_exit_codes_of_a_file_that_is_done(tmp_path: Path, results, code, capsys, infer_logger):
+def test_exit_codes_of_a_file_that_is_done(tmp_path: Path, results, code, capfd, infer_logger):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(completion("a"))
     target.write_bytes(b"".join(results))
     files = [f"--input={source}", f"--output={target}"]
     assert main([*files, "--tokenizer-name=nowhere"]) == code
-    assert ("other requests" in capsys.readouterr().out) == (code == 1)
+    assert ("other requests" in capfd.readouterr().out) == (code == 1)
