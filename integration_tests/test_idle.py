@@ -17,8 +17,8 @@ def test_launcher_shard_and_router_are_idle(server: LauncherHandle) -> None:
     # What a request leaves behind (garbage, threads that spin for a moment) is not meant.
     time.sleep(1.0)
     processes = [psutil.Process(server.process.pid), *server.family()]
-    # Launcher, router, shard, what renders chats and what tries grammars.
-    assert len(processes) == 5
+    # Launcher, router, shard, what renders chats and what tries grammars (which keeps some).
+    assert len(processes) >= 5
 
     def used() -> float:
         times = [process.cpu_times() for process in processes]
