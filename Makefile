@@ -4,10 +4,11 @@ BIN := .venv/bin
 
 # Clients pin versions of their own, so each lives in an environment of its own.
 CONFORMANCE := integration_tests/conformance
+HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 UV := .venv-clients/uv/bin/uv
 
-.PHONY: install serve test conformance container-test check format proto gpu-test bench
+.PHONY: install serve test hostile fuzz conformance container-test check format proto gpu-test bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -15,7 +16,14 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(BIN)/pytest -m "not gpu" $(ARGS)
+	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) $(ARGS)
+
+hostile: .venv/.installed-dev ## attacks on a real server, and 2,000 random requests; needs root
+	$(BIN)/pytest $(HOSTILE) $(ARGS)
+
+fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
+	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
+		$(BIN)/pytest $(HOSTILE)/test_fuzz.py -s $(ARGS)
 
 conformance: .venv/.installed-dev $(CLIENTS) ## the clients people have, against a real server
 	$(BIN)/python -m integration_tests.conformance.run_clients $(ARGS)

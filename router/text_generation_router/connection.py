@@ -380,7 +380,7 @@ class Connection(HttpToolsProtocol):
             raise self._too_large()
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise Refusal(505, "malformed", "Only HTTP/1.1 is spoken here")
+            raise Refusal(400, "malformed", "Only HTTP/1.1 is spoken here")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and version != "1.0"):
             raise Refusal(400, "malformed", f"Expected one `Host` header. Given: {len(hosts)}")
