@@ -223,7 +223,9 @@ class _HubModel:
         absent_weights = [file for file in weights if not (snapshot / file.name).exists()]
         if (snapshot / pickles.CONVERTED_NAME).exists():
             # Who has converted pickles may have thrown them away.
-            absent_weights = [file for file in absent_weights if not _is_pickle(file.name)]
+            absent_weights = [
+                file for file in absent_weights if not file.name.endswith(pickles.SUFFIXES)
+            ]
         if not absent and not absent_weights and snapshot == cached:
             return _found(snapshot)
         self._check_space(absent_weights)
@@ -362,18 +364,8 @@ def _check_repository(repo_id: str, names: Collection[str]) -> None:
         raise DownloadError(
             f"{repo_id} has no config.json{adapter}: choose a repository with a transformers model"
         )
-    if not any(name.endswith(".safetensors") for name in names) and not _are_pickled(names):
+    if not any(name.endswith(".safetensors") for name in names) and not pickles.are_all(names):
         raise DownloadError(_no_safetensors(repo_id, names))
-
-
-def _is_pickle(name: str) -> bool:
-    return name.endswith(pickles.SUFFIXES)
-
-
-def _are_pickled(names: Collection[str]) -> bool:
-    """Whether the weights of a model are pickles, and only that."""
-    is_safe = INDEX_NAME in names or any(name.endswith(".safetensors") for name in names)
-    return not is_safe and bool(pickles.weight_names(names))
 
 
 def _no_safetensors(where: str, names: Iterable[str]) -> str:
@@ -388,7 +380,7 @@ def _no_safetensors(where: str, names: Iterable[str]) -> str:
 def _weight_names(where: str, names: Collection[str], directory: Path) -> list[str]:
     """The weight files of a model: those its index names, else `model.safetensors`, else all but
     `consolidated`, which repeats the weights under other names; pickles, if it has only those."""
-    are_pickled = _are_pickled(names)
+    are_pickled = pickles.are_all(names)
     index_name = pickles.INDEX_NAME if are_pickled else INDEX_NAME
     if index_name in names:
         try:
@@ -423,7 +415,7 @@ def _check_directory(directory: Path) -> None:
 def _make_loadable(directory: Path) -> None:
     """Makes what a model with all its weights lacks still."""
     names = {path.name for path in directory.iterdir() if path.exists()}
-    if _are_pickled(names):
+    if pickles.are_all(names):
         pickles.convert(directory, _weight_names(str(directory), names, directory))
     _ensure_tokenizer(directory)
 

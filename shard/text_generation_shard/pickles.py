@@ -39,6 +39,12 @@ _KINDS = {
 _MOST_COPIES = 2
 
 
+def are_all(names: Collection[str]) -> bool:
+    """Whether the weights of a model with these files are pickles, and only that."""
+    is_safe = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    return not is_safe and bool(weight_names(names))
+
+
 def weight_names(names: Collection[str]) -> list[str]:
     """Those of a directory's files that are pickled weights, where no index names them."""
     if WHOLE_NAME in names:
