@@ -237,9 +237,14 @@ def test_no_process_is_left_behind(start: Start, podman: Podman, data: Path) -> 
     """SIGKILL of process 1 ends all of them, and the same volume serves the next container."""
     container = start("-p", "127.0.0.1::80", "-v", f"{data}:/data")
     container.wait_until_ready()
-    inside = podman.run("top", container.name, "hpid").split()[1:]
-    assert len(inside) == 3
+
+    def inside() -> list[str]:
+        return podman.run("top", container.name, "hpid").split()[1:]
+
+    # Launcher, router, shard, what renders chats and what tries grammars.
+    wait_until(lambda: len(inside()) == 5, 20, "five processes run")
+    processes = inside()
     container.signal("KILL")
     assert container.wait_for_exit() == 137
-    assert not any(Path(f"/proc/{pid}").exists() for pid in inside)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     assert podman.inspect(container.name)["ImageName"].startswith(IMAGE)
