@@ -62,10 +62,12 @@ def main() -> None:
     write_checkpoint(options.directory, is_repeating=options.repeating)
 
 
-def write_checkpoint(directory: Path, *, is_repeating: bool = False) -> None:
+def write_checkpoint(
+    directory: Path, *, is_repeating: bool = False, num_layers: int = LAYERS
+) -> None:
     """Writes config, weights and tokenizer; the same bytes every time."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights = _weights()
+    weights = _weights(num_layers)
     if is_repeating:
         _make_repeating(weights)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -77,18 +79,18 @@ def write_checkpoint(directory: Path, *, is_repeating: bool = False) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    config = {**CONFIG, "tie_word_embeddings": not is_repeating}
+    config = {**CONFIG, "num_hidden_layers": num_layers, "tie_word_embeddings": not is_repeating}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _weights() -> dict[str, torch.Tensor]:
+def _weights(num_layers: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(125)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return (0.04 * torch.randn(rows, columns, generator=generator)).bfloat16()
 
     weights = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),

@@ -1,31 +1,41 @@
 """This tree beside an earlier commit, in turn: tokens served, the router by itself, the start.
 
-Both servers are up at the same time, on the random checkpoint of 125 M parameters. Each round asks
-both, one after the other; the order changes from round to round. A round's ratio is now to before;
-the median of the ratios is printed. router.py measures the router (events per second of its
-processor time), start.py the start, in turn as well.
+Both servers are up at the same time and are asked in turn, in short runs, since a host's speed
+changes within minutes; the order changes too. The models are the random checkpoint of 125 M
+parameters and one of two such layers, of which the server's own work is a larger part. A round's
+ratio is now to before; the median of the ratios is printed. The router's figure is events
+per second of its processor time (router.py), the start's the time to a first token (start.py).
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loads import LOADS
+from loads import LOADS, Shape
 from machine import machine
 from make_checkpoint import write_checkpoint
 from serve import WARM_UP_TOKENS, run_load
 from servers import FOLDER, WORK, Running, ours, running
+from streams import Streams
 
+import router
+
+# Checkpoint, layers, requests for each client in a run; so many runs, in turn, make a round.
+MODELS = (("llama-125m", 30, 1), ("llama-2-layers", 2, 4))
+SLICES = 4
+# The speed of a host changes within seconds, so the router's rounds are short and many.
+ROUTER_SECONDS, ROUTER_ROUNDS, NEW_TOKENS = 3.0, 4, 256
 PACKAGES = ("launcher", "router", "shard", "proto", "process")
 
 
@@ -117,45 +127,77 @@ def _in_turn(
 def _served(
     trees: Sequence[Tree], loads: Sequence[str], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    checkpoint = WORK / "llama-125m"
-    if not (checkpoint / "config.json").exists():
-        write_checkpoint(checkpoint)
-    with ExitStack() as stack:
-        handles: dict[str, Running] = {}
-        for tree in trees:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            server = ours(checkpoint, "--dtype", "bfloat16", name=tree.name)
-            server = replace(server, environment=tuple(tree.environment.items()))
-            handles[tree.name] = stack.enter_context(running(server, folder))
-        seeds = iter(range(1, 100_000))
-        found = {}
-        for name in loads:
-            shape = LOADS[name]
-            warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
-            for handle in handles.values():
-                run_load(handle, warm_up, next(seeds))
+    """Each round starts both servers anew: what a start finds free, huge pages for one, stays."""
+    found: dict[str, list[dict[str, float]]] = {}
+    seeds = iter(range(1, 100_000))
+    for model, num_layers, times in MODELS:
+        checkpoint = WORK / model
+        if not (checkpoint / "config.json").exists():
+            write_checkpoint(checkpoint, num_layers=num_layers)
+        for number in range(rounds):
+            with ExitStack() as stack:
+                handles = _started(stack, trees if number % 2 == 0 else trees[::-1], checkpoint)
+                for load in loads:
+                    values = _rates(handles, LOADS[load], times, seeds)
+                    both = {"before": values[trees[0].name], "now": values["now"]}
+                    found.setdefault(f"{model} {load}: tokens/s", []).append(both)
+                    print(model, load, both, file=sys.stderr)
+    return found
 
-            def tokens_per_s(tree: Tree, load: str = name) -> float:
-                return run_load(handles[tree.name], LOADS[load], next(seeds))["tokens_per_s"]
 
-            found[f"{name}: tokens/s"] = _in_turn(trees, rounds, tokens_per_s)
-        return found
+def _started(stack: ExitStack, trees: Sequence[Tree], checkpoint: Path) -> dict[str, Running]:
+    handles = {}
+    for tree in trees:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = ours(checkpoint, "--dtype", "bfloat16", name=tree.name)
+        server = replace(server, environment=tuple(tree.environment.items()))
+        handles[tree.name] = stack.enter_context(running(server, folder))
+    return handles
+
+
+def _rates(
+    handles: dict[str, Running], shape: Shape, times: int, seeds: Iterator[int]
+) -> dict[str, float]:
+    """Tokens per second of each, over several short runs in turn."""
+    warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
+    for handle in handles.values():
+        run_load(handle, warm_up, next(seeds))
+    short = replace(shape, requests=shape.clients * times)
+    seconds = dict.fromkeys(handles, 0.0)
+    for number in range(SLICES):
+        seed = next(seeds)
+        for name, handle in list(handles.items())[:: 1 if number % 2 == 0 else -1]:
+            seconds[name] += 1 / run_load(handle, short, seed)["tokens_per_s"]
+    return {name: SLICES / total for name, total in seconds.items()}
 
 
 def _routed(
     trees: Sequence[Tree], streams: Sequence[int], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
     found = {}
-    for num in streams:
+    cores = router.available_cores()
+    os.sched_setaffinity(0, cores.others)
+    with ExitStack() as stack:
+        routers = {
+            tree.name: stack.enter_context(
+                router.running(cores, max(streams), environment=tree.environment)
+            )
+            for tree in trees
+        }
+        seeds = iter(range(100_000))
+        for num in streams:
 
-        def events_per_cpu_s(tree: Tree, num: int = num) -> float:
-            arguments = ["router.py", "--streams", str(num), "--seconds", "10"]
-            [row] = _run(tree, *arguments)["rows"]
-            return float(row["events_per_cpu_s"])
+            def events_per_cpu_s(tree: Tree, num: int = num) -> float:
+                load = Streams(routers[tree.name].port, "generate", num, NEW_TOKENS, next(seeds))
+                row = asyncio.run(router.measure(routers[tree.name], load, ROUTER_SECONDS))
+                return float(row["events_per_cpu_s"])
 
-        found[f"router, {num} streams: events per core and s"] = _in_turn(
-            trees, rounds, events_per_cpu_s
-        )
+            for tree in trees:
+                events_per_cpu_s(tree)
+            found[f"router, {num} streams: events per core and s"] = _in_turn(
+                trees, ROUTER_ROUNDS * rounds, events_per_cpu_s
+            )
+    os.sched_setaffinity(0, cores.router | cores.others)
     return found
 
 

@@ -20,11 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -69,7 +70,7 @@ def main() -> None:
     """Measures, prints, writes."""
     options = _parse()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    cores = _cores()
+    cores = available_cores()
     os.sched_setaffinity(0, cores.others)
     rows: list[dict[str, Any]] = []
     with running(cores, max(options.streams), options.accepted) as router:
@@ -110,14 +111,23 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _cores() -> Cores:
+def available_cores() -> Cores:
+    """One for the router, the others for its clients and its shard; one alone is shared."""
     available = sorted(os.sched_getaffinity(0))
     return Cores(frozenset(available[:1]), frozenset(available[1:] or available))
 
 
 @contextmanager
-def running(cores: Cores, max_streams: int, accepted: int) -> Iterator[Router]:
-    """A router on top of a fake shard, ready inside the block and gone after it."""
+def running(
+    cores: Cores,
+    max_streams: int,
+    accepted: int = 0,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Router]:
+    """A router on top of a fake shard, ready inside the block and gone after it.
+
+    `environment` is added to this process's for the router alone.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
     with socket.socket() as listener:
@@ -133,7 +143,10 @@ def running(cores: Cores, max_streams: int, accepted: int) -> Iterator[Router]:
         if accepted:
             front += ["--speculate", str(accepted)]
         log = Path(folder) / "log"
-        with _started(shard, cores.others, log), _started(front, cores.router, log) as process:
+        with (
+            _started(shard, cores.others, log, {}),
+            _started(front, cores.router, log, environment) as process,
+        ):
             router = Router(psutil.Process(process.pid), port)
             if not asyncio.run(_becomes_ready(router, process)):
                 raise RuntimeError(f"the router did not start:\n{log.read_text()}")
@@ -142,13 +155,14 @@ def running(cores: Cores, max_streams: int, accepted: int) -> Iterator[Router]:
 
 @contextmanager
 def _started(
-    arguments: Sequence[str], cores: frozenset[int], log: Path
+    arguments: Sequence[str], cores: frozenset[int], log: Path, environment: Mapping[str, str]
 ) -> Iterator["subprocess.Popen[bytes]"]:
     with log.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=output,
             stderr=output,
+            env={**os.environ, **environment},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     try:

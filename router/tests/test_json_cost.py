@@ -49,7 +49,10 @@ def test_what_is_refused() -> None:
     assert not json_cost.is_too_costly(b'["' + b"{}," * 600_000 + b'{}"]')
     # Numbers up to 256 are there already, others are objects of their own.
     assert not json_cost.is_too_costly(b"[" + b"104," * 400_000 + b"1]")
-    assert not json_cost.is_too_costly(b"[" + b"30000," * 300_000 + b"1]")
+    assert not json_cost.is_too_costly(b"[" + b"30000," * 140_000 + b"1]")
+    assert json_cost.is_too_costly(b"[" + b"30000," * 300_000 + b"1]")
+    # Those that are longer have more room.
+    assert not json_cost.is_too_costly(b"[" + b"300000, " * 300_000 + b"1]")
     for number in (b"1", b"300", b"-6", b"1.5", b"1e5"):
         assert json_cost.is_too_costly(b"[" + (number + b",") * 500_000 + b"1]")
     # Small ones may be anything.

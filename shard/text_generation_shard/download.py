@@ -275,8 +275,10 @@ class _HubModel:
         """How many bytes of a file are on this disk."""
         if (self._blobs / file.etag).exists():
             return file.size
-        partial = self._partial_path(file)
-        return partial.stat().st_size if partial.exists() else 0
+        try:
+            return self._partial_path(file).stat().st_size
+        except FileNotFoundError:
+            return 0  # not begun, or just thrown away by its thread
 
     def _partial_path(self, file: _RemoteFile) -> Path:
         return self._blobs / f"{file.etag}.resumable"

@@ -1,4 +1,7 @@
-"""What a JSON text takes in memory once it is parsed and made into a request, before it is."""
+"""What a JSON text takes in memory while it is parsed and made into a request, told before it is.
+
+That is the text itself, the parser's copy of it and tree of its values, and the objects of Python.
+"""
 
 import re
 
@@ -14,16 +17,16 @@ ALWAYS_ALLOWED = 10_000_000
 _PIECE = 64 * 1024
 
 
-def is_too_costly(text: bytes) -> bool:
+def is_too_costly(text: bytes | bytearray) -> bool:
     """Whether the text would take more than `MOST_TIMES` its size, and `ALWAYS_ALLOWED`."""
-    allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text))
+    allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text)) - 2 * len(text)
     # What stands inside of strings is counted as well, so this is too much at most.
     most = _cost(text) + text.count(b",") * _NUMBER
     return most > allowed and cost_outside_strings(text) > allowed
 
 
-def cost_outside_strings(text: bytes) -> int:
-    """The bytes of what is no text inside of strings."""
+def cost_outside_strings(text: bytes | bytearray) -> int:
+    """The bytes of the tree and the objects; text inside of strings costs nothing."""
     cost, is_inside, held = 0, False, b""
     for start in range(0, len(text), _PIECE):
         piece = held + text[start : start + _PIECE]
@@ -40,7 +43,7 @@ def cost_outside_strings(text: bytes) -> int:
     return cost
 
 
-def _cost(text: bytes) -> int:
+def _cost(text: bytes | bytearray) -> int:
     return (
         (text.count(b"{") + text.count(b"[")) * _CONTAINER
         + text.count(b":") * _KEY
