@@ -1,4 +1,4 @@
-"""A process that tokenizes long texts, one after the other: `python -m … tokenizer.json`.
+"""A process that tokenizes long texts, one after the other: `python -m … PARENT tokenizer.json`.
 
 Its standard input is a socket. A text comes as `QUESTION` and its UTF-8, and goes as `ANSWER` and
 the arrays. It ends when the router does, or when nothing has come for `IDLE_S`, so that what a
@@ -6,7 +6,6 @@ long text took goes back to the system.
 """
 
 import os
-import signal
 import socket
 import struct
 import sys
@@ -14,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 import tokenizers
+from text_generation_process.lifetime import end_with_parent
 
 from text_generation_router.encoding import encoding_of, packed
 
@@ -60,11 +60,11 @@ def answer(tokenizer: tokenizers.Tokenizer, text: str, question: tuple[bool, boo
 
 def main() -> None:
     """Serves the socket."""
-    # Ends with the router, not with its terminal's interrupt.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent, path = sys.argv[1:]
+    end_with_parent(int(parent))
     # Streams go first: whoever sends a long text can wait.
     os.nice(10)
-    tokenizer = tokenizers.Tokenizer.from_file(sys.argv[1])
+    tokenizer = tokenizers.Tokenizer.from_file(path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     with socket.socket(fileno=os.dup(0)) as connection:

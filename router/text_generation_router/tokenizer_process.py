@@ -1,11 +1,11 @@
 """Long texts are tokenized by a process of their own."""
 
 import socket
-import subprocess
-import sys
 import threading
 from array import array
 from pathlib import Path
+
+from text_generation_process.children import Child
 
 from text_generation_router.encoding import Encoding, TokenIds
 from text_generation_router.errors import RouterError
@@ -33,8 +33,7 @@ class TokenizerProcess:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._child: Child | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> Encoding:
         """The ids with their places. Raises LongTextError."""
@@ -48,12 +47,9 @@ class TokenizerProcess:
 
     def close(self) -> None:
         """Ends the child, also in the middle of a text."""
-        if self._connection is not None:
-            self._connection.close()
         if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-        self._connection = self._child = None
+            self._child.end()
+            self._child = None
 
     def _ask(
         self, text: str, add_special_tokens: bool, places: bool, most: int
@@ -76,13 +72,8 @@ class TokenizerProcess:
 
     def _connected(self) -> socket.socket:
         """The connection to a child that runs."""
-        if self._connection is not None and self._child is not None and self._child.poll() is None:
-            return self._connection
-        self.close()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "text_generation_router.tokenizer_child"]
-            self._child = subprocess.Popen([*command, str(self._path)], stdin=theirs.fileno())
-        ours.settimeout(TIMEOUT_S)
-        self._connection = ours
-        return ours
+        if self._child is None or not self._child.is_alive:
+            self.close()
+            self._child = Child("text_generation_router.tokenizer_child", self._path)
+            self._child.connection.settimeout(TIMEOUT_S)
+        return self._child.connection

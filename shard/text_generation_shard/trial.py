@@ -3,13 +3,13 @@
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from text_generation_process.children import Child
 
 from text_generation_shard.constraint import TokenizerFile
 from text_generation_shard.guard import Guard, Unpacker, cpu_s, pack
@@ -56,39 +56,35 @@ class TrialServer:
 
     def __init__(self, tokenizer: TokenizerFile) -> None:
         self._tokenizer = tokenizer
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._process: Child | None = None
         self._is_closed = False
         self._num_children = 0
 
     def start(self) -> None:
-        """Nothing if it runs already."""
-        if self._is_closed or (self._process is not None and self._process.poll() is None):
+        """Nothing if it runs already. Raises OSError."""
+        if self._is_closed or (self._process is not None and self._process.is_alive):
             return
         self._end()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         file = self._tokenizer
-        arguments = [os.getpid(), file.path, file.vocab_size, *file.eos_ids]
-        command = [sys.executable, "-m", "text_generation_shard.trial_server"]
-        with theirs:
-            self._process = subprocess.Popen(
-                [*command, *map(str, arguments)], stdin=theirs.fileno()
-            )
-        ours.settimeout(_FORK_S)
-        self._control = ours
+        self._process = Child(
+            "text_generation_shard.trial_server",
+            *(file.path, file.vocab_size, *file.eos_ids),
+            kind=socket.SOCK_SEQPACKET,
+        )
+        self._process.connection.settimeout(_FORK_S)
 
-    def fork(self) -> "tuple[int, socket.socket, subprocess.Popen[bytes]]":
+    def fork(self) -> tuple[int, socket.socket, Child]:
         """A new child: its number, the connection to it and the process it dies with."""
         ours, theirs = socket.socketpair()
         with theirs:
             for _ in range(2):
                 self.start()
-                if self._control is None or self._process is None:
+                if self._process is None:
                     break
                 self._num_children += 1
                 message = f"f {self._num_children}".encode()
                 try:
-                    socket.send_fds(self._control, [message], [theirs.fileno()])
+                    socket.send_fds(self._process.connection, [message], [theirs.fileno()])
                 except OSError:
                     self._process.kill()
                     continue
@@ -101,8 +97,8 @@ class TrialServer:
         """End a child, if it has not ended by itself. From any thread."""
         with suppress(OSError):
             # If the process that forks is gone, its children are gone as well.
-            if self._control is not None:
-                self._control.send(f"k {number}".encode())
+            if (process := self._process) is not None:
+                process.connection.send(f"k {number}".encode())
 
     def close(self) -> None:
         """End the process with all children, for good."""
@@ -110,12 +106,8 @@ class TrialServer:
         self._end()
 
     def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-            self._control = None
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.end()
             self._process = None
 
 
@@ -152,7 +144,7 @@ class Trials:
         except (OSError, EOFError):
             # It has died of its limits, unless all have died: they go a little before the server.
             await asyncio.sleep(_DYING_S)
-            is_alone = server.poll() is None
+            is_alone = server.is_alive
             trial = Trial(_TOO_LARGE) if is_alone else Trial(_LOST, _RETRY_AFTER_S)
         except BaseException:
             kill()
@@ -163,9 +155,7 @@ class Trials:
             connection.close()
         return trial
 
-    def _forget(
-        self, forked: "asyncio.Future[tuple[int, socket.socket, subprocess.Popen[bytes]]]"
-    ) -> None:
+    def _forget(self, forked: "asyncio.Future[tuple[int, socket.socket, Child]]") -> None:
         if not forked.cancelled() and forked.exception() is None:
             number, connection, _ = forked.result()
             self._server.kill(number)
@@ -212,9 +202,7 @@ class Trials:
         if error:
             return Trial(error)
         guard = Guard(connection, process, kill)
-        return Trial(
-            "", 0, tuple(ending), tuple(eos_ids), used, grown, guard
-        )  # eos_ids, used, grown, guard)
+        return Trial("", 0, tuple(ending), tuple(eos_ids), used, grown, guard)
 
 
 async def _exchange(connection: socket.socket, text: str | None) -> Any:

@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ def main(arguments: Sequence[str]) -> int:
     """`arguments`: the shard's process, the tokenizer's file, its size and its end tokens."""
     parent, path, vocab_size, *eos_ids = arguments
     end_with_parent(int(parent))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     file = TokenizerFile(Path(path), int(vocab_size), tuple(map(int, eos_ids)))
     tools: tuple[LLTokenizer, EndingSearch] | str
@@ -159,5 +157,4 @@ def _memory() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

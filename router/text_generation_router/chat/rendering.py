@@ -6,8 +6,8 @@ its constants, runs here, within a limit of memory and until the router kills th
 """
 
 import json
-import os
 import resource
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
@@ -204,7 +204,7 @@ def _packed(said: Mapping[str, str]) -> bytes:
 
 def main() -> None:
     """A worker on the socket that is its standard input, until that ends or the router does."""
-    end_with_parent(os.getppid())
+    end_with_parent(int(sys.argv[1]))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     num_bytes = MAX_BYTES if most == resource.RLIM_INFINITY else min(MAX_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))

@@ -2,9 +2,6 @@
 
 import logging
 import math
-import socket
-import subprocess
-import sys
 import threading
 import time
 from asyncio import wrap_future
@@ -14,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
+from text_generation_process.children import Child
 
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.frames import HEADER, pack
@@ -181,30 +179,13 @@ class TemplateWorkers:
                 return
 
 
-class _Worker:
-    """Owns one process and the socket to it. Used by one thread at a time, but for `kill`."""
+class _Worker(Child):
+    """A process that renders. Used by one thread at a time, but for `kill`."""
 
     def __init__(self) -> None:
         """Raises OSError."""
-        self._socket, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE],
-                    stdin=theirs.fileno(),
-                    # A traceback could show what a client wrote.
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    # What is typed at a terminal is not for it.
-                    start_new_session=True,
-                )
-        except BaseException:
-            self._socket.close()
-            raise
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
+        # A traceback could show what a client wrote.
+        super().__init__(_MODULE, is_silent=True)
 
     def begin(self, template: ChatTemplate) -> None:
         """Returns when it is ready for jobs. Raises OSError and EOFError."""
@@ -215,8 +196,8 @@ class _Worker:
         """The answer. Raises TimeoutError if it is late, other OSErrors and EOFError if the process
         has ended."""
         until = time.monotonic() + timeout_s
-        self._socket.settimeout(timeout_s)
-        self._socket.sendall(frame)
+        self.connection.settimeout(timeout_s)
+        self.connection.sendall(frame)
         (size,) = HEADER.unpack(self._receive(HEADER.size, until))
         said: dict[str, str] = orjson.loads(self._receive(size, until))
         return said
@@ -225,20 +206,9 @@ class _Worker:
         received = bytearray()
         while len(received) < num_bytes:
             # 0 would mean not to wait at all, which is another error.
-            self._socket.settimeout(max(1e-3, until - time.monotonic()))
-            piece = self._socket.recv(min(_PIECE_BYTES, num_bytes - len(received)))
+            self.connection.settimeout(max(1e-3, until - time.monotonic()))
+            piece = self.connection.recv(min(_PIECE_BYTES, num_bytes - len(received)))
             if not piece:
                 raise EOFError("its process has ended")
             received += piece
         return received
-
-    def kill(self) -> None:
-        """Whoever waits for an answer gets none."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-
-    def end(self) -> None:
-        """Kills it and waits until it is gone."""
-        self.kill()
-        self._process.wait()
-        self._socket.close()
