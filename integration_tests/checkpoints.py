@@ -6,6 +6,8 @@ are not ones, biases are not zeros), so that a forgotten term changes the tokens
 """
 
 import json
+import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +201,18 @@ def write_checkpoint(family: str, directory: Path, **overrides: Any) -> Path:
         _respell(config)
     path.write_text(json.dumps(config, indent=2))
     return directory
+
+
+def damage(source: Path, target: Path, name: str, row: int | None) -> Path:
+    """A copy of a checkpoint in which a tensor, or one row of it, is NaN."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][... if row is None else row] = math.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    return target
 
 
 def _write_model(family: Family, directory: Path, overrides: Mapping[str, Any]) -> None:

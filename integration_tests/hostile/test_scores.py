@@ -3,17 +3,15 @@ is counted and logged; its neighbours and the server go on."""
 
 import asyncio
 import json
-import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from integration_tests.checkpoints import damage
 from integration_tests.hostile.contained import contained
 from integration_tests.server import LauncherHandle, token_ids
 
@@ -46,16 +44,6 @@ BODIES: list[tuple[str, dict[str, Any], int]] = [
     ("/vertex", {"instances": [CHAT]}, 1),
     (INFER, {"id": "1", "inputs": [INPUT], "outputs": [{"name": "text"}]}, 1),
 ]
-
-
-def damage(source: Path, target: Path, name: str, row: int | None) -> Path:
-    """A copy of a checkpoint in which a tensor, or one row of it, is NaN."""
-    shutil.copytree(source, target)
-    path = target / "model.safetensors"
-    tensors = load_file(path)
-    tensors[name][... if row is None else row] = math.nan
-    save_file(tensors, path, metadata={"format": "pt"})
-    return target
 
 
 @pytest.fixture(scope="module")

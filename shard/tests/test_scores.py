@@ -1,8 +1,6 @@
 """Scores that are not numbers: the request they belong to fails with a sentence, and no other."""
 
 import logging
-import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from text_generation_shard.batch import RowRequest
 from text_generation_shard.choosing import Chooser, ChosenTokens
 from text_generation_shard.columns import SamplingParams, Watermark
@@ -21,6 +18,7 @@ from text_generation_shard.rows import RowTable
 from text_generation_shard.sampling import Choice
 from text_generation_shard.step import FinishReason
 
+from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine
 
 BAD = 77
@@ -32,16 +30,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"sampling": {"repetition_penalty": 1.2, "top_k": 9, "seed": 6}, "top_n_tokens": 3},
     {"prefill_logprobs": True},
 ]
-
-
-def damage(source: Path, target: Path, name: str, row: int | None) -> Path:
-    """A copy of a checkpoint in which a tensor, or one row of it, is NaN."""
-    shutil.copytree(source, target)
-    path = target / "model.safetensors"
-    tensors = load_file(path)
-    tensors[name][... if row is None else row] = math.nan
-    save_file(tensors, path, metadata={"format": "pt"})
-    return target
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
