@@ -17,6 +17,7 @@ from text_generation_shard.constraint import Constraint, sentence
 from text_generation_shard.grammar import Grammar, GrammarCompiler
 from text_generation_shard.guard import AnyConstraint, GuardedConstraint, GuardedGrammar, begin
 from text_generation_shard.masks import ConstrainedRow, GrammarMasks
+from text_generation_shard.trial import may_grow
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
@@ -227,6 +228,49 @@ async def test_what_blows_up_while_it_is_followed_fails_alone_and_soon(
     masks_of(twin, [])
     assert twin.failure, "it followed the same grammar"
     await until(lambda: len(children()) == 1)
+
+
+@pytest.mark.parametrize("pattern", ["([^x]{1000000})?", "(([^x]{100}){100}){100}?|a"])
+async def test_repeats_that_are_reached_with_the_first_token_hurt_nobody(
+    compiler: GrammarCompiler, pattern: str
+) -> None:
+    """Here they would take a second. Compiling them takes no time: the shortest text has none."""
+    grammar = await compiler.compile(regex(pattern))
+    assert isinstance(grammar, GuardedGrammar), grammar.error
+    row = begin(grammar, (), 24, 0)
+    began = time.monotonic()
+    row.settle(masks_of(row, [])[0][-1])
+    assert time.monotonic() - began < 0.5
+    assert "too complex to be followed" in row.failure
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        regex("[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}"),
+        regex("(a{9}){9}b{,5}[{]2000000"),
+        schema_text(closed(a={"type": "string", "maxLength": 4000}, b={"const": 2000000})),
+    ],
+)
+def test_what_is_ordinary_is_not_guarded(text: str) -> None:
+    assert not may_grow(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        regex("a{5000}"),
+        regex("a{2,5000}"),
+        regex("a{5000,}"),
+        regex("(a{70}b){70}"),
+        regex("a{99999999999999999999999999}"),
+        "start: a ~ 5000",
+        "start: a ~ 1..5000",
+        schema_text(closed(a={"type": "string", "maxLength": 5000})),
+    ],
+)
+def test_what_is_repeated_often_may_grow(text: str) -> None:
+    assert may_grow(text)
 
 
 async def test_a_row_that_is_given_up_is_forgotten(compiler: GrammarCompiler) -> None:

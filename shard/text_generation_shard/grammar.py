@@ -19,7 +19,7 @@ from text_generation_shard.constraint import (
 )
 from text_generation_shard.ending import EndingSearch
 from text_generation_shard.guard import GuardedGrammar
-from text_generation_shard.trial import Trial, Trials, TrialServer, combines_patterns
+from text_generation_shard.trial import Trial, Trials, TrialServer, may_grow
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarError"]
 
@@ -83,9 +83,7 @@ class GrammarCompiler:
 
     async def _compile(self, text: str) -> Grammar:
         trial = await self._trials.run(text)
-        is_guarded = (
-            trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or combines_patterns(text)
-        )
+        is_guarded = trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or may_grow(text)
         if trial.error:
             grammar = Grammar(trial.error, retry_after_s=trial.retry_after_s)
         elif is_guarded:

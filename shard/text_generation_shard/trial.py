@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -216,17 +217,37 @@ async def _exchange(connection: socket.socket, text: str | None) -> Any:
     return unpacker.message()
 
 
-def combines_patterns(text: str) -> bool:
-    """Whether a grammar may ask for a text that follows several patterns at once.
+def may_grow(text: str) -> bool:
+    """Whether following a grammar may take much more than compiling it.
 
-    What its masks cost is then not bounded by llguidance's limits. True as well for many that do
-    not: that costs them little.
+    So it is where a text must follow several patterns at once, and where a pattern is repeated so
+    often that its states are made as they are reached; llguidance's limits do not bound that. True
+    as well for many that cost little: they are only followed in a process of their own.
     """
     if "&" in text or "%json" in text or "patternProperties" in text:
+        return True
+    if _repeats_often(text):
         return True
     num_patterns = sum(text.count(f'"{keyword}"') for keyword in _PATTERNS)
     return num_patterns > 1 and any(f'"{keyword}"' in text for keyword in _COMBINERS)
 
 
+def _repeats_often(text: str) -> bool:
+    """As if all that is repeated in a text stood in each other."""
+    if any(int(length) > _MOST_REPEATS for length in _LENGTHS.findall(text)):
+        return True
+    product = 1
+    for least, most in _COUNTS.findall(text):
+        product *= max(1, int(most or least))
+        if product > _MOST_REPEATS:
+            return True
+    return False
+
+
 _PATTERNS: Sequence[str] = ("pattern", "format")
 _COMBINERS: Sequence[str] = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
+# Of a longer number the first digits are large enough.
+_COUNTS = re.compile(r"[{~] ?(\d{1,18})\d*(?:(?:,|\.\.) ?(\d{1,18})?\d*)?")
+_LENGTHS = re.compile(r'"(?:min|max)Length": ?(\d{1,18})')
+# A million repeats take a second once, at the first token.
+_MOST_REPEATS = 4096
