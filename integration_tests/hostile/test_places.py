@@ -131,10 +131,11 @@ def test_kernels_that_all_may_write_are_not_made(
     """With a umask that denies nothing, and a place of one's own."""
     folder = tmp_path / "kernels"
     environment = {"in_child": lambda: os.umask(0), "NUMBA_CACHE_DIR": str(folder)}
-    log = serves(launch(tiny_model_path, **environment))
-    assert "compiled kernels" not in log
+    handle = launch(tiny_model_path, **environment)
+    # The first ones tell how all are made.
+    wait_until(lambda: len(list(folder.rglob("*.nbi"))) > 5, COMPILE_TIMEOUT_S, "some are made")
+    handle.kill()
     made = [folder, *folder.rglob("*")]
-    assert len(made) > 10
     assert not [path for path in made if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
 
 
@@ -150,10 +151,15 @@ def test_few_files_may_be_open(launch: Launch, tiny_model_path: Path) -> None:
     for process in handle.family():
         assert process.rlimit(resource.RLIMIT_NOFILE) == (80, 80)
     with ExitStack() as stack:
-        for _ in range(120):
-            connection = socket.create_connection(("127.0.0.1", handle.port))
-            stack.callback(connection.close)
-        wait_until(lambda: "No connection can be taken" in handle.log, 10, "it is said")
+
+        def is_told() -> bool:
+            # What the server's start has opened and closes meanwhile is room for some more.
+            for _ in range(20):
+                connection = socket.create_connection(("127.0.0.1", handle.port))
+                stack.callback(connection.close)
+            return "No connection can be taken" in handle.log
+
+        wait_until(is_told, 10, "it is said")
     wait_until(lambda: is_healthy(handle), 20, "there is room again")
     assert handle.generate(PROMPT, max_new_tokens=2)["generated_text"]
     assert handle.log.count("No connection can be taken") == 1

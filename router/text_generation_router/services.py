@@ -133,29 +133,7 @@ def assemble(
         vocab_size=info.vocab_size,
         is_deterministic=info.deterministic,
     )
-    target_ms = config.inter_token_latency_target_ms
-    scheduler_limits = SchedulerLimits(
-        num_blocks=warmup.num_blocks,
-        block_size=info.block_size,
-        max_batch_size=config.batch_rows,
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
-        max_batch_total_tokens=warmup.num_blocks * info.block_size,
-        waiting_served_ratio=config.waiting_served_ratio,
-        max_waiting_tokens=config.max_waiting_tokens,
-        recompute_at=info.recompute_at,
-        prompt_scaled_at=info.prompt_scaled_at,
-        shares_prefixes=not config.disable_prefix_caching,
-        chunks_prompts=not config.disable_prefill_chunking,
-        speculate=config.speculate,
-        runs_ahead=info.spares_core,
-        costs=StepCosts(
-            warmup.decode_step_ns,
-            min(WARMUP_ROWS, config.batch_rows),
-            warmup.prefill_token_ns,
-            warmup.prefill_context_ns,
-        ),
-        target_ns=None if target_ms is None else target_ms * 1e6,
-    )
+    scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config)
     _tell_pace(config, scheduler_limits.costs)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
@@ -184,6 +162,34 @@ def assemble(
         workers,
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
+    )
+
+
+def _scheduler_limits(
+    config: RouterConfig, info: ShardInfo, warmup: WarmupResult
+) -> SchedulerLimits:
+    target_ms = config.inter_token_latency_target_ms
+    return SchedulerLimits(
+        num_blocks=warmup.num_blocks,
+        block_size=info.block_size,
+        max_batch_size=config.batch_rows,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_batch_total_tokens=warmup.num_blocks * info.block_size,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
+        recompute_at=info.recompute_at,
+        prompt_scaled_at=info.prompt_scaled_at,
+        shares_prefixes=not config.disable_prefix_caching,
+        chunks_prompts=not config.disable_prefill_chunking,
+        speculate=config.speculate,
+        runs_ahead=info.spares_core,
+        costs=StepCosts(
+            warmup.decode_step_ns,
+            min(WARMUP_ROWS, config.batch_rows),
+            warmup.prefill_token_ns,
+            warmup.prefill_context_ns,
+        ),
+        target_ns=None if target_ms is None else target_ms * 1e6,
     )
 
 
