@@ -31,8 +31,9 @@ from streams import Streams
 
 import router
 
-# Checkpoint, layers, requests for each client in a run; so many runs, in turn, make a round.
+# Checkpoint, layers, requests for each client in a run.
 MODELS = (("llama-125m", 30, 1), ("llama-2-layers", 2, 4))
+# Runs of each server in a round.
 SLICES = 4
 # The speed of a host changes within seconds, so the router's rounds are short and many.
 ROUTER_SECONDS, ROUTER_ROUNDS, NEW_TOKENS = 3.0, 4, 256

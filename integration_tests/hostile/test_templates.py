@@ -15,7 +15,7 @@ from integration_tests.server import LauncherHandle, wait_until
 
 WORKER = "text_generation_router.chat.rendering"
 ANSWER_S = 3.0
-# The one before has brought its process to an end, and beside streams another starts slowly.
+# The previous chat ended its process, and beside running streams a new one starts slowly.
 START_AND_ANSWER_S = 8.0
 # By the content of the first message; the server's own trial is the last. `one` keeps constants
 # from being folded when the template is compiled, whichever branch they are in.

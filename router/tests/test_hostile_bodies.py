@@ -81,7 +81,7 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
     "ids": (COMPLETIONS, lambda: many('{"prompt":[', "1", "]}")),
     "ids of three digits": (COMPLETIONS, lambda: many('{"prompt":[', "104", "]}")),
     "large ids": (COMPLETIONS, lambda: many('{"prompt":[', "30000", "]}")),
-    # As short as numbers may be that are so many.
+    # The shortest numbers of which a body may be full.
     "longer ids": (COMPLETIONS, lambda: many('{"prompt":[', "1000000", "]}")),
     "longer decimals": (COMPLETIONS, lambda: many('{"prompt":[', "1.00001", "]}")),
     "last id wrong": (COMPLETIONS, lambda: many('{"prompt":[', "30000", ',"x"]}')),

@@ -47,9 +47,9 @@ class TokenizerProcess:
 
     def close(self) -> None:
         """Ends the child, also in the middle of a text."""
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
     def _ask(
         self, text: str, add_special_tokens: bool, places: bool, most: int
@@ -72,8 +72,11 @@ class TokenizerProcess:
 
     def _connected(self) -> socket.socket:
         """The connection to a child that runs."""
-        if self._child is None or not self._child.is_alive:
+        # `close` may be called at any time, which makes `_child` None.
+        child = self._child
+        if child is None or not child.is_alive:
             self.close()
-            self._child = Child("text_generation_router.tokenizer_child", self._path)
-            self._child.connection.settimeout(TIMEOUT_S)
-        return self._child.connection
+            child = Child("text_generation_router.tokenizer_child", self._path)
+            child.connection.settimeout(TIMEOUT_S)
+            self._child = child
+        return child.connection

@@ -262,6 +262,7 @@ def test_what_is_ordinary_is_not_guarded(text: str) -> None:
         regex("a{5000}"),
         regex("a{2,5000}"),
         regex("a{5000,}"),
+        regex("a{,5000}"),
         regex("(a{70}b){70}"),
         regex("a{99999999999999999999999999}"),
         "start: a ~ 5000",

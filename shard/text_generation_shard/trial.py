@@ -238,7 +238,7 @@ def _repeats_often(text: str) -> bool:
         return True
     product = 1
     for least, most in _COUNTS.findall(text):
-        product *= max(1, int(most or least))
+        product *= max(1, int(most or least or 0))
         if product > _MOST_REPEATS:
             return True
     return False
@@ -247,7 +247,7 @@ def _repeats_often(text: str) -> bool:
 _PATTERNS: Sequence[str] = ("pattern", "format")
 _COMBINERS: Sequence[str] = ("allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas")
 # Of a longer number the first digits are large enough.
-_COUNTS = re.compile(r"[{~] ?(\d{1,18})\d*(?:(?:,|\.\.) ?(\d{1,18})?\d*)?")
+_COUNTS = re.compile(r"[{~] *(\d{0,18})\d*(?:(?:,|\.\.) *(\d{0,18})\d*)?")
 _LENGTHS = re.compile(r'"(?:min|max)Length": ?(\d{1,18})')
 # A million repeats take a second once, at the first token.
 _MOST_REPEATS = 4096
