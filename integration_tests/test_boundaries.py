@@ -77,11 +77,11 @@ def test_forbidden_modules_stay_out(package: str, forbidden: set[str]) -> None:
     [
         ("text_generation_router.scheduler", ("api", "app", "cli", "infer", "client")),
         ("text_generation_router.client", ("api", "app", "cli", "infer")),
-        ("text_generation_shard.models", ("batch", "engine", "service", "server", "cli")),
-        ("text_generation_shard.layers", ("models.llama", "batch", "engine", "service")),
+        ("text_generation_shard.models", ("engine", "service", "server", "cli")),
+        ("text_generation_shard.layers", ("models.llama", "engine", "service")),
         (
-            "text_generation_shard.attention",
-            ("layers.attention", "models.llama", "batch", "engine"),
+            "text_generation_shard.device",
+            ("layers.attention", "models.llama", "engine"),
         ),
     ],
 )

@@ -44,7 +44,7 @@ def trials(handle: LauncherHandle) -> list[psutil.Process]:
     found = []
     for process in handle.family():
         try:
-            if "text_generation_shard.trial_server" in process.cmdline():
+            if "text_generation_shard.grammars.trial_server" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue  # it has just ended

@@ -6,12 +6,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.columns import SamplingParams
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
-from text_generation_shard.step import Advance, StepResult, WarmupLimits
-from text_generation_shard.warmup import StepCosts
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.engine.warmup import StepCosts
+from text_generation_shard.sampling.params import SamplingParams
 
 NUM_BLOCKS = 400
 

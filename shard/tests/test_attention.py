@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.attention.base import MAX_GATHER_TOKENS
-from text_generation_shard.attention.registry import create_backend
-from text_generation_shard.attention.torch_sdpa import TorchAttention, group_by_length
-from text_generation_shard.forward import ForwardBatch
-from text_generation_shard.kv_cache import CacheShape
+from text_generation_shard.device.attention import MAX_GATHER_TOKENS
+from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.reference.attention import TorchAttention, group_by_length
+from text_generation_shard.device.reference.kv_cache import CacheShape
+from text_generation_shard.device.registry import create_backend
 from text_generation_shard.models.config import ModelConfig
 
 BLOCK = 16

@@ -7,10 +7,10 @@ import pytest
 import torch
 from numba import njit
 from safetensors.torch import load_file
-from text_generation_shard.kernels import are_vectors_wide, linear
-from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.narrow import narrow
-from text_generation_shard.kernels.vector import BFLOAT12, BFLOAT16
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
+from text_generation_shard.device.cpu.kernels import tile as tile_module
+from text_generation_shard.device.cpu.kernels.narrow import narrow
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, BFLOAT16
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="12 bits need AVX-512")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard import cgroup
-from text_generation_shard.cgroup import MemoryLimit, memory_limit
+from text_generation_shard.device.cpu import cgroup
+from text_generation_shard.device.cpu.cgroup import MemoryLimit, memory_limit
 from text_generation_shard.errors import ModelError
 from text_generation_shard.weights import Held, Parameters
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.kernels import cache, compile
-from text_generation_shard.kernels.children import Children
+from text_generation_shard.device.cpu.kernels import cache, compile
+from text_generation_shard.device.cpu.kernels.children import Children
 
 FOREVER_S = 60.0
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from text_generation_shard.engine import Engine
-from text_generation_shard.forward import ForwardBatch
-from text_generation_shard.kernels import are_vectors_wide
+from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import StepResult
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from text_generation_shard.models.config import RopeConfig
-from text_generation_shard.step import StepResult
 from torch import Tensor
 
 from integration_tests.checkpoints import write_checkpoint

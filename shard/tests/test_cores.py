@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from text_generation_shard.cores import num_compute_threads
+from text_generation_shard.device.cpu.cores import num_compute_threads
 
 
 @pytest.fixture

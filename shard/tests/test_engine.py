@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import Advance, FinishReason, StepResult, WarmupLimits
 from text_generation_shard.errors import BatchError, ModelError
-from text_generation_shard.step import Advance, FinishReason, StepResult, WarmupLimits
 
 from shard.tests.driver import NUM_BLOCKS, Driver, load_engine
 
@@ -237,7 +237,7 @@ def test_a_step_that_fails_in_sampling_can_be_repeated(
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("text_generation_shard.choosing.Chooser.choose", fail)
+        patch.setattr("text_generation_shard.engine.output.Chooser.choose", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             driver.step()
     driver.run()

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit, typeof
-from text_generation_shard.kernels import are_vectors_wide, layers, linear
-from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.calls import address_of, call
-from text_generation_shard.kernels.grouped_linear import cost_of_items, sum_groups
-from text_generation_shard.kernels.vector import BFLOAT16, INT8
-from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, linear
+from text_generation_shard.device.cpu.kernels import tile as tile_module
+from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, INT8
+from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from text_generation_shard import first_touch
-from text_generation_shard.first_touch import FirstTouch, Parts
-from text_generation_shard.kv_cache import untouched
+from text_generation_shard.device.cpu import first_touch
+from text_generation_shard.device.cpu.first_touch import FirstTouch, Parts
+from text_generation_shard.device.reference.kv_cache import untouched
 
 from shard.tests.driver import Driver, load_engine
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.engine import Engine
-from text_generation_shard.grammar import Constraint, Grammar, GrammarCompiler
-from text_generation_shard.step import FinishReason
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import FinishReason
+from text_generation_shard.grammars.compiler import Constraint, Grammar, GrammarCompiler
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check, closed

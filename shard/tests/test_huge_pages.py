@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from text_generation_shard import huge_pages
-from text_generation_shard.huge_pages import PAGE_BYTES, collapse, pages_of
-from text_generation_shard.kernels import are_vectors_wide
+from text_generation_shard.device.cpu import huge_pages
+from text_generation_shard.device.cpu.huge_pages import PAGE_BYTES, collapse, pages_of
+from text_generation_shard.device.cpu.kernels import are_vectors_wide
 
 from shard.tests.driver import load_engine
 

@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 from text_generation_shard.attention import packed
-from text_generation_shard.attention.packed import PackedAttention
-from text_generation_shard.forward import ForwardBatch
-from text_generation_shard.kernels import are_vectors_wide, linear, pointwise
-from text_generation_shard.kernels import tile as tile_module
-from text_generation_shard.kernels.rows import plan_rows
-from text_generation_shard.kernels.vector import BFLOAT16
-from text_generation_shard.kv_cache import CacheShape
-from text_generation_shard.layers.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.cpu.attention import PackedAttention
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
+from text_generation_shard.device.cpu.kernels import tile as tile_module
+from text_generation_shard.device.cpu.kernels.rows import plan_rows
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
+from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
+from text_generation_shard.device.reference.kv_cache import CacheShape
 from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, TorchRotation
-from text_generation_shard.layers.tiled import TiledInt4Matrix, TiledInt8Matrix
 from text_generation_shard.models.config import RopeConfig
 from torch import Tensor
 

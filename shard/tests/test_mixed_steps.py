@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import Advance
 from text_generation_shard.errors import BatchError
-from text_generation_shard.step import Advance
 
 from shard.tests.driver import Driver, load_engine
 
@@ -235,7 +235,7 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     def fail(*_: Any) -> None:
         raise RuntimeError("the device says no")
 
-    for place in ("choosing.Chooser.choose", "runner.choices_of"):
+    for place in ("engine.output.Chooser.choose", "engine.runner.choices_of"):
         with monkeypatch.context() as patch:
             patch.setattr(f"text_generation_shard.{place}", fail)
             with pytest.raises(RuntimeError, match="says no"):

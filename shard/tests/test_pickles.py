@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from text_generation_shard import pickles
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.download import DownloadError, resolve_model
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import ModelError
 
 from integration_tests.checkpoints import write_checkpoint

@@ -5,9 +5,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from text_generation_shard import places
-from text_generation_shard.kernels import cache
-from text_generation_shard.places import temporary_folder, why_untrusted
+from text_generation_shard import trusted_folders as places
+from text_generation_shard.device.cpu.kernels import cache
+from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 NOBODY = 65534
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from text_generation_shard import kernels
+from text_generation_shard.device.cpu import kernels
+from text_generation_shard.device.cpu.matrix import Matrix, hold
+from text_generation_shard.device.cpu.quantized import GROUP, Int4Matrix, Int8Matrix
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
-from text_generation_shard.layers.matrix import Matrix, hold
-from text_generation_shard.layers.quantized import GROUP, Int4Matrix, Int8Matrix
 from text_generation_shard.weights import Parameters
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -99,7 +99,7 @@ def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -
     for form in (Int8Matrix, Int4Matrix):
         matrix = form(weight_of(336, 64), torch.bfloat16)
         whole = matrix(hidden)
-        monkeypatch.setattr("text_generation_shard.layers.quantized._SPELLED_NUMBERS", 5000)
+        monkeypatch.setattr("text_generation_shard.device.cpu.quantized._SPELLED_NUMBERS", 5000)
         assert torch.equal(matrix(hidden), whole)
         monkeypatch.undo()
 

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard import compiled_sampling, sampling
-from text_generation_shard.columns import SamplingParams, SamplingTable, Watermark
-from text_generation_shard.kernels.choice import draw
-from text_generation_shard.sampling import Choice, Sampler, TokenHistory, top_tokens, uniform
+from text_generation_shard.device.cpu import sampler as compiled_sampling
+from text_generation_shard.device.cpu.kernels.choice import draw
+from text_generation_shard.sampling import sampler as sampling
+from text_generation_shard.sampling.params import SamplingParams, SamplingTable, Watermark
+from text_generation_shard.sampling.sampler import (
+    Choice,
+    Sampler,
+    TokenHistory,
+    top_tokens,
+    uniform,
+)
 
 VOCAB = 50
 CLOSE = {"abs": 1e-4, "rel": 1e-4}

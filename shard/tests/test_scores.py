@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.choosing import Chooser, ChosenTokens
-from text_generation_shard.columns import SamplingParams, Watermark
-from text_generation_shard.engine import Engine
-from text_generation_shard.grammar import GrammarCompiler
-from text_generation_shard.ragged import Choices, Spans, choices_of
-from text_generation_shard.rows import RowTable
-from text_generation_shard.sampling import Choice
-from text_generation_shard.step import FinishReason
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.forward_batch import Choices, Spans, choices_of
+from text_generation_shard.engine.output import Chooser, ChosenTokens
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import FinishReason
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.sampling.params import SamplingParams, Watermark
+from text_generation_shard.sampling.sampler import Choice
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine

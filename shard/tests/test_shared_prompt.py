@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.batch import RowRequest
+from text_generation_shard.engine.batch import RowRequest
 
 from shard.tests.driver import Driver, load_engine
 

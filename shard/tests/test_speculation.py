@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from text_generation_shard.arrays import Ints
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.columns import SamplingParams
-from text_generation_shard.engine import Engine
-from text_generation_shard.grammar import GrammarCompiler
-from text_generation_shard.rows import RowTable
-from text_generation_shard.speculation import Guesser
-from text_generation_shard.step import Advance, FinishReason
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.ngram import Guesser
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import Advance, FinishReason
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.sampling.params import SamplingParams
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check

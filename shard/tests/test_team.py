@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from numba import int64, njit, typeof
-from text_generation_shard.kernels import team
-from text_generation_shard.kernels.atomic import exchange_word, get_word, give_way, pause
-from text_generation_shard.kernels.calls import address_of
-from text_generation_shard.kernels.vector import aligned
+from text_generation_shard.device.cpu.kernels import team
+from text_generation_shard.device.cpu.kernels.atomic import exchange_word, get_word, give_way, pause
+from text_generation_shard.device.cpu.kernels.calls import address_of
+from text_generation_shard.device.cpu.kernels.vector import aligned
 
 LOOKS = 200_000_000
 """Seconds, for what would otherwise never end."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from text_generation_shard.kernels.threads import ThreadChoice
+from text_generation_shard.device.cpu.kernels.threads import ThreadChoice
 
 
 class Machine:

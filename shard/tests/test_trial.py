@@ -13,11 +13,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from text_generation_shard.constraint import Constraint, sentence
-from text_generation_shard.grammar import Grammar, GrammarCompiler
-from text_generation_shard.guard import AnyConstraint, GuardedConstraint, GuardedGrammar, begin
-from text_generation_shard.masks import ConstrainedRow, GrammarMasks
-from text_generation_shard.trial import may_grow
+from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
+from text_generation_shard.grammars.constraint import Constraint, sentence
+from text_generation_shard.grammars.guard import (
+    AnyConstraint,
+    GuardedConstraint,
+    GuardedGrammar,
+    begin,
+)
+from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
+from text_generation_shard.grammars.trial import may_grow
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
@@ -55,7 +60,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 def servers() -> list[psutil.Process]:
     """The processes that fork, of this one alone: other tests have launchers."""
-    name = "text_generation_shard.trial_server"
+    name = "text_generation_shard.grammars.trial_server"
     return [child for child in psutil.Process().children() if name in child.cmdline()]
 
 
@@ -142,7 +147,7 @@ async def test_closing_ends_what_is_under_way() -> None:
 async def test_what_is_remembered_is_bounded_in_bytes(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("text_generation_shard.grammar._CACHED_BYTES", 30 << 20)
+    monkeypatch.setattr("text_generation_shard.grammars.compiler._CACHED_BYTES", 30 << 20)
     for number in range(8):
         text = all_of(2, f"^z{number}[a-z]*y{{}}?$")
         grammar = await compiler.compile(text)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard import memory
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine import memory
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.engine.warmup import measure
 from text_generation_shard.errors import ModelError
-from text_generation_shard.step import Advance, StepResult, WarmupLimits
-from text_generation_shard.warmup import measure
 from torch.profiler import ProfilerActivity, profile
 
 from shard.tests.driver import Driver, load_engine

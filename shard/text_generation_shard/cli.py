@@ -12,7 +12,7 @@ from text_generation_process.descriptors import Output, raise_file_limit
 
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.cores import num_compute_threads
+from text_generation_shard.device.cpu.cores import num_compute_threads
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from text_generation_shard import pickles
 from text_generation_shard.hub_error import explain
-from text_generation_shard.places import temporary_folder
+from text_generation_shard.trusted_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import uvloop
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
+from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.memory import keep_freed_memory, return_freed_memory
 from text_generation_shard.errors import ModelError
-from text_generation_shard.huge_pages import collapse, pages_of
 from text_generation_shard.interceptor import ExceptionInterceptor
-from text_generation_shard.memory import keep_freed_memory, return_freed_memory
 from text_generation_shard.service import ShardService
 
 logger = logging.getLogger(__name__)

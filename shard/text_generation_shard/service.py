@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_shard.batch import RowRequest
-from text_generation_shard.columns import SamplingParams
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.constraint import Grammar
-from text_generation_shard.engine import Engine
-from text_generation_shard.grammar import GrammarCompiler
-from text_generation_shard.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.constraint import Grammar
+from text_generation_shard.sampling.params import SamplingParams
 
 _T = TypeVar("_T")
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard import cgroup, pickles
+from text_generation_shard import pickles
+from text_generation_shard.device.cpu import cgroup
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
+from text_generation_shard.device.attention import AttentionBackend, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import Rotation

@@ -8,10 +8,10 @@ both, so that the vocabulary lies in memory once, a byte a number.
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.kernels import Place
-from text_generation_shard.layers.matrix import FloatMatrix, Matrix, hold, int8_form
-from text_generation_shard.layers.quantized import Int8Matrix
-from text_generation_shard.layers.tiled import TiledInt8Matrix
+from text_generation_shard.device.cpu.kernels import Place
+from text_generation_shard.device.cpu.matrix import FloatMatrix, Matrix, hold, int8_form
+from text_generation_shard.device.cpu.quantized import Int8Matrix
+from text_generation_shard.device.cpu.tiled import TiledInt8Matrix
 from text_generation_shard.weights import Held, Parameters
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from text_generation_shard.layers.matrix import Matrix, hold, hold_gated
+from text_generation_shard.device.cpu.matrix import Matrix, hold, hold_gated
 from text_generation_shard.weights import Held, Parameters
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from text_generation_shard import kernels
+from text_generation_shard.device.cpu import kernels
 from text_generation_shard.weights import Parameters
 
 
@@ -40,7 +40,7 @@ class RMSNorm:
     def add(self, hidden: Tensor, delta: Tensor | None, multiplier: float = 1.0) -> Tensor:
         """hidden [T, size] += delta * multiplier, in place; returns the norm of that."""
         if self._uses_kernels:
-            from text_generation_shard.kernels.pointwise import add_norm
+            from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 
             return add_norm(hidden, delta, multiplier, self._weight, self._epsilon)
         if delta is not None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from text_generation_shard import kernels
+from text_generation_shard.device.cpu import kernels
 from text_generation_shard.models.config import RopeConfig
 
 
@@ -125,7 +125,7 @@ class KernelRotation:
 
     def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
         """See Rotation."""
-        from text_generation_shard.kernels.pointwise import rotate_
+        from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 
         rotate_(heads, num_turning, num_queries, scale, self.angles, self.positions)
 

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard import kernels
 from text_generation_shard.arrays import Floats
-from text_generation_shard.attention.base import AttentionBackend, AttentionPlan
-from text_generation_shard.forward import ForwardBatch, RowBatch
+from text_generation_shard.device.attention import AttentionBackend, AttentionPlan
+from text_generation_shard.device.batch import ForwardBatch, RowBatch
+from text_generation_shard.device.cpu import kernels
+from text_generation_shard.device.cpu.runner import CompiledLayers, Ends, Tokens, compiled_layers
 from text_generation_shard.layers.attention import Attention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, Rotation
-from text_generation_shard.models.compiled import CompiledLayers, Ends, Tokens, compiled_layers
 from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.weights import Parameters
 
@@ -80,7 +80,7 @@ class LlamaModel:
         self.rotary = RotaryEmbedding(config.rope, parameters.device)
         self._measured: Callable[[int], AbstractContextManager[None]] = _unmeasured
         if kernels.are_used(parameters.dtype, parameters.device):
-            from text_generation_shard.kernels.threads import Threads
+            from text_generation_shard.device.cpu.kernels.threads import Threads
 
             self._measured = Threads().measured
         self._compiled: CompiledLayers | None = None

@@ -1,0 +1,1 @@
+"""What hardware there is, and how a model is computed on it."""

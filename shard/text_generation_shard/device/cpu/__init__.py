@@ -1,0 +1,1 @@
+"""The processor, by kernels of its own."""

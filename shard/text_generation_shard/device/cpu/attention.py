@@ -1,0 +1,160 @@
+"""Attention on the processor: paged blocks in the order `kernels.attention` multiplies them."""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Ints
+from text_generation_shard.device.attention import AttentionPlan
+from text_generation_shard.device.batch import ForwardBatch, RowBatch
+from text_generation_shard.device.cpu.first_touch import Parts
+from text_generation_shard.device.cpu.kernels import attention
+from text_generation_shard.device.cpu.kernels.rows import plan_rows
+from text_generation_shard.device.cpu.kernels.vector import marker
+from text_generation_shard.device.reference.kv_cache import CacheShape, untouched
+
+
+class PackedCache:
+    """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
+
+    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.nbytes = shape.block_bytes * num_blocks
+        self.layer_bytes = self.nbytes // shape.num_layers
+        self._memory = untouched(self.nbytes)
+        self._start = self._memory.data_ptr()
+        count = shape.num_layers * shape.num_kv_heads
+        self.parts: Parts | None = Parts(self._start, count, num_blocks, shape.block_bytes // count)
+        self.place = self._start, self.layer_bytes, num_blocks
+        """As `kernels.layers` takes it."""
+
+    def layer(self, layer: int) -> int:
+        """The address of a layer's blocks."""
+        return self._start + layer * self.layer_bytes
+
+
+class PackedPlan(NamedTuple):
+    """What is the same in all layers of a pass, as the kernels take it."""
+
+    # [T], [*, width] and [N, 5].
+    slots: Any
+    block_tables: Any
+    tasks: Any
+    # [S] and [M, 6], as `kernels.layers` takes them; M is 0 where all tokens are wanted.
+    wanted: Any
+    last_tasks: Any
+    # That the tasks were dealt to.
+    num_threads: int
+
+
+class PackedAttention:
+    """One kernel for every query of a pass; a query's result depends on its own row alone."""
+
+    name = "packed"
+    block_size = attention.BLOCK_SIZE
+    is_deterministic = True
+    gathers = False
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self.cache: PackedCache | None = None
+
+    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> PackedCache:
+        """See AttentionBackend."""
+        self.cache = None
+        self.cache = PackedCache(shape, num_blocks)
+        return self.cache
+
+    def plan(self, batch: ForwardBatch) -> PackedPlan:
+        """See AttentionBackend."""
+        offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
+        group = self._num_heads // self._num_kv_heads
+        num_threads = numba.get_num_threads()
+        slots, tables = batch.slots.numpy(), batch.block_tables.contiguous().numpy()
+        tasks = _tasks(offsets, contexts, group, num_threads)
+        wanted = batch.logits_indices
+        if wanted is None or len(wanted) == len(slots):
+            return PackedPlan(slots, tables, tasks, np.arange(len(slots)), _NO_TASKS, num_threads)
+        last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
+        return PackedPlan(slots, tables, tasks, wanted.numpy(), last_tasks, num_threads)
+
+    def plan_rows(self, batch: RowBatch) -> tuple[Ints, PackedPlan]:
+        """The ids of the tokens [R], and `plan` for a pass of these."""
+        group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
+        input_ids, slots, tasks = plan_rows(*batch, group, num_threads)
+        plan = slots, batch.block_tables, tasks, np.arange(len(slots)), _NO_TASKS
+        return input_ids, PackedPlan(*plan, num_threads)
+
+    def forward(
+        self,
+        query: Tensor,
+        key_value: Tensor,
+        layer: int,
+        window: int | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """See AttentionBackend. Queries, keys and values must lie as one projection left them."""
+        assert self.cache is not None and isinstance(plan, PackedPlan)
+        tokens, heads, head_dim = query.shape
+        kind, start = marker(query.dtype), query.data_ptr()
+        assert query.stride(0) == (heads + key_value.shape[1]) * head_dim
+        assert key_value.data_ptr() == start + heads * head_dim * query.element_size()
+        sizes = heads, self._num_kv_heads, head_dim, self.cache.layer(layer)
+        num_blocks = self.cache.num_blocks
+        attention.store(kind, start, *sizes, num_blocks, plan.slots)
+        out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
+        attention.attend(
+            kind,
+            attention.task_code(numba.typeof(kind)),
+            start,
+            out.data_ptr(),
+            *sizes,
+            num_blocks,
+            plan.block_tables,
+            plan.tasks,
+            window or 0,
+        )
+        return out
+
+
+def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
+    """The queries of R rows in tasks [N, 5] as `attend` takes them, dealt out to the threads so
+    that each gets long and short ones alike. offsets [R + 1] and contexts [R] of the rows."""
+    lengths = np.diff(offsets)
+    vectors = lengths * group
+    counts = -(-vectors // attention.TASK_ROWS)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = within * attention.TASK_ROWS
+    starts = (contexts - lengths)[rows]
+    tasks = np.stack((rows, offsets[rows], starts, first, vectors[rows]), axis=1)
+    dealt = _dealt(starts + first // group, num_threads)
+    return np.ascontiguousarray(tasks[dealt], dtype=np.int64)
+
+
+def _tasks_of(wanted: Any, offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
+    """Tasks [M, 6] for some tokens [S] of R rows alone: those of `_tasks`, and behind each by how
+    many tokens earlier than in the pass the results of its one token are put."""
+    parts = -(-group // attention.TASK_ROWS)
+    places = np.repeat(np.arange(len(wanted)), parts)
+    tokens = wanted[places]
+    rows = np.searchsorted(offsets, tokens, side="right") - 1
+    within = tokens - offsets[rows]
+    starts = (contexts - np.diff(offsets))[rows]
+    first = within * group + np.tile(np.arange(parts) * attention.TASK_ROWS, len(wanted))
+    columns = rows, offsets[rows], starts, first, (within + 1) * group, tokens - places
+    dealt = _dealt(starts + within, num_threads)
+    return np.ascontiguousarray(np.stack(columns, axis=1)[dealt], dtype=np.int64)
+
+
+def _dealt(lengths: Any, num_threads: int) -> Any:
+    """The order in which tasks of these lengths are dealt to the threads, who get a part each."""
+    order = np.argsort(-lengths, kind="stable")
+    return np.concatenate([order[thread::num_threads] for thread in range(num_threads)])
+
+
+_NO_TASKS = np.empty((0, 6), dtype=np.int64)

@@ -1,0 +1,339 @@
+"""Attention over paged keys and values, for every query of a step at once.
+
+The layout makes both products those of `tile`: a block holds 16 tokens, and its keys lie with the
+tokens side by side (scores need no sum across a vector), its values with 16 features side by side.
+Blocks are read where they lie; nothing is gathered.
+
+Softmax goes along (Milakov & Gimelshein 2018) in chunks of 64 tokens that begin at multiples of 64
+of the sequence. So a query's sums are taken in an order that depends on its position alone: not on
+how the prompt was cut, what was cached, or who else is in the batch. Tokens that a query does not
+see count exactly 0.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import int64, njit, prange
+
+from text_generation_shard.device.cpu.kernels import MAX_HEAD_DIM
+from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
+from text_generation_shard.device.cpu.kernels.softmax import CHUNK, NOTHING, soften, soften_part
+from text_generation_shard.device.cpu.kernels.tile import paged_tile, tile
+from text_generation_shard.device.cpu.kernels.vector import (
+    ADDRESS,
+    FLOAT32,
+    STEP_BYTES,
+    array_at,
+    itemsize,
+    rounded,
+    scratch,
+    widened,
+)
+
+BLOCK_SIZE: Final = LANES
+# Query vectors of one task; those that share a KV head are read against each block together.
+TASK_ROWS: Final = 8
+_CHUNK: Final = CHUNK
+_CHUNK_BLOCKS: Final = _CHUNK // BLOCK_SIZE
+# Vectors of a task's queries, sums (float32 at most) and scores.
+_HEAD_VECTORS: Final = TASK_ROWS * MAX_HEAD_DIM // LANES
+_CHUNK_VECTORS: Final = TASK_ROWS * _CHUNK_BLOCKS
+# Tokens whose keys and values one thread stores sooner than two.
+_FEW_TOKENS: Final = 16
+_NOTHING: Final = np.float32(NOTHING)
+
+
+@njit(nogil=True, cache=True)
+def store_token(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    token: int,
+    slot: int,
+) -> None:
+    """`store` for one token of several."""
+    numbers = array_at(kind, heads)
+    per_step = STEP_BYTES // itemsize(kind)
+    part = head_dim * BLOCK_SIZE
+    block, lane = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    value_lane = lane // per_step * LANES * per_step + lane % per_step
+    for head in range(num_kv_heads):
+        place = (head * num_blocks + block) * 2 * part
+        target = array_at(kind, layer + place * itemsize(kind))
+        row = token * (num_heads + 2 * num_kv_heads) + num_heads + head
+        key, value = row * head_dim, (row + num_kv_heads) * head_dim
+        for feature in range(head_dim):
+            step, rest = feature // per_step, feature % per_step
+            to = step * LANES * per_step + lane * per_step + rest
+            target[to] = _finite(kind, numbers[key + feature])
+            panel, column = feature // LANES, feature % LANES
+            to = part + panel * LANES * BLOCK_SIZE + value_lane + column * per_step
+            target[to] = _finite(kind, numbers[value + feature])
+
+
+@njit(nogil=True, cache=True)
+def _store_few(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
+    for token in range(len(slots)):
+        store_token(
+            kind,
+            heads,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            layer,
+            num_blocks,
+            token,
+            slots[token],
+        )
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _store_many(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
+    for token in prange(len(slots)):
+        store_token(
+            kind,
+            heads,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            layer,
+            num_blocks,
+            token,
+            slots[token],
+        )
+
+
+@njit(nogil=True, cache=True)
+def store(
+    kind: Any,
+    heads: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    slots: Any,
+) -> None:
+    """Write the keys and values of T tokens into one layer's blocks at `slots` [T].
+
+    heads: address of [T, num_heads + 2 * num_kv_heads, head_dim], keys behind the queries. layer:
+    address of [num_kv_heads, num_blocks] blocks, keys before values in each. What is not finite is
+    written as 0, so that a slot nobody sees can be multiplied by 0.
+    """
+    if len(slots) > _FEW_TOKENS:
+        _store_many(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
+    else:
+        _store_few(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
+
+
+@njit(inline="always")
+def _finite(kind: Any, number: Any) -> Any:
+    wide = widened(kind, number)
+    # False for NaN as well.
+    return number if abs(wide) <= np.float32(3.4e38) else rounded(kind, np.float32(0.0))
+
+
+def task_signature(kind: Any) -> tuple[Any, ...]:
+    """What `attend_task` takes, for numbers of this type."""
+    return kind, *(int64,) * 6, int64[::1], int64[::1], int64, int64
+
+
+def task_code(kind: Any) -> int:
+    """Where `attend_task` lies."""
+    return address_of(attend_task, task_signature(kind))
+
+
+@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def attend(
+    kind: Any,
+    code: int,
+    heads: int,
+    out: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    layer: int,
+    num_blocks: int,
+    block_tables: Any,
+    tasks: Any,
+    window: int,
+) -> None:
+    """Each task's queries against the tokens they see; their outputs into out [T, H * head_dim].
+
+    code: where `attend_task` lies for this kind, see `calls`. heads and layer as in `store`.
+    block_tables [R, width]. tasks [N, 5]: row, first token of the row in this pass and its
+    position, first query vector of the task and number of query vectors of the row; a token's query
+    vectors are those that share a KV head. window: tokens that a query sees, itself counted in; 0:
+    all. Queries are scaled already.
+    """
+    for place in prange(len(tasks) * num_kv_heads):
+        task, head = place // num_kv_heads, np.int64(place % num_kv_heads)
+        blocks = layer + head * num_blocks * 2 * head_dim * BLOCK_SIZE * itemsize(kind)
+        sizes = num_heads, num_kv_heads, head_dim
+        seen = block_tables[tasks[task, 0]], tasks[task]
+        call(code, (kind, heads, out, *sizes, blocks, *seen, head, window))
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def attend_task(
+    kind: Any,
+    heads: int,
+    out: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    blocks: int,
+    table: Any,
+    task: Any,
+    head: int,
+    window: int,
+) -> None:
+    """`attend` for one task and one of the KV heads, whose blocks begin at `blocks`."""
+    group = num_heads // num_kv_heads
+    count = min(TASK_ROWS, task[4] - task[3])
+    rows = _padded(count)
+    inputs, sums_at = scratch(_HEAD_VECTORS), scratch(_HEAD_VECTORS)
+    scores_at, weights_at = scratch(_CHUNK_VECTORS), scratch(_CHUNK_VECTORS)
+    best_at, totals_at, pages_at = scratch(1), scratch(TASK_ROWS), scratch(1)
+    best, totals = array_at(FLOAT32, best_at), array_at(FLOAT32, totals_at)
+    sums, pages = array_at(FLOAT32, sums_at), array_at(ADDRESS, pages_at)
+    positions = array_at(ADDRESS, scratch(1))
+    for row in range(rows):
+        best[row] = _NOTHING
+        for lane in range(LANES):
+            totals[row * LANES + lane] = np.float32(0.0)
+        for feature in range(head_dim):
+            sums[row * head_dim + feature] = np.float32(0.0)
+    source = array_at(kind, heads)
+    target = array_at(kind, inputs)
+    stride = head_dim * itemsize(kind)
+    # Vectors that only fill up a tile are whatever was here; their results are not used.
+    for row in range(count):
+        token, member = (task[3] + row) // group, (task[3] + row) % group
+        positions[row] = task[2] + token
+        start = (task[1] + token) * (num_heads + 2 * num_kv_heads) + head * group + member
+        for feature in range(head_dim):
+            target[row * head_dim + feature] = source[start * head_dim + feature]
+    first, last = positions[0], positions[count - 1]
+    seen_from = max(0, first - window + 1) if window else 0
+    block_bytes = 2 * stride * BLOCK_SIZE
+    for chunk in range(seen_from // _CHUNK, last // _CHUNK + 1):
+        used = min(_CHUNK_BLOCKS, last // BLOCK_SIZE + 1 - chunk * _CHUNK_BLOCKS)
+        base = chunk * _CHUNK_BLOCKS
+        keys = (
+            blocks + table[base] * block_bytes,
+            blocks + table[base + min(1, used - 1)] * block_bytes,
+            blocks + table[base + min(2, used - 1)] * block_bytes,
+            blocks + table[base + min(3, used - 1)] * block_bytes,
+        )
+        _score(kind, rows, keys, inputs, stride, scores_at)
+        for row in range(count):
+            position = positions[row]
+            begin = max(0, position - window + 1) if window else 0
+            shrink = _soften(
+                kind,
+                scores_at + row * _CHUNK * 4,
+                weights_at + row * _CHUNK * itemsize(kind),
+                best_at + row * 4,
+                totals_at + row * VECTOR_BYTES,
+                begin - chunk * _CHUNK,
+                position - chunk * _CHUNK,
+            )
+            if shrink != np.float32(1.0):
+                for feature in range(head_dim):
+                    sums[row * head_dim + feature] *= shrink
+        for block in range(used):
+            pages[block] = keys[block] + stride * BLOCK_SIZE
+        _collect(kind, rows, pages_at, used, weights_at, head_dim, sums_at)
+    target = array_at(kind, out)
+    for row in range(count):
+        token, member = (task[3] + row) // group, (task[3] + row) % group
+        start = ((task[1] + token) * num_heads + head * group + member) * head_dim
+        total = np.float32(0.0)
+        for lane in range(LANES):
+            total += totals[row * LANES + lane]
+        for feature in range(head_dim):
+            target[start + feature] = rounded(kind, sums[row * head_dim + feature] / total)
+
+
+@njit(inline="always")
+def _soften(
+    kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int
+) -> Any:
+    if low <= 0 and high >= _CHUNK - 1:
+        return soften(kind, scores, weights, best, totals)
+    return soften_part(kind, scores, weights, best, totals, low, high)
+
+
+@njit(inline="always")
+def _padded(count: int) -> int:
+    return 8 if count > 4 else 4 if count > 1 else 1
+
+
+@njit(inline="always")
+def _score(kind: Any, rows: int, keys: Any, queries: int, stride: int, scores: int) -> None:
+    """Scores [rows, 64] of the queries against the keys of four blocks."""
+    steps, width = stride // STEP_BYTES, _CHUNK * 4
+    if rows == 8:
+        left, right = (keys[0], keys[1]), (keys[2], keys[3])
+        tile(kind, 8, 2, left, queries, stride, steps, scores, width)
+        tile(kind, 8, 2, right, queries, stride, steps, scores + 2 * VECTOR_BYTES, width)
+    elif rows == 4:
+        tile(kind, 4, 4, keys, queries, stride, steps, scores, width)
+    else:
+        tile(kind, 1, 4, keys, queries, stride, steps, scores, width)
+
+
+@njit(inline="always")
+def _collect(
+    kind: Any, rows: int, pages: int, count: int, weights: int, head_dim: int, sums: int
+) -> None:
+    """sums [rows, head_dim] += weights [rows, 16 * count] times the values of the pages."""
+    panel = BLOCK_SIZE * LANES * itemsize(kind)
+    steps = BLOCK_SIZE * itemsize(kind) // STEP_BYTES
+    stride, width = _CHUNK * itemsize(kind), head_dim * 4
+    last = head_dim // LANES - 1
+    for place in range(0, last + 1, 2):
+        start, to = place * panel, sums + place * VECTOR_BYTES
+        if place == last:
+            if rows == 8:
+                paged_tile(
+                    kind, 8, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+            elif rows == 4:
+                paged_tile(
+                    kind, 4, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+            else:
+                paged_tile(
+                    kind, 1, 1, pages, count, start, panel, weights, stride, steps, to, width
+                )
+        elif rows == 8:
+            paged_tile(kind, 8, 2, pages, count, start, panel, weights, stride, steps, to, width)
+        elif rows == 4:
+            paged_tile(kind, 4, 2, pages, count, start, panel, weights, stride, steps, to, width)
+        else:
+            paged_tile(kind, 1, 2, pages, count, start, panel, weights, stride, steps, to, width)

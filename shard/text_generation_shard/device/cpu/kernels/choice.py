@@ -1,0 +1,425 @@
+"""One token of each row of scores: the best one, or one drawn from those that are likely enough.
+
+What `sampling.sample` does with torch's operators, for one row at a time and without sorting a
+vocabulary. Nothing of a row depends on another one.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import boolean, float32, int32, int64, njit, prange
+
+from text_generation_shard.device.cpu.kernels.block import BLOCK, largest, weigh
+from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.vector import FLOAT32, array_at, scratch
+
+# How far below the best score tokens are looked at first; almost always that is enough.
+_DEPTH: Final = 8.0
+# Candidates are counted into so many bins until there are few enough to be sorted.
+_BINS: Final = 1024
+_FEW: Final = 48
+# Of float32, as float64.
+_LOWEST: Final = -float(np.finfo(np.float32).max)
+
+_NOTHING: Final = np.float32(-np.inf)
+
+_VALUES, _NUMBERS, _SCORES = float32[::1], int64[::1], float32[:, ::1]
+TAKEN: Final = (
+    *(int64, _SCORES, _NUMBERS, _NUMBERS),
+    *(int32[:, ::1], _NUMBERS, _NUMBERS, boolean[:, ::1], _SCORES, _NUMBERS),
+    *(_NUMBERS, _NUMBERS, _VALUES, _NUMBERS, _NUMBERS, _VALUES),
+)
+"""What `choose_one` takes, and `choose_many`."""
+
+# Nothing may raise an exception, see `calls.call`: what is divided by 0 is infinite.
+_QUIET: Final = {"nogil": True, "error_model": "numpy"}
+# Of functions that Python never calls: without a way to do that they compile in three quarters of
+# the time.
+_INNER: Final = {**_QUIET, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def choose(
+    scores: Any,
+    rows: Any,
+    lens: Any,
+    token_ids: Any,
+    prompt_lens: Any,
+    min_new_tokens: Any,
+    flags: Any,
+    values: Any,
+    seeds: Any,
+    biased: Any,
+    bias_ids: Any,
+    biases: Any,
+    end_ids: Any,
+    chosen_ids: Any,
+    logprobs: Any,
+) -> None:
+    """Choose a token from each of the scores [S, vocab] float32; write chosen_ids and logprobs [S].
+
+    rows and lens [S]: see TokenHistory; token_ids, prompt_lens and min_new_tokens: RowTable; flags,
+    values and seeds: SamplingTable. biases [b] are added to the scores of choices `biased` and
+    tokens bias_ids; end_ids can not be chosen too early.
+
+    Scores become what was chosen from: for choices that are drawn relative to the best one, over
+    the temperature, -inf where nothing can be drawn. A choice from scores of which one is NaN or
+    infinite, or none is above -inf, is any token, and its log-probability NaN.
+    """
+    assert scores.flags.c_contiguous
+    choices = scores, rows, lens, token_ids, prompt_lens, min_new_tokens
+    sampling = flags, values, seeds, biased, bias_ids, biases, end_ids
+    # For one row, waking a thread takes longer than the row.
+    if len(scores) == 1:
+        choose_one(0, *choices, *sampling, chosen_ids, logprobs)
+    else:
+        choose_many(address_of(choose_one, TAKEN), *choices, *sampling, chosen_ids, logprobs)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def choose_many(
+    code: int,
+    scores: Any,
+    rows: Any,
+    lens: Any,
+    token_ids: Any,
+    prompt_lens: Any,
+    min_new_tokens: Any,
+    flags: Any,
+    values: Any,
+    seeds: Any,
+    biased: Any,
+    bias_ids: Any,
+    biases: Any,
+    end_ids: Any,
+    chosen_ids: Any,
+    logprobs: Any,
+) -> None:
+    """`choose` in several threads; code: where `choose_one` lies."""
+    for place in prange(len(scores)):
+        chosen_ids[place] = -1
+        arguments = (
+            np.int64(place),
+            scores,
+            rows,
+            lens,
+            token_ids,
+            prompt_lens,
+            min_new_tokens,
+            flags,
+            values,
+            seeds,
+            biased,
+            bias_ids,
+            biases,
+            end_ids,
+            chosen_ids,
+            logprobs,
+        )
+        call(code, arguments)
+
+
+@njit(cache=True, **_QUIET)
+def choose_one(
+    place: int,
+    scores: Any,
+    rows: Any,
+    lens: Any,
+    token_ids: Any,
+    prompt_lens: Any,
+    min_new_tokens: Any,
+    flags: Any,
+    values: Any,
+    seeds: Any,
+    biased: Any,
+    bias_ids: Any,
+    biases: Any,
+    end_ids: Any,
+    chosen_ids: Any,
+    logprobs: Any,
+) -> None:
+    """`choose` for one of the scores."""
+    own, row, known = scores[place], rows[place], lens[place]
+    if flags[row, 3]:
+        _penalise(own, token_ids[row, :known], prompt_lens[row], values[row])
+    for number in range(len(biased)):
+        if biased[number] == place:
+            own[bias_ids[number]] += biases[number]
+    if known - prompt_lens[row] < min_new_tokens[row]:
+        for token in end_ids:
+            own[token] = _NOTHING
+    best = best_of(own)
+    highest = own[best]
+    token, mass = best, 0.0
+    if not _NOTHING < highest < np.float32(np.inf):
+        # There is nothing to choose from, or nothing to compare with.
+        mass = np.nan
+    elif flags[row, 0]:
+        _scale(own, highest, values[row, 0])
+        token, mass = _drawn(own, values[row], uniform(seeds[row], known))
+        highest = np.float32(0.0)
+    else:
+        mass = _mass(own, highest)
+    chosen_ids[place] = token
+    logprobs[place] = own[token] - highest - np.log(mass)
+
+
+@njit(**_INNER)
+def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
+    """Change the scores of the known tokens; only how often they stand in the output counts."""
+    repetition, frequency, presence = values[4], values[5], values[6]
+    # -1: in the prompt only.
+    counts = np.empty(len(scores), np.int32)
+    for place in range(len(scores)):
+        counts[place] = 0
+    for place in range(len(known)):
+        if place < prompt_len:
+            counts[known[place]] = -1
+        else:
+            counts[known[place]] = max(counts[known[place]], 0) + 1
+    for token in known:
+        count = counts[token]
+        if count == 0:
+            continue
+        counts[token] = 0
+        score = scores[token]
+        score = score / repetition if score > 0 else score * repetition
+        if count > 0:
+            score -= frequency * np.float32(count) + presence
+        scores[token] = score
+
+
+@njit(**_INNER)
+def _drawn(scores: Any, values: Any, number: float) -> Any:
+    """A token from scores of at most 0, and what all that can be drawn weigh. Takes from the scores
+    what can not be: by top_k, top_p and typical_p, one after another."""
+    num_blocks = -(-len(scores) // BLOCK)
+    weights, sums = np.empty(num_blocks * BLOCK, np.float32), np.empty(num_blocks, np.float64)
+    _weigh_all(scores, weights, sums)
+    top_k, top_p, typical_p = values[1], values[2], values[3]
+    if 0 < top_k < len(scores):
+        ones = np.empty(len(scores), np.float32)
+        for place in range(len(scores)):
+            ones[place] = np.float32(1.0)
+        least, _ = reached_at(scores, ones, np.float64(top_k))
+        # Ties with the k-th best stay.
+        _cut(scores, weights, sums, scores, least, len(scores))
+    if top_p < 1.0:
+        least, last = reached_at(scores, weights, top_p * _total(sums))
+        _cut(scores, weights, sums, scores, least, last)
+    if typical_p < 1.0:
+        nearness = _nearness(scores, weights, _total(sums))
+        least, _ = reached_at(nearness, weights, typical_p * _total(sums))
+        _cut(scores, weights, sums, nearness, least, len(scores))
+    return draw(weights, sums, number)
+
+
+@njit(**_INNER)
+def best_of(scores: Any) -> Any:
+    """The first of the best of a row of scores."""
+    spare = scratch(8)
+    highest, first = _NOTHING, 0
+    for start in range(0, len(scores), BLOCK):
+        top = largest(_block_at(scores, start, spare))
+        if top > highest:
+            highest, first = top, start
+    for place in range(first, min(first + BLOCK, len(scores))):
+        if scores[place] == highest:
+            return place
+    return 0
+
+
+@njit(**_INNER)
+def _block_at(scores: Any, start: int, spare: int) -> Any:
+    """The address of 128 scores; a copy at `spare`, with -inf behind it, where the row ends."""
+    address = np.int64(scores.ctypes.data) + 4 * start
+    if start + BLOCK <= len(scores):
+        return address
+    copy = array_at(FLOAT32, spare)
+    for place in range(BLOCK):
+        is_there = start + place < len(scores)
+        copy[place] = scores[start + place] if is_there else _NOTHING
+    return spare
+
+
+@njit(**_INNER)
+def _mass(scores: Any, highest: Any) -> Any:
+    """The sum of e ** (score - highest)."""
+    spare, weights = scratch(8), scratch(8)
+    total = 0.0
+    for start in range(0, len(scores), BLOCK):
+        total += weigh(_block_at(scores, start, spare), highest, weights)
+    return total
+
+
+@njit(**_INNER)
+def _scale(scores: Any, highest: Any, temperature: Any) -> None:
+    """From the best one down, so that the smallest temperatures overflow to -inf, not to NaN."""
+    for place in range(len(scores)):
+        scores[place] = (scores[place] - highest) / temperature
+
+
+@njit(**_INNER)
+def _weigh_all(scores: Any, weights: Any, sums: Any) -> None:
+    """Write e ** score of scores of at most 0, and the sums of blocks of them."""
+    spare, address = scratch(8), np.int64(weights.ctypes.data)
+    for block in range(len(sums)):
+        start = block * BLOCK
+        scores_at = _block_at(scores, start, spare)
+        sums[block] = weigh(scores_at, np.float32(0.0), address + 4 * start)
+
+
+@njit(**_INNER)
+def uniform(seed: int, position: int) -> Any:
+    """One number in [0, 1) for a (seed, position): splitmix64 (Steele et al. 2014)."""
+    state = _mixed(np.uint64(seed)) + np.uint64(position) * np.uint64(0x9E3779B97F4A7C15)
+    return np.float64(_mixed(state) >> np.uint64(11)) / 2.0**53
+
+
+@njit(**_INNER)
+def _mixed(bits: Any) -> Any:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+@njit(**_QUIET)
+def draw(weights: Any, sums: Any, number: float) -> Any:
+    """Where a number in [0, 1) falls among weights, whose blocks have these sums; and their
+    total."""
+    total = _total(sums)
+    target = number * total
+    block, before = _first_beyond(sums, 0, len(sums), 0.0, target)
+    start = block * BLOCK
+    place, _ = _first_beyond(weights, start, start + BLOCK, before, target)
+    return place, total
+
+
+@njit(**_INNER)
+def _total(sums: Any) -> float:
+    total = 0.0
+    for block in range(len(sums)):
+        total += sums[block]
+    return total
+
+
+@njit(**_INNER)
+def _first_beyond(weights: Any, first: int, end: int, before: float, target: float) -> Any:
+    """The first place where the sum, `before` in front, exceeds the target, and the sum before it;
+    the last place that has a weight, should rounding have put the target behind it."""
+    found, start = first, before
+    for place in range(first, end):
+        if weights[place] > 0:
+            found, start = place, before
+            before += weights[place]
+            if before > target:
+                break
+    return found, start
+
+
+@njit(**_INNER)
+def _nearness(scores: Any, weights: Any, total: float) -> Any:
+    """How near each score is to what is expected of it, at most 0 (Meister et al. 2022)."""
+    entropy, shift = 0.0, np.log(total)
+    for place in range(len(scores)):
+        if weights[place] > 0:
+            entropy -= weights[place] / total * (scores[place] - shift)
+    nearness = np.empty(len(scores), np.float32)
+    for place in range(len(scores)):
+        # What can not be drawn is infinitely far.
+        nearness[place] = -np.abs(scores[place] - shift + entropy)
+    return nearness
+
+
+@njit(**_INNER)
+def _cut(scores: Any, weights: Any, sums: Any, keys: Any, least: Any, last: int) -> None:
+    """Drop what has a key below `least`, or just that behind the place `last`."""
+    for block in range(len(sums)):
+        total = 0.0
+        for place in range(block * BLOCK, min((block + 1) * BLOCK, len(scores))):
+            if keys[place] < least or (keys[place] == least and place > last):
+                scores[place] = _NOTHING
+                weights[place] = np.float32(0.0)
+            total += weights[place]
+        sums[block] = total
+
+
+@njit(**_INNER)
+def reached_at(keys: Any, weights: Any, target: float) -> Any:
+    """The key and the place at which weights, from the largest key down and equals in order, add up
+    to the target; the last ones above -inf, if they never do. Keys are at most 0."""
+    places = np.empty(len(keys), np.int32)
+    count, total = _candidates(keys, weights, -_DEPTH, places)
+    if total < target:
+        count, total = _candidates(keys, weights, _LOWEST, places)
+    if count == 0:
+        # All are NaN or -inf.
+        return _NOTHING, np.int64(len(keys) - 1)
+    before = 0.0
+    sums = np.empty(_BINS, np.float64)
+    while count > _FEW:
+        high, low = keys[places[0]], keys[places[0]]
+        for index in range(count):
+            high, low = max(high, keys[places[index]]), min(low, keys[places[index]])
+        if high == low:
+            break
+        # The largest and the smallest are never in one bin, so that every turn leaves fewer.
+        scale = (_BINS - 1) / (np.float64(high) - np.float64(low))
+        for index in range(_BINS):
+            sums[index] = 0.0
+        for index in range(count):
+            sums[_bin(keys[places[index]], high, scale)] += weights[places[index]]
+        limit, before = _first_reaching(sums, before, target)
+        kept = 0
+        for index in range(count):
+            if _bin(keys[places[index]], high, scale) == limit:
+                places[kept] = places[index]
+                kept += 1
+        count = kept
+    _sort(keys, places, count)
+    index = 0
+    while index < count - 1 and before + weights[places[index]] < target:
+        before += weights[places[index]]
+        index += 1
+    return keys[places[index]], np.int64(places[index])
+
+
+@njit(**_INNER)
+def _bin(key: float, high: float, scale: float) -> Any:
+    return np.int64((np.float64(high) - np.float64(key)) * scale)
+
+
+@njit(**_INNER)
+def _candidates(keys: Any, weights: Any, lowest: float, places: Any) -> Any:
+    """Write the places of keys of at least `lowest`; how many there are, and what they weigh."""
+    count, total = 0, 0.0
+    for place in range(len(keys)):
+        if keys[place] >= lowest:
+            places[count] = place
+            count += 1
+            total += weights[place]
+    return count, total
+
+
+@njit(**_INNER)
+def _first_reaching(sums: Any, before: float, target: float) -> Any:
+    """The first bin with which the sum, `before` in front, reaches the target, and the sum before
+    it; the last bin with anything, where rounding or a lack of tokens has none reach it."""
+    found, start = 0, before
+    for place in range(len(sums)):
+        if sums[place] > 0:
+            found, start = place, before
+            before += sums[place]
+            if before >= target:
+                break
+    return found, start
+
+
+@njit(**_INNER)
+def _sort(keys: Any, places: Any, count: int) -> None:
+    """The first `count` places by insertion: largest key first, equals in order."""
+    for end in range(1, count):
+        moving, place = places[end], end
+        while place > 0 and keys[places[place - 1]] < keys[moving]:
+            places[place] = places[place - 1]
+            place -= 1
+        places[place] = moving

@@ -1,0 +1,425 @@
+"""Matrix products with packed weights: one tile loop for one row and for thousands.
+
+Why it is fast: a decode step reads every weight once, and this loop does nothing else meanwhile.
+Packed, 16 outputs lie side by side, so that there is nothing to add up across a vector, and every
+thread reads its part of the matrix from front to back. Weights of bfloat16 are kept in 12 bits, see
+`bfloat12`: a decode step has a quarter less to read. All products of the 125 M checkpoint on two
+cores, in turn with 16 bits: 6.9 ms instead of 8.1 at 1 row, 7.1 for 8.9 at 8, 12 for 14 at 16, and
+22 for 24 at 32.
+
+Each output adds its products in the order of the inputs, whatever the number of rows: the same row
+gives the same bits in any batch.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numba import boolean, int64, njit, prange, typeof, types
+from torch import Tensor
+
+from text_generation_shard.device.cpu.kernels import Place, are_vectors_wide, bfloat12
+from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.exceptions import add_exceptions
+from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
+from text_generation_shard.device.cpu.kernels.narrow import narrow
+from text_generation_shard.device.cpu.kernels.results import (
+    ROWS_AT_ONCE,
+    SUMS_BYTES,
+    SUMS_WIDTH,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    clear,
+    put_rows,
+)
+from text_generation_shard.device.cpu.kernels.team import may_put
+from text_generation_shard.device.cpu.kernels.tile import (
+    bytes_per_step,
+    outlined_tile,
+    paged_tile,
+    spell_out,
+)
+from text_generation_shard.device.cpu.kernels.vector import (
+    ADDRESS,
+    BFLOAT12,
+    INT8,
+    STEP_BYTES,
+    aligned,
+    array_at,
+    marker,
+    numbers_per_step,
+    scratch,
+)
+
+# Of a tile of weights in 12 bits. One column for up to two tiles of rows, each of which makes
+# bfloat16 of it beside its products for nothing; for more rows three columns, which have fewer
+# inputs to load for each product: 3 to 9 % faster from 81 rows on, a tenth slower for 32.
+_TALL_ROWS: Final = 16
+_WIDE_ROWS: Final = 6
+_SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
+# From so many rows on, whole numbers are made bfloat16 once for all of them ...
+_MANY_ROWS: Final = 32
+# ... this many steps at a time, which with all rows stay in the second-level cache.
+_SPELLED_STEPS: Final = 768
+_SPELLED_VECTORS: Final = SUMS_WIDTH * _SPELLED_STEPS
+
+
+def weights_marker(dtype: torch.dtype) -> Any:
+    """Of weights of this type: bfloat16 are kept in 12 bits where there are tables for that."""
+    return BFLOAT12 if dtype == torch.bfloat16 and are_vectors_wide() else marker(dtype)
+
+
+def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
+    """weight [N, K] as [N / 16, steps, 16, numbers per step], aligned to vectors.
+
+    Rows are filled up to a multiple of 16, inputs to one of so many steps, with zeros. What is int8
+    is multiplied by bfloat16: see `_in_turns`.
+    """
+    per_step = _numbers_at_once(weight.dtype)
+    outputs, inputs = weight.shape
+    panels, steps = -(-outputs // LANES), -(-inputs // (per_step * steps_at_once)) * steps_at_once
+    packed = aligned(panels * steps * LANES * per_step, weight.dtype)
+    packed = packed.view(panels, steps, LANES, per_step)
+    if outputs % LANES or inputs % per_step:
+        padded = weight.new_zeros(panels * LANES, steps * per_step)
+        padded[:outputs, :inputs] = weight
+        weight = padded
+    ordered = weight.view(panels, LANES, steps, per_step).transpose(1, 2)
+    if weight.dtype == torch.int8:
+        packed, ordered = packed.view(panels, steps, 4, 2, 4, 2), _in_turns(ordered)
+    return packed.copy_(ordered)
+
+
+def _numbers_at_once(dtype: torch.dtype) -> int:
+    """How many numbers of an output lie side by side."""
+    return 4 if dtype == torch.int8 else numbers_per_step(dtype)
+
+
+def _in_turns(numbers: Tensor) -> Tensor:
+    """int8 [panels, steps, 16, 4] as `tile` takes two steps of pairs at once: signed magnitudes,
+    where of four outputs two numbers each are followed by their next two, [..., 4, 2, 4, 2]."""
+    panels, steps = numbers.shape[:2]
+    return signed(numbers).view(panels, steps, 4, 4, 2, 2).transpose(3, 4)
+
+
+def signed(numbers: Tensor) -> Tensor:
+    """int8 from -127 to 127 as a sign and a magnitude of 7 bits, or back."""
+    return torch.where(numbers < 0, -128 - numbers, numbers)
+
+
+class PackedWeight:
+    """Owns a weight [N, K] in packed form and multiplies rows with it."""
+
+    _is_gated = False
+
+    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
+        """`weight` is bfloat16 or float32; or int8, and the product of bfloat16 rows with it is
+        multiplied by `scales` [N], float32."""
+        assert (weight.dtype == torch.int8) == (scales is not None)
+        self._weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
+        is_narrow = type(self._weight_kind) is type(BFLOAT12)
+        steps_at_once = bfloat12.STEPS if is_narrow else 1
+        self._packed, self._beside = pack(weight, steps_at_once), scales
+        if is_narrow:
+            self._packed, self._beside = narrow(self._packed)
+        elif scales is not None:
+            # They are read a vector at a time.
+            self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
+        self._num_outputs, self._num_inputs = weight.shape
+        # All that does not change from call to call: at one row a call takes 20 us.
+        self._dtype = torch.bfloat16 if scales is not None else weight.dtype
+        self._kind = marker(self._dtype)
+        kinds = typeof(self._weight_kind), typeof(self._kind)
+        self._code = address_of(multiply_item, item_signature(*kinds))
+        self._address = self._packed.data_ptr()
+        self._beside_address = 0 if self._beside is None else self._beside.data_ptr()
+        self._padding = -self._num_inputs % (_numbers_at_once(weight.dtype) * steps_at_once)
+        self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
+        self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
+
+    @property
+    def place(self) -> Place | None:
+        """For `kernels.layers`; None if rows of inputs must be filled up for it."""
+        if self._padding:
+            return None
+        where = self._address, self._beside_address
+        return Place(self._weight_kind, *where, self._packed.nbytes)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight: ids [T] → [T, K]."""
+        panels, lanes = ids // LANES, ids % LANES
+        if self._packed.dtype == torch.int8:
+            rows = signed(self._packed[panels, :, lanes // 4, :, lanes % 4])
+        else:
+            rows = self._packed[panels, :, lanes]
+        return rows.flatten(1)[:, : self._num_inputs]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [T, K], contiguous → [T, N] of the same type."""
+        if self._padding:
+            hidden = torch.nn.functional.pad(hidden, (0, self._padding))
+        rows, outputs = hidden.shape[0], self._num_outputs
+        out = torch.empty((rows, outputs), dtype=self._dtype)
+        multiply(
+            self._code,
+            self._weight_kind,
+            self._kind,
+            self._address,
+            self._beside_address,
+            hidden.data_ptr(),
+            out.data_ptr(),
+            rows,
+            self._steps,
+            outputs,
+            self._is_gated,
+        )
+        return out
+
+
+class GatedWeight(PackedWeight):
+    """A weight [2 * N, K], gates above what they let through: rows become silu(gate) * up [T, N].
+
+    A thread computes both halves of its outputs, panel by panel, and so needs nothing that another
+    core has just written: at one row, fetching that took longer than the arithmetic.
+    """
+
+    _is_gated = True
+
+    def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
+        """N is a multiple of 16; the rest is as in PackedWeight."""
+
+        def interleaved(rows: Tensor) -> Tensor:
+            return rows.view(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).flatten(0, 2)
+
+        super().__init__(
+            interleaved(weight), None if scales is None else interleaved(scales).contiguous()
+        )
+        self._num_outputs //= 2
+
+
+@njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def multiply(
+    code: int,
+    weight_kind: Any,
+    kind: Any,
+    weights: int,
+    scales: int,
+    inputs: int,
+    out: int,
+    num_rows: int,
+    steps: int,
+    num_outputs: int,
+    is_gated: bool,
+) -> None:
+    """The product of packed weights, through its gates if there are any; code: where
+    `multiply_item` lies for these kinds, see `calls`; the rest as there."""
+    for first in range(0, num_rows, ROWS_AT_ONCE):
+        last = min(num_rows, first + ROWS_AT_ONCE)
+        for item in prange(num_items(weight_kind, num_rows, num_outputs)):
+            rows = np.int64(first), np.int64(last), num_rows
+            sizes = steps, num_outputs, is_gated
+            where = weights, scales, inputs, out, np.int64(0)
+            call(code, (weight_kind, kind, np.int64(item), rows, sizes, *where))
+
+
+def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
+    """What `multiply_item` takes, for weights and rows of these types."""
+    rows, sizes = types.UniTuple(int64, 3), types.Tuple((int64, int64, boolean))
+    return weight_kind, kind, int64, rows, sizes, *(int64,) * 5
+
+
+@njit(inline="always")
+def num_items(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
+    """How many items the product has for at most ROWS_AT_ONCE of so many rows."""
+    return -(-num_panels(num_outputs) // _tile_columns(weight_kind, num_rows, num_outputs))
+
+
+@njit(inline="always")
+def num_panels(num_outputs: int) -> int:
+    """Outputs lie side by side in panels."""
+    return -(-num_outputs // LANES)
+
+
+@njit(inline="always")
+def item_bytes(
+    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
+) -> Any:
+    """Of the weights, what an item reads; they lie one behind the other."""
+    columns = _tile_columns(weight_kind, num_rows, num_outputs)
+    return (2 if is_gated else 1) * columns * steps * bytes_per_step(weight_kind)
+
+
+@njit(inline="always")
+def _is_narrow(weight_kind: Any) -> Any:
+    """Whether weights are BFLOAT12."""
+    return bytes_per_step(weight_kind) == bfloat12.STEP_BYTES
+
+
+@njit(inline="always")
+def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
+    """Rows of the next tile if so many are left, of at most all rows."""
+    rows = TILE_ROWS
+    if _is_narrow(weight_kind):
+        if columns > 1:
+            # Two tiles, or the last one.
+            return 2 * _WIDE_ROWS if left > _WIDE_ROWS else _WIDE_ROWS
+        # One tile for the last rows, but where that takes longer than one of 8 and one of 4.
+        rows = _TALL_ROWS if left > 12 else TILE_ROWS
+        while rows // 2 >= left:
+            rows //= 2
+    while rows > num_rows:
+        rows //= 2
+    return rows
+
+
+@njit(inline="always")
+def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
+    # Where memory is the limit, one panel after another is one stream from front to back.
+    is_stream = num_rows < (2 * _TALL_ROWS + 1 if _is_narrow(weight_kind) else 4)
+    is_stream &= bytes_per_step(weight_kind) >= bfloat12.STEP_BYTES
+    return 1 if is_stream or num_panels(num_outputs) < TILE_COLUMNS else TILE_COLUMNS
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def multiply_item(
+    weight_kind: Any,
+    kind: Any,
+    item: int,
+    rows: Any,
+    sizes: Any,
+    weights: int,
+    scales: int,
+    inputs: int,
+    out: int,
+    ticket: int,
+) -> None:
+    """One of `num_items`: all rows of a tile's outputs. rows: the first, one past the last, and how
+    many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none; of
+    BFLOAT12, what is beside the weight. All others are addresses; ticket: see `may_put`, for few
+    rows; 0: there is none.
+
+    Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
+    """
+    first, last, num_rows = rows
+    steps, num_outputs, is_gated = sizes
+    columns = _tile_columns(weight_kind, num_rows, num_outputs)
+    panel = min(item * columns, num_panels(num_outputs) - columns)
+    halves = 2 if is_gated else 1
+    panels = panel, columns, halves, num_outputs
+    beside = scales
+    scales += halves * panel * VECTOR_BYTES
+    sums, spelled = scratch(_SUMS_VECTORS), scratch(_SPELLED_VECTORS)
+    # What is 12 bits is made bfloat16 beside the products.
+    is_spelled = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES and num_rows >= _MANY_ROWS
+    block = _SPELLED_STEPS if is_spelled else steps
+    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
+    weights += halves * panel * panel_bytes
+    for begin in range(0, steps, block):
+        count = min(block, steps - begin)
+        vectors = weights + begin * bytes_per_step(weight_kind)
+        if is_spelled:
+            for column in range(halves * columns):
+                to = spelled + column * count * VECTOR_BYTES
+                spell_out(weight_kind, vectors + column * panel_bytes, count, to)
+        wanted = first
+        while wanted < last:
+            tile_rows = _tile_rows(weight_kind, columns, num_rows, last - wanted)
+            row = min(wanted, num_rows - tile_rows)
+            source = inputs + row * row_bytes + begin * STEP_BYTES
+            # Of few rows all sums are there before the first result is put.
+            at = sums + (row if ticket else wanted - first if block < steps else 0) * SUMS_BYTES
+            for half in range(halves):
+                to = at + half * columns * VECTOR_BYTES
+                if is_spelled:
+                    if begin == 0:
+                        clear(to, tile_rows, columns)
+                    part = spelled + half * columns * count * VECTOR_BYTES
+                    _add_spelled(kind, columns, part, source, row_bytes, count, to)
+                else:
+                    _multiply_tile(
+                        weight_kind,
+                        tile_rows,
+                        columns,
+                        vectors + half * columns * panel_bytes,
+                        panel_bytes,
+                        source,
+                        row_bytes,
+                        steps,
+                        to,
+                    )
+            wanted = row + tile_rows
+            if begin + count < steps:
+                continue
+            if _is_narrow(weight_kind):
+                parts = halves * panel, halves * columns, halves * num_panels(num_outputs)
+                from_row = inputs + row * row_bytes
+                add_exceptions(beside, parts, from_row, row_bytes, tile_rows, at)
+            if not ticket:
+                put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
+    if ticket and may_put(ticket):
+        put_rows(weight_kind, kind, sums, scales, out, 0, num_rows, panels)
+
+
+@njit(inline="always")
+def _add_spelled(
+    kind: Any, columns: int, spelled: int, inputs: int, row_bytes: int, steps: int, sums: int
+) -> None:
+    """Sums of many rows grow by the products of what is spelled out."""
+    stride, panel_bytes = SUMS_BYTES, steps * VECTOR_BYTES
+    pages = scratch(1)
+    array_at(ADDRESS, pages)[0] = spelled
+    if columns == 3:
+        paged_tile(kind, 8, 3, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
+    else:
+        paged_tile(kind, 8, 1, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
+
+
+@njit(inline="always")
+def _multiply_tile(
+    kind: Any,
+    rows: int,
+    columns: int,
+    weights: int,
+    panel_bytes: int,
+    inputs: int,
+    row_bytes: int,
+    steps: int,
+    sums: int,
+) -> None:
+    stride = SUMS_BYTES
+    three = (weights, weights + panel_bytes, weights + 2 * panel_bytes)
+    if _is_narrow(kind):
+        if columns == 1 and rows == _TALL_ROWS:
+            outlined_tile(kind, 16, 1, (weights,), inputs, row_bytes, steps, sums, stride)
+        elif columns == 1:
+            _multiply_column(kind, rows, weights, inputs, row_bytes, steps, sums)
+        else:
+            for row in range(0, rows, _WIDE_ROWS):
+                at, to = inputs + row * row_bytes, sums + row * stride
+                outlined_tile(kind, 6, 3, three, at, row_bytes, steps, to, stride)
+        return
+    if columns == 1:
+        _multiply_column(kind, rows, weights, inputs, row_bytes, steps, sums)
+    elif rows == 8:
+        outlined_tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
+    elif rows == 4:
+        outlined_tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
+    elif rows == 2:
+        outlined_tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
+    else:
+        outlined_tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
+
+
+@njit(inline="always")
+def _multiply_column(
+    kind: Any, rows: int, weights: int, inputs: int, row_bytes: int, steps: int, sums: int
+) -> None:
+    one, stride = (weights,), SUMS_BYTES
+    if rows == 8:
+        outlined_tile(kind, 8, 1, one, inputs, row_bytes, steps, sums, stride)
+    elif rows == 4:
+        outlined_tile(kind, 4, 1, one, inputs, row_bytes, steps, sums, stride)
+    elif rows == 2:
+        outlined_tile(kind, 2, 1, one, inputs, row_bytes, steps, sums, stride)
+    else:
+        outlined_tile(kind, 1, 1, one, inputs, row_bytes, steps, sums, stride)

@@ -1,0 +1,250 @@
+"""Threads that go through the phases of a pass together.
+
+Why it is fast: a pass of few tokens is three hundred phases of some twenty microseconds, and all
+that lies between them is lost. Here a phase begins when the last item of the one before is done,
+which costs a few hundred nanoseconds, not the microseconds of a loop in threads; who has nothing to
+do brings into its cache what it will read next; and a thread that the system has stopped is seldom
+waited for: its part is taken by others, down to the item it was at, where that is one of few rows
+(and it was not just about to take or to put something).
+
+A phase has items, which any thread may compute in any order. Each thread begins with a share of its
+own, one behind the other in memory, and then takes from the others'. How many threads really come
+does not matter: one alone does everything. (Blumofe and Leiserson 1999 on taking from others.)
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import from_dtype, njit, prange
+
+from text_generation_shard.device.cpu.kernels.atomic import (
+    exchange_word,
+    fence,
+    fetch,
+    get_word,
+    give_way,
+    pause,
+    put_word,
+)
+from text_generation_shard.device.cpu.kernels.calls import call
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS, array_at, scratch
+
+PHASE: Final = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("step", "layer", "first", "last", "items", "weights", "item_bytes", "is_short")
+    ]
+)
+"""A phase: what is done, in which layer, for which rows; in how many items, none or more; where the
+weights lie that these read one after another, and the bytes of each (0: none); and whether an item
+asks `may_put` before it puts its results anywhere, so that two threads may compute it."""
+PHASES: Final = from_dtype(PHASE)[::1]
+
+# The board: a cache line with the number of the phase in the upper half of a word, and whether the
+# next is being opened in the lower; and one for each thread: the next item of its share, how many
+# items it has done, both likewise with their phase, and the item that it is at.
+_LINE: Final = 64
+_DONE: Final = 8
+_HELD: Final = 16
+# The item a thread is at: phase, item, and who puts its results: nobody yet, or somebody.
+_PHASE_BITS: Final = 34
+_NOBODY: Final = 1
+_OWNER: Final = 2
+_OTHER: Final = 3
+_LOWER: Final = 0xFFFFFFFF
+
+# Of its next share, what a waiting thread fetches: a part of the second-level cache.
+_AHEAD_BYTES: Final = 96 * 1024
+_LINES_AT_ONCE: Final = 8
+# Looks at the board before an item is taken over, at least, and until others are offered the core.
+_FEWEST_LOOKS: Final = 64
+_MOST_LOOKS: Final = 2000
+
+
+def board_words(num_threads: int) -> int:
+    """How many int64 a board needs; it begins at a multiple of 64 bytes."""
+    return (1 + num_threads) * _LINE // 8
+
+
+@njit(parallel=True, nogil=True, boundscheck=False, error_model="numpy")
+def go_through(code: int, given: Any, phases: Any, board: int, num_threads: int) -> None:
+    """Have all phases done by up to so many threads, the calling one among them.
+
+    code: where a function lies, see `calls`, that computes an item: of (given, the phase, the item,
+    a ticket for `may_put`). Nothing that a phase reads may be written by its items if two threads
+    may compute one of them.
+    """
+    begin(board, phases, num_threads)
+    for thread in prange(num_threads):
+        work(code, given, phases, board, np.int64(thread), num_threads)
+
+
+@njit(nogil=True)
+def begin(board: int, phases: Any, num_threads: int) -> None:
+    """Before the first thread comes."""
+    for thread in range(num_threads):
+        put_word(board + (1 + thread) * _LINE + _DONE, 0)
+        put_word(board + (1 + thread) * _LINE + _HELD, 0)
+    _open(board, phases, 0, num_threads)
+
+
+@njit(nogil=True, boundscheck=False, error_model="numpy")
+def work(code: int, given: Any, phases: Any, board: int, me: int, num_threads: int) -> None:
+    """What a thread does until all is done."""
+    ticket = scratch(1)
+    phase = get_word(board) >> 32
+    while phase < len(phases):
+        _take_items(code, given, phases, board, phase, me, num_threads, ticket)
+        _close(board, phases, phase, num_threads)
+        _fetch_share(board, phases, phase, me, num_threads)
+        # To look at the board takes longer than to read a line of memory.
+        looks = min(max(_FEWEST_LOOKS, phases[phase].item_bytes // _LINE), _MOST_LOOKS)
+        looked = 0
+        while not _is_over(board, phase, looks):
+            _take_over(code, given, phases, board, phase, me, num_threads, ticket)
+            _close(board, phases, phase, num_threads)
+            looked += looks
+            if looked >= _MOST_LOOKS:
+                give_way()
+                looked = 0
+        phase = get_word(board) >> 32
+
+
+@njit(inline="always")
+def may_put(ticket: int) -> Any:
+    """Whether it is this thread that puts the results of an item. Asked once."""
+    words = array_at(ADDRESS, ticket)
+    is_mine = words[0] == 0 or exchange_word(words[0], words[1], words[2])
+    words[3] = is_mine
+    return is_mine
+
+
+@njit(inline="always")
+def _open(board: int, phases: Any, phase: int, num_threads: int) -> None:
+    """Open a phase, or the next one that has items."""
+    while phase < len(phases) and phases[phase].items == 0:
+        phase += 1
+    if phase < len(phases):
+        for thread in range(num_threads):
+            start = thread * phases[phase].items // num_threads
+            put_word(board + (1 + thread) * _LINE, (phase << 32) + start)
+    put_word(board, phase << 32)
+
+
+@njit(inline="always")
+def _close(board: int, phases: Any, phase: int, num_threads: int) -> None:
+    """Open the next phase if all is done in this one and nobody else has."""
+    # Of two threads that finish at once, one sees what the other has done.
+    fence()
+    count = 0
+    for thread in range(num_threads):
+        done = get_word(board + (1 + thread) * _LINE + _DONE)
+        if done >> 32 == phase:
+            count += done & _LOWER
+    if count == phases[phase].items and exchange_word(board, phase << 32, (phase << 32) + 1):
+        _open(board, phases, phase + 1, num_threads)
+
+
+@njit(inline="always")
+def _note(board: int, me: int, phase: int) -> None:
+    """An item is done. Noted at once: a thread may be stopped at the next."""
+    at = board + (1 + me) * _LINE + _DONE
+    done = get_word(at)
+    put_word(at, done + 1 if done >> 32 == phase else (phase << 32) + 1)
+
+
+@njit(inline="always")
+def _take_items(
+    code: int,
+    given: Any,
+    phases: Any,
+    board: int,
+    phase: int,
+    me: int,
+    num_threads: int,
+    ticket: int,
+) -> None:
+    """Compute items until none is left to be taken."""
+    is_short, held = phases[phase].is_short, board + (1 + me) * _LINE + _HELD
+    words = array_at(ADDRESS, ticket)
+    words[0], words[3] = held if is_short else 0, 1
+    for turn in range(num_threads):
+        owner = (me + turn) % num_threads
+        end = (owner + 1) * phases[phase].items // num_threads
+        share = board + (1 + owner) * _LINE
+        while True:
+            item = _take(share, phase, end)
+            if item < 0:
+                break
+            if is_short:
+                at = (phase << _PHASE_BITS) + (item << 2)
+                words[1], words[2] = at + _NOBODY, at + _OWNER
+                put_word(held, at + _NOBODY)
+            call(code, (given, phase, item, ticket))
+            if words[3]:
+                _note(board, me, phase)
+
+
+@njit(inline="always")
+def _take(share: int, phase: int, end: int) -> Any:
+    """The next item of a share; negative: there is none, or the phase is over."""
+    while True:
+        now = get_word(share)
+        item = now & _LOWER
+        if now >> 32 != phase or item >= end:
+            return np.int64(-1)
+        if exchange_word(share, now, now + 1):
+            return item
+
+
+@njit(inline="always")
+def _take_over(
+    code: int,
+    given: Any,
+    phases: Any,
+    board: int,
+    phase: int,
+    me: int,
+    num_threads: int,
+    ticket: int,
+) -> None:
+    """Compute what others have been at for too long."""
+    if not phases[phase].is_short:
+        return
+    words = array_at(ADDRESS, ticket)
+    for turn in range(1, num_threads):
+        held = board + (1 + (me + turn) % num_threads) * _LINE + _HELD
+        at = get_word(held)
+        if at >> _PHASE_BITS == phase and at & 3 == _NOBODY:
+            words[0], words[1], words[2] = held, at, at - _NOBODY + _OTHER
+            call(code, (given, phase, (at >> 2) & _LOWER, ticket))
+            if words[3]:
+                _note(board, me, phase)
+
+
+@njit(inline="always")
+def _fetch_share(board: int, phases: Any, phase: int, me: int, num_threads: int) -> None:
+    """Until the phase is over, fetch what this thread will read in the next one with weights."""
+    following = phase + 1
+    while following < len(phases) and phases[following].weights == 0:
+        following += 1
+    if following == len(phases):
+        return
+    items, size = phases[following].items, phases[following].item_bytes
+    at = phases[following].weights + me * items // num_threads * size
+    share = phases[following].weights + (me + 1) * items // num_threads * size
+    end = min(at + _AHEAD_BYTES, share)
+    while at < end and get_word(board) >> 32 == phase:
+        for line in range(_LINES_AT_ONCE):
+            fetch(at + line * _LINE)
+        at += _LINES_AT_ONCE * _LINE
+
+
+@njit(inline="always")
+def _is_over(board: int, phase: int, looks: int) -> bool:
+    """Whether a phase ends while the board is looked at so often."""
+    for _ in range(looks):
+        if get_word(board) >> 32 != phase:
+            return True
+        pause()
+    return False

@@ -1,0 +1,48 @@
+"""`sampling.sample` on the processor, by one kernel.
+
+torch's operators take a few microseconds each for whatever is in them, and those that go over a
+vocabulary several times as long as need be: for 32 rows of 32,768 scores, all greedy, 0.2 ms
+instead of 1.6.
+"""
+
+import numpy as np
+import torch
+
+from text_generation_shard.arrays import Ints
+from text_generation_shard.device.cpu.kernels.choice import choose
+from text_generation_shard.sampling.params import SamplingTable, Watermark
+from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory, favour_green
+
+
+def sample(
+    logits: Scores,
+    table: SamplingTable,
+    history: TokenHistory,
+    end_ids: Ints,
+    watermark: Watermark,
+) -> Choice:
+    """See `sampling.sample`. What is chosen in a row depends on that row alone, bit for bit."""
+    for place in table.watermarked(history.rows):
+        favour_green(torch.as_tensor(logits[place]), watermark, history.previous(place))
+    biases, count = table.biases(history.rows), len(history.rows)
+    token_ids, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
+    choose(
+        logits if isinstance(logits, np.ndarray) else logits.numpy(),
+        history.rows,
+        history.lens,
+        history.token_ids,
+        history.prompt_lens,
+        history.min_new_tokens,
+        table.flags,
+        table.values,
+        table.seeds,
+        biases.choices,
+        biases.token_ids,
+        biases.values,
+        end_ids,
+        token_ids,
+        logprobs,
+    )
+    # In threads, an exception would be lost.
+    assert min(token_ids.tolist()) >= 0, "the kernel has chosen nothing"
+    return Choice(token_ids, logprobs, logits)

@@ -1,0 +1,1 @@
+"""Plain torch on any device: what the others are tested against."""

@@ -1,0 +1,1 @@
+"""The one owner of what runs: rows, steps, endings."""

@@ -1,0 +1,181 @@
+"""The state of every running request: one table, one row each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from text_generation_shard.arrays import Flags, Ints, Tokens
+from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.errors import BatchError
+from text_generation_shard.grammars.guard import AnyConstraint
+from text_generation_shard.sampling.params import SamplingTable
+
+
+class RowTable:
+    """Owns the state of every running request, one row each, in arrays of fixed size.
+
+    Of a row with n = lens[row]: the KV of n tokens is in the cache. While n < input_lens[row] its
+    input is not computed yet; afterwards token_ids[row, :n + 1] are known, and the last of them is
+    the input of the next step. block_tables covers what is written.
+    """
+
+    def __init__(
+        self, capacity: int, max_total_tokens: int, block_size: int, num_cache_blocks: int
+    ) -> None:
+        self.block_size = block_size
+        self.num_cache_blocks = num_cache_blocks
+        self.max_total_tokens = max_total_tokens
+        width = -(-(max_total_tokens + 1) // block_size)
+        self.lens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.input_lens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.prompt_lens: Ints = np.zeros(capacity, dtype=np.int64)
+        # Tokens of the input and the output together, at most.
+        self.longest: Ints = np.zeros(capacity, dtype=np.int64)
+        self.token_ids: Tokens = np.zeros((capacity, max_total_tokens + 1), dtype=np.int32)
+        self.block_tables: Ints = np.zeros((capacity, width), dtype=np.int64)
+        self.min_new_tokens: Ints = np.zeros(capacity, dtype=np.int64)
+        self.ignore_eos: Flags = np.zeros(capacity, dtype=np.bool_)
+        self.sampling = SamplingTable(capacity)
+        # Of the rows that want it, how many of the best tokens are told.
+        self.top_n_tokens: dict[int, int] = {}
+        # Of the rows whose output must follow a grammar.
+        self.constraints: dict[int, AnyConstraint] = {}
+        # Of the rows that want them, until their first token: those of the input computed so far.
+        self.prompt_logprobs: dict[int, list[float]] = {}
+        self._requests: list[RowRequest | None] = [None] * capacity
+        self._num_blocks: Ints = np.zeros(capacity, dtype=np.int64)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._rows: dict[int, int] = {}
+
+    @property
+    def num_taken(self) -> int:
+        """Rows in use."""
+        return len(self._requests) - len(self._free)
+
+    def take(self, request: RowRequest) -> int:
+        """A row for the request; BatchError, and no row taken, if there is none or the request
+        makes no sense."""
+        self._check(request)
+        known, blocks = len(request.input_ids), len(request.block_table)
+        token_ids = np.array(request.input_ids, dtype=np.int32)
+        block_table = np.array(request.block_table, dtype=np.int64)
+        constraint = request.constraint()
+        row = self._free.pop()
+        self._rows[request.id] = row
+        self._requests[row] = request
+        self.lens[row] = request.num_cached_tokens
+        self.input_lens[row] = known
+        self.prompt_lens[row] = request.num_prompt_tokens
+        self.token_ids[row, :known] = token_ids
+        self.block_tables[row, :blocks] = block_table
+        self._num_blocks[row] = blocks
+        self.longest[row] = request.num_prompt_tokens + request.max_new_tokens
+        # A grammar decides by itself when its text may end.
+        self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
+        self.ignore_eos[row] = request.ignore_eos_token and not constraint
+        if request.top_n_tokens:
+            self.top_n_tokens[row] = request.top_n_tokens
+        self.sampling.set(row, request.sampling)
+        if constraint:
+            self.constraints[row] = constraint
+        if request.prefill_logprobs:
+            self.prompt_logprobs[row] = [float("nan")]
+        return row
+
+    def _check(self, request: RowRequest) -> None:
+        known = len(request.input_ids)
+        if known > self.max_total_tokens or not 0 < request.num_prompt_tokens <= known:
+            raise BatchError(
+                f"request {request.id}: {known} tokens of which {request.num_prompt_tokens} are "
+                f"its prompt; at most {self.max_total_tokens} tokens are possible"
+            )
+        if not 0 <= request.num_cached_tokens < known:
+            raise BatchError(
+                f"request {request.id}: {request.num_cached_tokens} cached of {known} tokens; "
+                "at least one token must be left to compute"
+            )
+        if request.first_end > known:
+            raise BatchError(
+                f"request {request.id}: a part of {request.chunk_len} tokens behind "
+                f"{request.num_cached_tokens} goes beyond its {known} tokens"
+            )
+        if request.num_prompt_tokens + request.max_new_tokens > self.max_total_tokens:
+            raise BatchError(
+                f"request {request.id}: {request.num_prompt_tokens} prompt + "
+                f"{request.max_new_tokens} new tokens exceed {self.max_total_tokens}"
+            )
+        blocks = len(request.block_table)
+        if blocks * self.block_size < request.first_end or blocks > self.block_tables.shape[1]:
+            raise BatchError(
+                f"request {request.id}: {blocks} blocks of {self.block_size} are not right for "
+                f"{request.first_end} tokens; a request has at most {self.block_tables.shape[1]} "
+                "blocks"
+            )
+        self._check_block(request.id, max(request.block_table, default=0))
+        if request.id in self._rows:
+            raise BatchError(f"request {request.id} is running already")
+        if not self._free:
+            raise BatchError(f"all {len(self._requests)} rows are taken")
+
+    def _check_block(self, request_id: int, block: int) -> None:
+        if block >= self.num_cache_blocks:
+            raise BatchError(
+                f"request {request_id}: there is no block {block}, the cache has "
+                f"{self.num_cache_blocks}"
+            )
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Give rows back; what they held is forgotten."""
+        for row in rows:
+            request = self._requests[row]
+            assert request is not None, "a row is released once"
+            del self._rows[request.id]
+            self._requests[row] = None
+            self.top_n_tokens.pop(row, None)
+            self.constraints.pop(row, None)
+            self.prompt_logprobs.pop(row, None)
+            self._free.append(row)
+
+    def row(self, request_id: int) -> int | None:
+        """The row of a request; None if it is not running."""
+        return self._rows.get(request_id)
+
+    def ids(self, rows: Sequence[int]) -> list[int]:
+        """The requests that taken rows belong to."""
+        return [request.id for row in rows if (request := self._requests[row]) is not None]
+
+    def grow(self, request_id: int, block: int) -> None:
+        """Append a block to a running request's table."""
+        row = self._rows.get(request_id)
+        if row is None:
+            raise BatchError(f"request {request_id} is not running, its table can not grow")
+        held = int(self._num_blocks[row])
+        if held == self.block_tables.shape[1]:
+            raise BatchError(f"request {request_id} has all blocks its longest context needs")
+        self._check_block(request_id, block)
+        self.block_tables[row, held] = block
+        self._num_blocks[row] += 1
+
+    def covered(self, rows: Ints) -> Ints:
+        """How many tokens the blocks of each row hold: [R]."""
+        return self._num_blocks[rows] * self.block_size
+
+    def check_covered(self, rows: Ints, ends: Ints) -> None:
+        """BatchError unless each row's table has room for its tokens before `ends` [R]."""
+        uncovered = ends > self.covered(rows)
+        if any(uncovered.tolist()):
+            ids = self.ids(rows[uncovered].tolist())
+            raise BatchError(f"requests {ids} have no block for their next token")
+
+    def is_unfinished(self, rows: Ints) -> Flags:
+        """Whether the input of each row is not computed yet: [R]."""
+        return self.lens[rows] < self.input_lens[rows]
+
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
+        """Where the tokens at `positions` of `rows` (both [T]) are written."""
+        block, within = np.divmod(positions, self.block_size)
+        return self.block_tables[rows, block] * self.block_size + within
+
+    def tables(self, rows: Ints, longest: int) -> Ints:
+        """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""
+        return self.block_tables[rows, : -(-longest // self.block_size)]

@@ -1,0 +1,1 @@
+"""Texts that must have a form."""

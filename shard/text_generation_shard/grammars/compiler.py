@@ -1,0 +1,139 @@
+"""Grammars of requests: tried in another process, compiled, and remembered for a while."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from llguidance import LLTokenizer
+
+from text_generation_shard.grammars.constraint import (
+    Constraint,
+    Grammar,
+    GrammarError,
+    TokenizerFile,
+    compile_text,
+)
+from text_generation_shard.grammars.forced_ending import EndingSearch
+from text_generation_shard.grammars.guard import GuardedGrammar
+from text_generation_shard.grammars.trial import Trial, Trials, TrialServer, may_grow
+
+__all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarError"]
+
+# Grammars that are remembered: how many, and what they may take together.
+_CACHED_GRAMMARS, _CACHED_BYTES = 64, 64 << 20
+# What a grammar takes at least, and what the process of a guarded one takes.
+_LEAST_BYTES, _PROCESS_BYTES = 64 << 10, 6 << 20
+# A grammar whose trial took more than this stays in its process.
+_LARGE_BYTES, _SLOW_S = 6 << 20, 0.2
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A grammar that is being compiled, and how many wait for it."""
+
+    task: "asyncio.Task[Grammar]"
+    num_waiting: int = 0
+
+
+class GrammarCompiler:
+    """Owns the tokenizer as llguidance sees it, the process for trials, and compiled grammars.
+
+    `compile` is called from one event loop. Promises: it compiles nothing in this process that has
+    not been compiled in another one within limits of time and memory.
+    """
+
+    def __init__(self, model_path: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._file = TokenizerFile(model_path / "tokenizer.json", vocab_size, tuple(eos_ids))
+        self._lock = threading.Lock()
+        self._tools: tuple[LLTokenizer, EndingSearch] | None = None
+        # The process for trials lives as long as the thread that starts it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._server = TrialServer(self._file)
+        self._trials = Trials(self._server, self._thread)
+        self._asked: dict[str, _Asked] = {}
+        # With the bytes that each is taken to need.
+        self._known: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
+        self._known_bytes = 0
+
+    async def compile(self, text: str) -> Grammar:
+        """The grammar of a text in llguidance's form; known ones are there at once.
+
+        Those who ask for the same at the same time wait for one trial, which ends when nobody waits
+        for it any more.
+        """
+        if text in self._known:
+            self._known.move_to_end(text)
+            return self._known[text][0]
+        asked = self._asked.get(text)
+        if asked is None:
+            asked = self._asked[text] = _Asked(asyncio.create_task(self._compile(text)))
+        asked.num_waiting += 1
+        try:
+            return await asyncio.shield(asked.task)
+        finally:
+            asked.num_waiting -= 1
+            if not asked.num_waiting:
+                asked.task.cancel()
+                if self._asked.get(text) is asked:
+                    del self._asked[text]
+
+    async def _compile(self, text: str) -> Grammar:
+        trial = await self._trials.run(text)
+        is_guarded = trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or may_grow(text)
+        if trial.error:
+            grammar = Grammar(trial.error, retry_after_s=trial.retry_after_s)
+        elif is_guarded:
+            grammar = GuardedGrammar(eos_ids=trial.eos_ids, ending=trial.ending, guard=trial.guard)
+        else:
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._thread, self._compile_tried, text, trial)
+        if not trial.retry_after_s:
+            size = _PROCESS_BYTES if is_guarded and not trial.error else _LEAST_BYTES
+            self._remember(text, grammar, len(text) + size + trial.grown_bytes)
+        return grammar
+
+    def _remember(self, text: str, grammar: Grammar, size: int) -> None:
+        self._known[text] = grammar, size
+        self._known_bytes += size
+        while len(self._known) > _CACHED_GRAMMARS or (
+            self._known_bytes > _CACHED_BYTES and len(self._known) > 1
+        ):
+            self._known_bytes -= self._known.popitem(last=False)[1][1]
+
+    def _compile_tried(self, text: str, trial: Trial) -> Grammar:
+        try:
+            return compile_text(*self._load(), text, trial.ending)
+        except GrammarError as error:
+            return Grammar(str(error))
+
+    def compile_now(self, text: str) -> Grammar:
+        """The same in this thread, without a trial and remembered by nobody."""
+        try:
+            return compile_text(*self._load(), text)
+        except GrammarError as error:
+            return Grammar(str(error))
+
+    def prepare(self) -> None:
+        """Load the tokenizer in a thread: half a second with large vocabularies, so better done
+        before anything runs. A failure is told to those who compile."""
+        self._thread.submit(self._load)
+
+    def start(self) -> None:
+        """Start the process for trials, which takes a tenth of a second of a processor."""
+        self._thread.submit(self._server.start)
+
+    def close(self) -> None:
+        """Take no more, and end what is under way."""
+        self._thread.submit(self._server.close)
+        self._thread.shutdown(wait=True)
+
+    def _load(self) -> tuple[LLTokenizer, EndingSearch]:
+        with self._lock:
+            if self._tools is None:
+                tokenizer = self._file.load()
+                self._tools = tokenizer, EndingSearch(tokenizer)
+            return self._tools

@@ -1,0 +1,174 @@
+"""Which tokens the constrained rows of a step may get, found out while the device computes it."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from llguidance import LLExecutor
+from torch import Tensor
+
+from text_generation_shard.grammars.constraint import Constraint, GrammarError, sentence
+from text_generation_shard.grammars.guard import AnyConstraint, Guard, GuardedConstraint
+from text_generation_shard.sampling.sampler import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A row of a step that must follow a grammar."""
+
+    constraint: AnyConstraint
+    # The first of its places among those of the step.
+    place: int
+    # What was guessed to be chosen there; `allowed` by the grammar. One more place follows.
+    guesses: Sequence[int] = ()
+
+
+class GrammarMasks:
+    """Owns the threads that compute masks; for one step at a time."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._executor = LLExecutor()
+        octets, bits = torch.arange(256, device=device), torch.arange(8, device=device)
+        # Eight bools in one word.
+        self._forbidden = ((octets[:, None] >> bits & 1) == 0).view(torch.int64)[:, 0]
+
+    def start(self, rows: Sequence[ConstrainedRow]) -> "StepGrammars | None":
+        """Begin with a step's masks."""
+        if not rows:
+            return None
+        num_masks = sum(len(row.guesses) + 1 for row in rows)
+        masks = torch.zeros(num_masks, -(-self._vocab_size // 32), dtype=torch.int32)
+        job = self._thread.submit(self._fill, rows, masks)
+        return StepGrammars(rows, job, self._vocab_size, self._device, self._forbidden)
+
+    @torch.inference_mode()
+    def _fill(self, rows: Sequence[ConstrainedRow], masks: Tensor) -> Tensor:
+        """Bits of the allowed tokens, place by place; all set where there are none."""
+        firsts = list(accumulate((len(row.guesses) + 1 for row in rows), initial=0))
+        guarded = _ask_guards(rows, firsts)
+        work = [
+            (row.constraint.matcher, first, list(row.guesses))
+            for row, first in zip(rows, firsts, strict=False)
+            if isinstance(row.constraint, Constraint) and not row.constraint.failure
+        ]
+        guessed = [item for item in work if item[2]]
+        plain = [(matcher, first) for matcher, first, guesses in work if not guesses]
+        memory = masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *memory)
+        if guessed:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *memory)
+        _collect(guarded, masks)
+        for row, first in zip(rows, firsts, strict=False):
+            item, own = row.constraint, masks[first : first + len(row.guesses) + 1]
+            if isinstance(item, Constraint) and not item.failure and item.matcher.is_error():
+                item.failure = sentence(item.matcher.get_error())
+            if not item.failure and not own[0].any():
+                item.failure = "the grammar allows no token to follow"
+            if item.failure:
+                own.fill_(-1)
+                continue
+            for place, mask in enumerate(own):
+                if not item.may_end_after(place):
+                    _without(mask, item.eos_ids)
+        return masks
+
+
+# The guarded rows of one guard with their first places; the guard works on their masks.
+_Asked = list[tuple[Guard, list[tuple[GuardedConstraint, int]]]]
+
+
+def _ask_guards(rows: Sequence[ConstrainedRow], firsts: Sequence[int]) -> _Asked:
+    """Let all guards begin at once."""
+    asked: dict[Guard, list[tuple[GuardedConstraint, int]]] = {}
+    guesses: dict[Guard, list[tuple[int, list[int]]]] = {}
+    for row, first in zip(rows, firsts, strict=False):
+        if isinstance(item := row.constraint, GuardedConstraint) and not item.failure:
+            asked.setdefault(item.guard, []).append((item, first))
+            guesses.setdefault(item.guard, []).append((item.row, list(row.guesses)))
+    for guard, values in guesses.items():
+        guard.begin("masks", values)
+    return list(asked.items())
+
+
+def _collect(asked: _Asked, masks: Tensor) -> None:
+    """Write what the guards have found into the masks, or why they have not into the rows."""
+    octets = masks.view(torch.uint8)
+    for guard, items in asked:
+        try:
+            answers = guard.end(len(items))
+        except GrammarError as error:
+            answers = [(str(error), ())] * len(items)
+        for (item, first), (failure, found) in zip(items, answers, strict=True):
+            item.failure = failure
+            for place, mask in enumerate(found, first):
+                fit = bytearray(mask[: octets.shape[1]])
+                octets[place, : len(fit)] = torch.frombuffer(fit, dtype=torch.uint8)
+
+
+def _without(mask: Tensor, tokens: Sequence[int]) -> None:
+    """Clear the bits of `tokens`, unless no other is set."""
+    rest = mask.clone()
+    for token in tokens:
+        rest[token // 32] &= ~torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
+    if rest.any():
+        mask.copy_(rest)
+
+
+class StepGrammars:
+    """The constrained rows of one step."""
+
+    def __init__(
+        self,
+        rows: Sequence[ConstrainedRow],
+        job: "Future[Tensor]",
+        vocab_size: int,
+        device: torch.device,
+        forbidden: Tensor,
+    ) -> None:
+        """`forbidden`: for each of 256 bytes of a mask, which of 8 tokens are not allowed [256]."""
+        self._forbidden = forbidden
+        self._rows = rows
+        self._job = job
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def restrict(self, logits: Tensor) -> None:
+        """-inf for what the grammars do not allow; logits [S, vocab] are overwritten."""
+        octets = self._job.result().view(torch.uint8).to(self._device)
+        # A table of what each byte forbids is ten times as fast as shifting every bit out.
+        forbidden = self._forbidden.index_select(0, octets.flatten().int())
+        is_out = forbidden.view(torch.bool).view(len(octets), -1)[:, : self._vocab_size]
+        first = 0
+        for row in self._rows:
+            count = len(row.guesses) + 1
+            logits[row.place : row.place + count].masked_fill_(
+                is_out[first : first + count], float("-inf")
+            )
+            first += count
+
+    def settle(self, choice: Choice) -> None:
+        """Write the chosen tokens [S] into the texts, of each row as many as are as
+        guessed and the one behind them; forced ones replace them."""
+        for row in self._rows:
+            for place, guess in enumerate((*row.guesses, None), row.place):
+                chosen = int(choice.token_ids[place])
+                token = row.constraint.settle(chosen)
+                if token != chosen:
+                    choice.force(place, token)
+                if token != guess or row.constraint.failure:
+                    break
+
+    def failures(self) -> dict[int, str]:
+        """First place → sentence, of the rows that can not go on."""
+        failed = (row for row in self._rows if row.constraint.failure)
+        return {row.place: row.constraint.failure for row in failed}
+
+    def driven(self) -> list[int]:
+        """The first places of the rows whose text was brought to its end."""
+        return [row.place for row in self._rows if row.constraint.is_driven]

@@ -1,0 +1,191 @@
+"""From scores to tokens, for all choices of a step at once.
+
+The order is TGI's (fact sheet model-server.md §7): what a grammar does not allow (`grammar`), then
+watermark, repetition penalty, frequency and presence penalty, logit bias, forbidden end tokens,
+temperature, top_k, top_p, typical_p, choice. Frequency and presence penalties are OpenAI's: they
+look at the output only. Reported log-probabilities are the log-softmax of the scores after all of
+that, so with a grammar they are those among the tokens it allows.
+
+A draw is a function of (seed, position) and the row's own scores, never of the batch.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Flags, Floats, Ints, Tokens
+from text_generation_shard.sampling.params import SamplingColumns, SamplingTable, Watermark
+from text_generation_shard.sampling.truncation import keep_likely
+
+# The prime TGI seeds green lists with (utils/watermark.py).
+_WATERMARK_PRIME = 15485863
+
+
+Scores = Tensor | Floats
+"""[S, vocab] in float32: on a device, or in an array of the host."""
+
+
+class TokenHistory(NamedTuple):
+    """What came before each of the S choices of a step; on the host."""
+
+    # [*, width] token ids of rows, anything beyond what is known.
+    token_ids: Tokens
+    # [S] the row of each choice in token_ids.
+    rows: Ints
+    # [S] tokens known. The token to choose sits at `lens`.
+    lens: Ints
+    # Of each row of token_ids, how many are the prompt, and how many must be chosen at least.
+    prompt_lens: Ints
+    min_new_tokens: Ints
+
+    @property
+    def is_early(self) -> Flags:
+        """[S] Whether end tokens can not be chosen yet."""
+        return self.lens - self.prompt_lens[self.rows] < self.min_new_tokens[self.rows]
+
+    def previous(self, place: int) -> int:
+        """The token before a choice."""
+        return int(self.token_ids[self.rows[place], self.lens[place] - 1])
+
+
+class Choice(NamedTuple):
+    """The chosen tokens [S] and their log-probabilities [S], on the host, and the scores behind
+    them.
+
+    The log-probability is NaN, and the token any one, where nothing can be chosen: a score that is
+    NaN or infinite makes the sum of all NaN, and so do scores of which none is above -inf.
+    """
+
+    token_ids: Ints
+    logprobs: Floats
+    scores: Scores
+
+    def unsound(self) -> frozenset[int]:
+        """The rows where nothing can be chosen."""
+        # For as few as a step has, a list is summed faster than an array.
+        if not math.isnan(sum(self.logprobs.tolist())):
+            return frozenset()
+        return frozenset(np.flatnonzero(np.isnan(self.logprobs)).tolist())
+
+    def force(self, row: int, token_id: int) -> None:
+        """Make `token_id` the only choice this row had."""
+        self.token_ids[row] = token_id
+        self.logprobs[row] = 0.0
+        self.scores[row] = float("-inf")
+        self.scores[row, token_id] = 0.0
+
+
+def sample(
+    logits: Scores,
+    table: SamplingTable,
+    history: TokenHistory,
+    end_ids: Ints,
+    watermark: Watermark,
+) -> Choice:
+    """Choose a token for each of the rows of history from logits [S, vocab] float32, which this may
+    overwrite. The tokens `end_ids` can not be chosen where that is too early.
+
+    With torch's operators, on any device: the definition of `compiled_sampling.sample`.
+    """
+    logits = torch.as_tensor(logits)
+    columns = table.columns(history.rows, logits.device)
+    for place in table.watermarked(history.rows):
+        favour_green(logits[place], watermark, history.previous(place))
+    if len(columns.penalised_rows):
+        _penalise(logits, columns, history)
+    biases = table.biases(history.rows)
+    if len(biases.choices):
+        choices, token_ids, values = (
+            torch.from_numpy(item).to(logits.device)
+            for item in (biases.choices, biases.token_ids, biases.values)
+        )
+        logits.index_put_((choices, token_ids), values, accumulate=True)
+    if (is_early := history.is_early).any():
+        early, ends = (
+            torch.from_numpy(item).to(logits.device) for item in (is_early.nonzero()[0], end_ids)
+        )
+        logits[early[:, None], ends] = float("-inf")
+    token_ids = best = logits.argmax(dim=-1)
+    if len(columns.sampling_rows):
+        scores = logits[columns.sampling_rows]
+        # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.temperature
+        if columns.is_filtering:
+            scores = keep_likely(scores, columns)
+        logits[columns.sampling_rows] = scores
+        token_ids = best.clone()
+        positions = torch.from_numpy(history.lens[columns.sampling_rows.cpu().numpy()])
+        token_ids[columns.sampling_rows] = _draw(scores, uniform(columns.seeds, positions))
+    scores = logits.log_softmax(dim=-1).gather(1, token_ids[:, None])
+    return Choice(token_ids.cpu().numpy(), scores[:, 0].cpu().numpy(), logits)
+
+
+Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark], Choice]
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) for each (seed, position), float64: splitmix64 (Steele et al. 2014)."""
+    state = _mix(seeds.cpu()) + positions.cpu() * -0x61C8864680B583EB
+    return ((_mix(state) >> 11) & (2**53 - 1)).double() / 2**53
+
+
+def _mix(bits: Tensor) -> Tensor:
+    # int64 products wrap like uint64 ones; right shifts must drop the copied sign bits.
+    bits = (bits ^ ((bits >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    bits = (bits ^ ((bits >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return bits ^ ((bits >> 31) & (2**33 - 1))
+
+
+def _draw(scores: Tensor, numbers: Tensor) -> Tensor:
+    """Where `numbers` [R] fall in the cumulative distribution of each row of scores [R, vocab]."""
+    cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = numbers.to(scores.device)[:, None] * total
+    # Below the total even after rounding, so that a token of probability 0 is never hit.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return drawn.clamp_(max=scores.shape[1] - 1)
+
+
+def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -> None:
+    own, device = columns.penalised_rows, logits.device
+    lens, prompt_lens = history.lens[own][:, None], history.prompt_lens[history.rows[own]][:, None]
+    places = np.arange(lens.max())
+    is_in = places < lens, (places < lens) & (places >= prompt_lens)
+    is_known, is_output = (torch.from_numpy(item).to(device, torch.float32) for item in is_in)
+    known = history.token_ids[history.rows[own], : len(places)]
+    token_ids, rows = (
+        torch.from_numpy(known).to(device, torch.int64),
+        torch.from_numpy(own).to(device),
+    )
+    scores = logits[rows]
+    occurs = torch.zeros_like(scores).scatter_add_(1, token_ids, is_known) > 0
+    counts = torch.zeros_like(scores).scatter_add_(1, token_ids, is_output)
+    repeated = torch.where(scores > 0, scores / columns.repetition, scores * columns.repetition)
+    scores = torch.where(occurs, repeated, scores)
+    scores -= columns.frequency * counts + columns.presence * (counts > 0)
+    logits[rows] = scores
+
+
+def favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
+    """Kirchenbauer et al. 2023: the previous token seeds which part of the vocabulary is green."""
+    generator = torch.Generator().manual_seed(_WATERMARK_PRIME * previous)
+    size = int(scores.shape[0] * watermark.gamma)
+    green = torch.randperm(scores.shape[0], generator=generator)[:size]
+    scores[green.to(scores.device)] += watermark.delta
+
+
+def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[float]]:
+    """The `count` best tokens of a row and all ties with the last of them, best first.
+
+    Tokens that could not be chosen do not count: there may be fewer.
+    """
+    scores = torch.as_tensor(choice.scores[row])
+    least = scores.topk(min(count, scores.shape[0])).values[-1]
+    candidates = ((scores >= least) & (scores > float("-inf"))).nonzero()[:, 0]
+    values, order = scores[candidates].sort(descending=True, stable=True)
+    return candidates[order].tolist(), (values - scores.logsumexp(dim=-1)).tolist()

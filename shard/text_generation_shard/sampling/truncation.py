@@ -1,0 +1,39 @@
+"""Which tokens can be drawn: top_k, top_p and typical_p, one after another."""
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.sampling.params import SamplingColumns
+
+
+def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
+    """-inf in place of the scores [n, vocab] of what can not be drawn. The best score is 0.
+
+    By sorting: the definition of what `kernels.choice` does without.
+    """
+    nothing = float("-inf")
+    vocab = scores.shape[1]
+    ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    k = torch.where(columns.top_k > 0, columns.top_k, vocab).clamp(max=vocab)
+    # Ties with the k-th best stay.
+    ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)
+    probabilities = torch.softmax(ranked, dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The smallest set that reaches top_p: everything that starts below it, the best always.
+    is_out = before >= torch.where(columns.top_p < 1.0, columns.top_p, 2.0)
+    is_out[:, 0] = False
+    ranked = ranked.masked_fill(is_out, nothing)
+    kept = torch.full_like(scores, nothing).scatter_(1, order, ranked)
+    return _keep_typical(kept, columns.typical_p) if columns.is_typical else kept
+
+
+def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:
+    """Locally typical sampling (Meister et al. 2022): keep what surprises as much as expected."""
+    logprobs = torch.log_softmax(scores, dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs).nansum(dim=-1, keepdim=True)
+    deviation, order = (-logprobs - entropy).abs().sort(dim=-1, stable=True)
+    reached = probabilities.gather(1, order).cumsum(dim=-1) < typical_p
+    last = reached.sum(dim=-1, keepdim=True).clamp(max=scores.shape[1] - 1)
+    is_out = (deviation > deviation.gather(1, last)) & (typical_p < 1.0)
+    return scores.masked_fill(torch.zeros_like(is_out).scatter_(1, order, is_out), float("-inf"))
