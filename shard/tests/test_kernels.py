@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit
-from text_generation_shard.attention import packed
 from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
 from text_generation_shard.device.cpu.kernels import tile as tile_module
