@@ -94,7 +94,7 @@ class CompiledLayers:
         from text_generation_shard.device.cpu.kernels.team import board_words
         from text_generation_shard.device.cpu.kernels.vector import aligned
 
-        self._run = layers.run_layers
+        self._run, self._given = layers.run_layers, layers.Given
         self._backend, self._kinds, self._vocab_size = backend, kinds, config.vocab_size
         self.has_embedding, self.has_head = bool(ends.embedding), ends.head is not None
         self._layers = np.zeros(len(fields), layers.LAYER)
@@ -148,13 +148,13 @@ class CompiledLayers:
         # Nobody else makes plans here; to ask takes longer than to know.
         cache, plan = self._backend.cache, cast("PackedPlan", tokens.plan)
         assert cache is not None and (hidden is None or hidden.is_contiguous())
-        given = (
+        given = self._given(
             *self._kinds,
             self._pass,
             self._layers,
             0 if hidden is None else hidden.data_ptr(),
             tokens.angles.data_ptr(),
-            cache.place,
+            *cache.place,
             tokens.input_ids,
             tokens.positions,
             plan.slots,
@@ -164,11 +164,11 @@ class CompiledLayers:
             plan.last_tasks,
             logits,
         )
-        needed = self._run(*given, self._memory, plan.num_threads)
+        needed = self._run(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
             self._memory = np.empty(needed, dtype=np.uint8)
-            self._run(*given, self._memory, plan.num_threads)
+            self._run(given, self._memory, plan.num_threads)
 
 
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
