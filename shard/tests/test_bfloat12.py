@@ -7,9 +7,10 @@ import pytest
 import torch
 from numba import njit
 from safetensors.torch import load_file
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
-from text_generation_shard.device.cpu.kernels import tile as tile_module
-from text_generation_shard.device.cpu.kernels.narrow import narrow
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, vector_code
+from text_generation_shard.device.cpu.kernels.bfloat12 import narrow
+from text_generation_shard.device.cpu.kernels.llvm import outlined
+from text_generation_shard.device.cpu.kernels.tile import tile
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, BFLOAT16
 from torch import Tensor
 
@@ -89,11 +90,12 @@ def test_exceptions_are_added_alike_in_any_batch(form: type[linear.PackedWeight]
 
 def test_on_a_processor_without_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same loop, compiled as where AVX512_BF16 is missing."""
-    monkeypatch.setattr(tile_module, "_HAS_BFLOAT16_PRODUCTS", False)
+    monkeypatch.setattr(vector_code, "_HAS_BFLOAT16", False)
+    tile_4_1 = tile(4, 1)
 
     @njit
     def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        tile_module.tile(BFLOAT12, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
+        outlined(tile_4_1, (BFLOAT12, (vectors,), inputs, row_bytes, steps, sums, 64))
 
     weight, hidden = torch.rand(16, 48).add(0.001).bfloat16(), torch.randn(4, 48).bfloat16()
     (numbers, beside), sums = narrow(linear.pack(weight, 4)), torch.empty(4, 16)

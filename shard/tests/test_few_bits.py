@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from numba import njit, typeof
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, linear
-from text_generation_shard.device.cpu.kernels import tile as tile_module
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
 from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
+from text_generation_shard.device.cpu.kernels.llvm import BYTES, address_of, call, load, store
 from text_generation_shard.device.cpu.kernels.product import Product
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, INT8
+from text_generation_shard.device.cpu.kernels.tile import convert_magnitudes
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
@@ -40,21 +40,21 @@ def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
     assert torch.equal(weight.rows(torch.tensor([0, 16])), numbers[:2])
 
 
-def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers, and so the same bits, compiled as where AVX512_VBMI is missing."""
-    monkeypatch.setattr(tile_module, "_HAS_BYTE_TABLES", False)
+def test_bytes_on_a_processor_without_tables_of_them() -> None:
+    """Where AVX512_VBMI is missing: the same bits for every magnitude, whatever the sign."""
 
     @njit
-    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        tile_module.tile(INT8, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
+    def convert(numbers, lower, upper):  # type: ignore[no-untyped-def]
+        parts = convert_magnitudes(load(BYTES, numbers))
+        store(parts[0], lower)
+        store(parts[1], upper)
 
-    numbers = torch.randint(-127, 128, (16, 64), dtype=torch.int8)
-    hidden, sums = torch.randn(4, 64).bfloat16(), torch.empty(4, 16)
-    packed = linear.pack(numbers)
-    multiply(packed.data_ptr(), hidden.data_ptr(), 128, 32, sums.data_ptr())
-    assert "vpermi2b" not in next(iter(multiply.inspect_asm().values()))
-    expected = linear.PackedWeight(numbers, torch.ones(16))(hidden)
-    assert torch.equal(sums.bfloat16(), expected)
+    for first in range(-128, 128, 64):
+        numbers = torch.arange(first, first + 64, dtype=torch.int8)
+        halves = torch.zeros(2, 64, dtype=torch.int8)
+        convert(numbers.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
+        expected = (numbers & 127).bfloat16().view(torch.int8).view(64, 2)
+        assert torch.equal(halves.T, expected)
 
 
 @njit

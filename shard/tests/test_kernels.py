@@ -10,9 +10,15 @@ from numba import njit
 from text_generation_shard.device.batch import ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
-from text_generation_shard.device.cpu.kernels import tile as tile_module
-from text_generation_shard.device.cpu.kernels.rows import plan_rows
+from text_generation_shard.device.cpu.kernels import (
+    are_vectors_wide,
+    linear,
+    pointwise,
+    vector_code,
+)
+from text_generation_shard.device.cpu.kernels.attention import plan_rows
+from text_generation_shard.device.cpu.kernels.llvm import outlined
+from text_generation_shard.device.cpu.kernels.tile import tile
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
@@ -80,11 +86,12 @@ def test_rows_of_an_int8_weight() -> None:
 
 def test_products_of_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same loop, compiled as where AVX512_BF16 is missing."""
-    monkeypatch.setattr(tile_module, "_HAS_BFLOAT16_PRODUCTS", False)
+    monkeypatch.setattr(vector_code, "_HAS_BFLOAT16", False)
+    tile_4_1 = tile(4, 1)
 
     @njit
     def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        tile_module.tile(BFLOAT16, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
+        outlined(tile_4_1, (BFLOAT16, (vectors,), inputs, row_bytes, steps, sums, 64))
 
     weight, hidden = (torch.randn(size, 50).bfloat16() for size in (16, 4))
     packed, sums = linear.pack(weight), torch.empty(4, 16)

@@ -12,7 +12,7 @@ from text_generation_shard.device.attention import AttentionPlan
 from text_generation_shard.device.batch import ForwardBatch, RowBatch
 from text_generation_shard.device.cpu.first_touch import Parts
 from text_generation_shard.device.cpu.kernels import attention
-from text_generation_shard.device.cpu.kernels.rows import plan_rows
+from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.vector import marker
 from text_generation_shard.device.reference.kv_cache import CacheShape, untouched
 

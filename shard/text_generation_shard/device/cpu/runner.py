@@ -91,7 +91,7 @@ class CompiledLayers:
         from numba import typeof
 
         from text_generation_shard.device.cpu.kernels import layers
-        from text_generation_shard.device.cpu.kernels.team import board_words
+        from text_generation_shard.device.cpu.kernels.thread_pool import board_words
         from text_generation_shard.device.cpu.kernels.vector import aligned
 
         self._run, self._given = layers.run_layers, layers.Given

@@ -11,11 +11,11 @@ from numba.core import config
 
 from text_generation_shard.device.cpu.kernels import (
     are_vectors_wide,
+    attention,
+    bfloat12,
     cache,
     choice,
     layers,
-    narrow,
-    rows,
 )
 from text_generation_shard.device.cpu.kernels.children import Children
 from text_generation_shard.device.cpu.kernels.grouped_linear import multiply_grouped
@@ -127,10 +127,10 @@ def _kernels(dtype: torch.dtype, quantize: str | None) -> Iterator[Kernel]:
         yield Kernel(function, list(wanted))
     yield Kernel(compute_item, [layers.signature_of_item(*kinds)])
     if plain == typeof(BFLOAT12):
-        yield Kernel(narrow.narrow_panels, [(narrow.PANELS, int64)])
-        yield Kernel(narrow.list_exceptions, [(narrow.PANELS, int64)])
+        yield Kernel(bfloat12.narrow_panels, [(bfloat12.PANELS, int64)])
+        yield Kernel(bfloat12.list_exceptions, [(bfloat12.PANELS, int64)])
     yield Kernel(choice.choose_many, [(int64, choice.TAKEN[0])])
-    yield Kernel(rows.plan_rows, [rows.PLANNED])
+    yield Kernel(attention.plan_rows, [attention.PLANNED])
 
 
 def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
