@@ -28,7 +28,7 @@ from text_generation_shard.device.cpu.kernels.structs import (
     ShortRows,
     struct_type,
 )
-from text_generation_shard.device.cpu.kernels.vector import FLOAT32
+from text_generation_shard.device.cpu.kernels.vector import FLOAT32, inlined
 from text_generation_shard.device.cpu.kernels.vector_code import (
     fma,
     largest_number,
@@ -245,7 +245,7 @@ def _mass(scores: Any, highest: Any) -> Any:
     return total
 
 
-@njit(**_INNER)
+@inlined
 def _weigh(scores: int, highest: Any, weights: int) -> Any:
     """e ** (score - highest) of the 128 scores at one address, put to another; returns their sum.
     No score is above `highest`; what is far below it weighs 0, and NaN weighs NaN."""
