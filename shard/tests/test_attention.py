@@ -2,16 +2,15 @@
 
 import math
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.device.attention import MAX_GATHER_TOKENS
-from text_generation_shard.device.batch import ForwardBatch
-from text_generation_shard.device.reference.attention import TorchAttention, group_by_length
-from text_generation_shard.device.reference.kv_cache import CacheShape
-from text_generation_shard.device.registry import create_backend
-from text_generation_shard.models.config import ModelConfig
+from text_generation_shard.device.base import CacheShape, ForwardBatch
+from text_generation_shard.device.reference.attention import (
+    MAX_GATHER_TOKENS,
+    TorchAttention,
+    group_by_length,
+)
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -57,6 +56,13 @@ def make_batch(contexts: list[int], lengths: list[int], is_decode: bool) -> Forw
     )
 
 
+def attention_on(device: str) -> TorchAttention:
+    """The reference, with its cache there."""
+    return TorchAttention(
+        lambda *sizes: torch.zeros(math.prod(sizes), dtype=torch.uint8, device=device)
+    )
+
+
 def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
     values = {name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__}
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
@@ -73,9 +79,9 @@ def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
 )
 def test_equals_the_definition(window: int | None, tails: list[int], device: str) -> None:
     torch.manual_seed(0)
-    backend = TorchAttention()
+    backend = attention_on(device)
     shape = CacheShape(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
-    backend.allocate(shape, 128, torch.device(device))
+    backend.allocate(shape, 128)
     keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
     values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
     lengths = [min(tail, context) for tail, context in zip(cycle(tails), CONTEXTS, strict=False)]
@@ -113,9 +119,9 @@ def test_groups_hold_every_row_once_and_pad_little() -> None:
 
 
 def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
-    backend = TorchAttention()
+    backend = attention_on("cpu")
     shape = CacheShape(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
-    backend.allocate(shape, 8, torch.device("cpu"))
+    backend.allocate(shape, 8)
     contexts = [3, 20]
     batch = make_batch(contexts, contexts, False)
     torch.manual_seed(0)
@@ -129,9 +135,3 @@ def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
     one = torch.ones(2, 2 * KV_HEADS, HEAD_DIM)
     out = backend.forward(torch.ones(2, HEADS, HEAD_DIM), one, 0, None, backend.plan(step))
     assert bool(out.isfinite().all())
-
-
-def test_unknown_implementation_is_refused(tiny_model_path: Path) -> None:
-    config = ModelConfig.from_hf(tiny_model_path)
-    with pytest.raises(ValueError, match="is named flashinfer"):
-        create_backend("flashinfer", config, torch.float32, torch.device("cpu"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.registry import FAMILIES, Family
+from text_generation_shard.models.families import FAMILIES, Family
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
