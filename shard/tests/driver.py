@@ -6,21 +6,35 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
 from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.server import load_engine as load
+from text_generation_shard.server import load_on
 
 NUM_BLOCKS = 400
 
 
-def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> Engine:
+def load_engine(
+    path: Path,
+    max_prefill_tokens: int = 4096,
+    device: Device | str = "cpu",
+    world: World | None = None,
+    **config: Any,
+) -> Engine:
     """An engine that is warm, with room for 64 rows and NUM_BLOCKS blocks."""
-    engine = load(ShardConfig(model_path=path, **{"device": "cpu", "dtype": "float32", **config}))
+    settings = ShardConfig(model_path=path, **{"dtype": "float32", **config})
+    if isinstance(device, str):
+        engine = load(replace(settings, device=device))
+    else:
+        engine = load_on(device, settings, world or World())
     engine.warmup(
         WarmupLimits(
             max_prefill_tokens=max_prefill_tokens,
@@ -37,6 +51,13 @@ def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> En
 def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
     """The processor, for weights of these forms."""
     return open_device("cpu", DeviceOptions(dtype, "float32", quantize))
+
+
+def reference_device(
+    kind: type[TorchDevice] = TorchDevice, dtype: torch.dtype = torch.float32
+) -> TorchDevice:
+    """The specification, on the processor."""
+    return kind(torch.device("cpu"), dtype, DeviceOptions(None, "float32"))
 
 
 @dataclass

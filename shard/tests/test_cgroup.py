@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.device.cpu import cgroup
 from text_generation_shard.device.cpu.cgroup import MemoryLimit, memory_limit
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters, Split
 
 from shard.tests.driver import open_cpu
 

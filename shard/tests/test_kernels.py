@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit
+from text_generation_shard.checkpoint.config import RopeConfig
 from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
@@ -19,7 +20,6 @@ from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.layers.rotary import RotaryEmbedding
-from text_generation_shard.models.config import RopeConfig
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import DeviceOptions, Matrix
 from text_generation_shard.device.cpu import kernels
@@ -16,7 +17,6 @@ from text_generation_shard.device.reference.quantized import GROUP
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters
 from tokenizers import Tokenizer
 from torch import Tensor
 

@@ -81,7 +81,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _download(arguments: argparse.Namespace, output: Output) -> int:
-    from text_generation_shard.download import resolve_model
+    from text_generation_shard.checkpoint.download import resolve_model
 
     path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
     output.write(json.dumps({"model_path": str(path)}), is_needed=True)

@@ -12,13 +12,13 @@ import grpc
 import uvloop
 from text_generation_proto import pb, pb_grpc
 
+from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import ModelError
 from text_generation_shard.interceptor import ExceptionInterceptor
-from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -46,19 +46,29 @@ def serve(config: ShardConfig) -> int:
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on its device; ModelError says in one sentence why it can not be served."""
-    model_config = ModelConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
+    """The model on the device that is asked for; ModelError says in one sentence why it can not be
+    served."""
     options = DeviceOptions(
         dtype=config.dtype,
-        checkpoint_dtype=model_config.dtype,
+        checkpoint_dtype=_model_config(config).dtype,
         quantize=config.quantize,
         deterministic=config.deterministic,
         memory_fraction=config.cuda_memory_fraction,
     )
-    device, world = open_device(config.device, options), World(config.rank, config.world_size)
+    world = World(config.rank, config.world_size)
+    return load_on(open_device(config.device, options), config, world)
+
+
+def load_on(device: Device, config: ShardConfig, world: World) -> Engine:
+    """The same on a device that is open."""
+    model_config = _model_config(config)
     model, nbytes = load_model(config.model_path, model_config, device, world, config.quantize)
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     return Engine(device, model, nbytes, watermark, world)
+
+
+def _model_config(config: ShardConfig) -> ModelConfig:
+    return ModelConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
 
 
 def _check_path(path: str) -> None:

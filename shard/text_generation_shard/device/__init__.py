@@ -12,7 +12,7 @@ __all__ = ["DEVICES", "open_device", "prepare_process"]
 
 DEVICES = {
     "cpu": "text_generation_shard.device.cpu.device",
-    "cuda": "text_generation_shard.device.reference.device",
+    "cuda": "text_generation_shard.device.cuda.device",
 }
 """--device → the module that has `open_device(options)` for it."""
 

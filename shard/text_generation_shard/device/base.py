@@ -281,15 +281,20 @@ class StepPlan(Protocol):
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """[W] which rows of a decode pass have an input token that the host does not know yet."""
 
+    def scores(
+        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
+    ) -> Tensor:
+        """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
+        prompt log-probabilities. `forward` answers all hidden states [T, hidden_size]."""
+
     @property
     def wants_hidden(self) -> bool:
-        """Whether `take_hidden` is to be called for each pass."""
+        """Whether hidden states are needed of tokens after which none is sampled. If not, a device
+        may compute scores by itself."""
 
-    def take_hidden(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
-        """The hidden states [T, hidden_size] of a pass: prompt log-probabilities are wanted."""
-
-    def choose(self, scores: Scores, sampler: Sampler) -> Choice:
-        """A token for each of the S scores [S, vocab_size], which may be overwritten."""
+    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
+        """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
+        are none. Without a `sampler` by the definition, in plain torch."""
 
 
 class Launched(Protocol):
@@ -300,12 +305,16 @@ class Launched(Protocol):
 
 
 class StepScores(NamedTuple):
-    """What became of a step."""
+    """What became of a step; as `Launched`, one that was computed when it was launched."""
 
     # None: nobody's input was complete.
     choice: Choice | None
     # time.perf_counter_ns() when all passes were computed.
     forward_done_ns: int
+
+    def result(self) -> "StepScores":
+        """See Launched."""
+        return self
 
 
 class Runner(Protocol):

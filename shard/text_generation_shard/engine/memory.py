@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import CacheShape
 from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import WarmupLimits
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.config import ModelConfig
 
 # What sampling with every parameter takes per choice and vocabulary entry: some float32 and float64
 # copies of the scores, and their order.

@@ -1,7 +1,7 @@
 """A step that was decided, as its device computes it."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,13 @@ from text_generation_shard.engine.forward_batch import (
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import StepGrammars
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, TokenHistory
+from text_generation_shard.sampling.sampler import (
+    Choice,
+    Sampler,
+    Scores,
+    TokenHistory,
+    sample,
+)
 from text_generation_shard.sampling.table import Watermark
 
 # Rows of prompt logits computed at once: bounds their memory to this many vocabularies.
@@ -91,8 +97,18 @@ class Plan:
         """See StepPlan."""
         return bool(self._fixed.table.prompt_logprobs)
 
-    def take_hidden(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
+    def scores(
+        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
+    ) -> Tensor:
         """See StepPlan."""
+        batch = self.batch(scheduled)
+        hidden, wanted = forward(batch), batch.logits_indices
+        if self.wants_hidden:
+            self._add_prompt_logprobs(scheduled, hidden)
+        return self._fixed.model.logits(hidden if wanted is None else hidden[wanted])
+
+    def _add_prompt_logprobs(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
+        """Of the inputs that want them, those of the tokens that follow the pass's in them."""
         table, first = self._fixed.table, 0
         for index, row in enumerate(scheduled.rows.tolist()):
             part = hidden[first : first + int(scheduled.counts[index])]
@@ -114,10 +130,12 @@ class Plan:
         )
         return found
 
-    def choose(self, scores: Scores, sampler: Sampler) -> Choice:
+    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
         """See StepPlan. As if each position were the only one: how far guesses were right is found
         out afterwards."""
         fixed, samples = self._fixed, self.samples
+        if not len(scores):
+            return None
         if not fixed.chooses:
             return nothing_chosen(samples)
         table = fixed.table
@@ -127,6 +145,7 @@ class Plan:
         )
         if self.grammars is not None:
             self.grammars.restrict(torch.as_tensor(scores))
+        sampler = sampler or sample
         return sampler(scores, table.sampling, history, fixed.end_ids, fixed.watermark)
 
     def drop_ended(self, choice: Choice) -> Choice:

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.device.base import Attention, AttentionPlan, Rotation
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
-from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters, Split
 
 
 class SelfAttention:

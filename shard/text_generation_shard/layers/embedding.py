@@ -6,9 +6,9 @@ Ranks share the vocabulary: each has the vectors, and makes the scores, of its p
 import torch
 from torch import Tensor
 
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.device.base import EmbeddingTable, Matrix
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters, Split
 
 
 class Embedding:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.device.base import Matrix
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters, Split
 
 
 class Linear:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
-from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters, Split
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from text_generation_shard.weights import Parameters
+from text_generation_shard.checkpoint.weights import Parameters
 
 
 class RMSNorm:

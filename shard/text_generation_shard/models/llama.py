@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import (
     Angles,
     Attention,
@@ -17,9 +19,7 @@ from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import RotaryEmbedding
-from text_generation_shard.models.config import ModelConfig
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters
 
 
 class Block:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.families import FAMILIES
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.config import ModelConfig
-from text_generation_shard.models.families import FAMILIES
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.weights import Parameters
 
 MODELS: Mapping[str, Callable[[Parameters, World, ModelConfig], LlamaModel]] = dict.fromkeys(
     FAMILIES, LlamaModel

@@ -192,7 +192,7 @@ class CpuRunner(TorchRunner):
         self, model: Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:
         """`pages` of the cache are told of the blocks in use, `passes` when a pass runs."""
-        super().__init__(model, decoder or EagerForward(model), sample)
+        super().__init__(decoder or EagerForward(model), sampler=sample)
         is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
         self._decoder = decoder if is_whole else None
         self._pages, self._passes, self._threads = pages, passes, Threads()
@@ -205,7 +205,7 @@ class CpuRunner(TorchRunner):
                 return self._decoder.decode_scores(plan, scheduled)
             return super()._scores(plan, scheduled)
 
-    def _choose(self, plan: StepPlan, scores: Scores) -> Choice:
+    def _choose(self, plan: StepPlan, scores: Scores) -> Choice | None:
         # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
         if isinstance(scores, np.ndarray):
             return plan.choose(scores, sample)

@@ -44,29 +44,18 @@ class EagerForward:
         return self._model.logits(hidden if wanted is None else hidden[wanted])
 
 
-class Finished:
-    """A step that was computed when it was launched."""
-
-    def __init__(self, scores: StepScores) -> None:
-        self._scores = scores
-
-    def result(self) -> StepScores:
-        """See Launched."""
-        return self._scores
-
-
 class TorchRunner:
     """Computes a step while it is launched."""
 
     def __init__(
         self,
-        model: Model,
         forward: Forward,
-        sampler: Sampler,
         synchronize: Callable[[], None] = lambda: None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """`synchronize` waits until the device has done what it was asked for."""
-        self._model, self._forward = model, forward
+        """`synchronize` waits until the device has done what it was asked for. sampler: None is
+        the definition."""
+        self._forward = forward
         self._sampler, self._synchronize = sampler, synchronize
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -75,19 +64,15 @@ class TorchRunner:
         self._synchronize()
         done = time.perf_counter_ns()
         together = scores[0] if len(scores) == 1 else torch.cat([*map(torch.as_tensor, scores)])
-        choice = self._choose(plan, together) if len(together) else None
-        return Finished(StepScores(choice, done))
+        return StepScores(self._choose(plan, together), done)
 
     @torch.inference_mode()
-    def _choose(self, plan: StepPlan, scores: Scores) -> Choice:
+    def _choose(self, plan: StepPlan, scores: Scores) -> Choice | None:
         return plan.choose(scores, self._sampler)
 
     @torch.inference_mode()
     def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
         """Of the tokens of one pass after which one is chosen [S, vocab_size]."""
-        batch = plan.batch(scheduled)
-        if not plan.wants_hidden:
-            return self._forward.scores(batch)
-        hidden, wanted = self._forward.hidden(batch), batch.logits_indices
-        plan.take_hidden(scheduled, hidden)
-        return self._model.logits(hidden if wanted is None else hidden[wanted])
+        if plan.wants_hidden:
+            return plan.scores(scheduled, self._forward.hidden)
+        return self._forward.scores(plan.batch(scheduled))

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard import pickles
+from text_generation_shard.checkpoint import pickles
 from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
