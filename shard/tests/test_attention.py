@@ -1,9 +1,7 @@
 """Paged attention against attention written down plainly, ragged and around block boundaries."""
 
 import math
-from itertools import cycle
 
-import pytest
 import torch
 from text_generation_shard.device.base import CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import (
@@ -14,9 +12,6 @@ from text_generation_shard.device.reference.attention import (
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
-# The last two make a decode fall into several groups by length.
-CONTEXTS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 15 * BLOCK, 7]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def expected(
@@ -67,43 +62,6 @@ def to_device(batch: ForwardBatch, device: str) -> ForwardBatch:
     values = {name: getattr(batch, name) for name in ForwardBatch.__dataclass_fields__}
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
     return ForwardBatch(**moved)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("window", [None, 1, 7, BLOCK, 1000])
-@pytest.mark.parametrize(
-    "tails",
-    # The last: rows that decode, that verify guesses, and prompts in parts, in one pass.
-    [[1], [5], [10**6], [1, 2, 40, 3, 17, 1, 60, 16]],
-    ids=["decode", "continued", "whole", "mixed"],
-)
-def test_equals_the_definition(window: int | None, tails: list[int], device: str) -> None:
-    torch.manual_seed(0)
-    backend = attention_on(device)
-    shape = CacheShape(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
-    backend.allocate(shape, 128)
-    keys = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
-    values = [torch.randn(context, KV_HEADS, HEAD_DIM) for context in CONTEXTS]
-    lengths = [min(tail, context) for tail, context in zip(cycle(tails), CONTEXTS, strict=False)]
-    queries = [torch.randn(length, HEADS, HEAD_DIM) / math.sqrt(HEAD_DIM) for length in lengths]
-    # Everything before the last `length` tokens comes from an earlier pass.
-    whole = to_device(make_batch(CONTEXTS, CONTEXTS, False), device)
-    before = torch.cat([torch.cat(keys), torch.cat(values)], dim=1).to(device)
-    none = torch.zeros(sum(CONTEXTS), HEADS, HEAD_DIM, device=device)
-    backend.forward(none, before, 1, None, backend.plan(whole))
-    batch = to_device(make_batch(CONTEXTS, lengths, tails == [1]), device)
-    parts = list(zip(keys, values, lengths, strict=True))
-    got = backend.forward(
-        torch.cat(queries).to(device),
-        torch.cat([torch.cat([k[-n:], v[-n:]], dim=1) for k, v, n in parts]).to(device),
-        1,
-        window,
-        backend.plan(batch),
-    )
-    wanted = torch.cat(
-        [expected(q, k, v, window) for q, k, v in zip(queries, keys, values, strict=True)]
-    )
-    torch.testing.assert_close(got.cpu().view_as(wanted), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_groups_hold_every_row_once_and_pad_little() -> None:

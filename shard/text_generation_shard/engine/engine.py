@@ -196,7 +196,8 @@ class Engine:
         while len(self._under_way) > may_run_behind:
             self.collect(self._under_way[0])
         before = self._under_way[0].plan.samples if self._under_way else None
-        self._check_vocabulary(step.new_requests)
+        if step.new_requests:
+            self._check_vocabulary(step.new_requests)
         running = self._planner.running(step, before)
         rows: list[int] = []
         taking = time.perf_counter_ns()
@@ -215,7 +216,7 @@ class Engine:
 
     def _check_vocabulary(self, requests: Sequence[NewRequest]) -> None:
         size = self.model.config.vocab_size
-        largest = max((max(item.input_ids, default=0) for item in requests), default=0)
+        largest = max(max(item.input_ids, default=0) for item in requests)
         if largest >= size:
             raise BatchError(f"token id {largest} is not below {size}, the vocabulary")
 
@@ -255,8 +256,11 @@ class Engine:
                     if (found := table.pop_prompt_logprobs(row)) is not None:
                         output.prefill_logprobs.append((request_id, found))
             table.release(verified.ended)
-        young = [row for other in self._under_way for row in other.plan.new_rows]
-        output.running_ids = table.ids([row for row in table.running.tolist() if row not in young])
+        rows = table.running.tolist()
+        if self._under_way:
+            young = [row for other in self._under_way for row in other.plan.new_rows]
+            rows = [row for row in rows if row not in young]
+        output.running_ids = table.ids(rows)
         end = time.perf_counter_ns()
         output.forward_ns = scores.forward_done_ns - handle.began_ns
         output.decode_ns = end - scores.forward_done_ns

@@ -11,6 +11,7 @@ from text_generation_shard.engine.forward_batch import SampledPositions
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, StepOutput
+from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Choice, top_tokens
 
@@ -19,8 +20,10 @@ logger = logging.getLogger(__name__)
 # What the client of such a request reads.
 _NO_SCORES = "the model's scores for the next token are not numbers (NaN or infinite)"
 
-# What a grammar says of a row whose text it ended in time, and of one that can not go on.
-_DRIVEN, _FAILED = 1, 2
+# At a row's first position: its grammar ended the text in time, or can not go on. At any: there are
+# no scores.
+_DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
+_NO_MARKS: Ints = np.empty(0, dtype=np.int64)
 
 _NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
 
@@ -48,31 +51,41 @@ def verify(
     unsound = choice.unsound()
     if grammars is not None:
         grammars.settle(choice)
-    # What rank 0 has found out: tokens, where there is none, and who was brought to an end.
-    facts = np.zeros((3, len(samples.rows)), dtype=np.int64)
-    facts[0], facts[1, list(unsound)] = choice.token_ids, 1
-    failures = {} if grammars is None else grammars.failures()
-    if grammars is not None:
-        facts[2, grammars.driven()], facts[2, list(failures)] = _DRIVEN, _FAILED
-    facts = world.broadcast(facts)
-    counts, reasons = _judge(table, samples, facts[0].tolist(), end_ids)
-    errors = _failures(plan, facts, counts, reasons, failures) if facts[1:].any() else []
+    token_ids, marks = choice.token_ids, _NO_MARKS
+    if unsound or grammars is not None or world.size > 1:
+        marks = _marks(len(token_ids), unsound, grammars)
+        token_ids, marks = world.broadcast(np.stack((token_ids, marks)))
+    counts, reasons = _judge(table, samples, token_ids.tolist(), end_ids)
+    errors: list[tuple[int, str]] = []
+    if marks.any():
+        sentences = {} if grammars is None else grammars.failures()
+        errors = _failures(plan, marks, counts, reasons, sentences)
     output = StepOutput(list(plan.request_ids), reasons, errors=errors)
-    return _verified(table, samples, choice._replace(token_ids=facts[0]), counts, output)
+    return _verified(table, samples, choice._replace(token_ids=token_ids), counts, output)
+
+
+def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -> Ints:
+    """Of each position [S]: what is wrong there, or 0."""
+    marks = np.zeros(count, dtype=np.int64)
+    if grammars is not None:
+        marks[grammars.driven()] = _DRIVEN
+        marks[list(grammars.failures())] = _FAILED
+    marks[list(unsound)] = _UNSOUND
+    return marks
 
 
 def _failures(
-    plan: Plan, facts: Ints, counts: list[int], reasons: list[int], sentences: dict[int, str]
+    plan: Plan, marks: Ints, counts: list[int], reasons: list[int], sentences: dict[int, str]
 ) -> list[tuple[int, str]]:
     """(request id, sentence) of the rows [R] that failed, whose reasons are changed."""
     errors: list[tuple[int, str]] = []
     for index, (first, count) in enumerate(zip(plan.samples.firsts.tolist(), counts, strict=True)):
         # What stands behind a wrong guess is computed from it, and says nothing of a row.
-        if facts[1, first : first + count].any():
+        if (marks[first : first + count] == _UNSOUND).any():
             errors.append((plan.request_ids[index], _NO_SCORES))
-        elif facts[2, first] == _FAILED:
+        elif marks[first] == _FAILED:
             errors.append((plan.request_ids[index], sentences.get(first, "")))
-        elif facts[2, first] == _DRIVEN and reasons[index] == _EOS_TOKEN:
+        elif marks[first] == _DRIVEN and reasons[index] == _EOS_TOKEN:
             # A text that was ended early for want of tokens is no natural ending either.
             reasons[index] = _LENGTH
             continue

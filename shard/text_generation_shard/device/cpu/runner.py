@@ -133,7 +133,7 @@ class FusedDecoder:
     def decode_scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Floats:
         """`scores` of a decode pass, where no length matters to rope, without an operator of torch:
         each takes 20 to 30 us when nothing of it is in the caches."""
-        end = int(scheduled.ends.max())
+        end = max(scheduled.ends.tolist())
         ids, tokens = self._attention.plan_rows(plan.rows, scheduled)
         # Positions are starts: only their type is numpy's.
         angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
@@ -200,7 +200,8 @@ class CpuRunner(TorchRunner):
     def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
         if not scheduled.is_decode:
             self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
-        with self._passes, self._threads.measured(int(scheduled.counts.sum())):
+        count = len(scheduled.rows) if scheduled.is_decode else int(scheduled.counts.sum())
+        with self._passes, self._threads.measured(count):
             if self._decoder is not None and scheduled.is_decode:
                 return self._decoder.decode_scores(plan, scheduled)
             return super()._scores(plan, scheduled)
