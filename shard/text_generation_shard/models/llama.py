@@ -6,7 +6,6 @@ from torch import Tensor
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import (
-    Angles,
     Attention,
     AttentionPlan,
     DecoderWeights,
@@ -98,6 +97,7 @@ class LlamaModel:
             *(parameters, world, "lm_head"), self._embedding, config.tie_word_embeddings
         )
         self.rotary = RotaryEmbedding(config.rope, parameters.device.torch_device)
+        self.angles, self.angle_table = self.rotary.angles, self.rotary.table
 
     @property
     def length_rule(self) -> str | None:
@@ -109,14 +109,6 @@ class LlamaModel:
         """See Model."""
         return self.rotary.recompute_at
 
-    def angles(self, batch: ForwardBatch) -> Angles:
-        """See Model."""
-        return self.rotary.angles(batch)
-
-    def angle_table(self, end: int) -> Tensor:
-        """See Model."""
-        return self.rotary.table(end)
-
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
         config = self.config
@@ -124,7 +116,7 @@ class LlamaModel:
         if config.embedding_multiplier != 1.0:
             hidden = hidden * config.embedding_multiplier
         plan = self.attention.plan(batch)
-        rotation = self._device.rotation(self.rotary.angles(batch))
+        rotation = self._device.rotation(self.angles(batch))
         delta: Tensor | None = None
         for block in self._blocks:
             delta = block(hidden, delta, rotation, plan)

@@ -1,5 +1,6 @@
 """Steps on the processor: a pass is one call of the kernels where these take the whole model."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from text_generation_shard.device.base import (
     Model,
     ScheduledTokens,
     StepPlan,
+    StepScores,
 )
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
@@ -30,8 +32,8 @@ from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marke
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
 from text_generation_shard.device.reference.linear import FloatTable
-from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
-from text_generation_shard.sampling.sampler import Choice, Scores
+from text_generation_shard.device.reference.runner import EagerForward, Forward
+from text_generation_shard.sampling.sampler import Scores
 
 
 def fused_decoder(model: Model, dtype: torch.dtype) -> "FusedDecoder | None":
@@ -185,32 +187,40 @@ class FusedDecoder:
             layers.run_layers(*given, self._memory, plan.num_threads)
 
 
-class CpuRunner(TorchRunner):
+class CpuRunner:
     """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
 
     def __init__(
         self, model: Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:
         """`pages` of the cache are told of the blocks in use, `passes` when a pass runs."""
-        super().__init__(decoder or EagerForward(model), sampler=sample)
+        self._forward: Forward = decoder or EagerForward(model)
         is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
         self._decoder = decoder if is_whole else None
         self._pages, self._passes, self._threads = pages, passes, Threads()
 
-    def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
-        if not scheduled.is_decode:
-            self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
-        count = len(scheduled.rows) if scheduled.is_decode else int(scheduled.counts.sum())
-        with self._passes, self._threads.measured(count):
-            if self._decoder is not None and scheduled.is_decode:
-                return self._decoder.decode_scores(plan, scheduled)
-            return super()._scores(plan, scheduled)
+    def launch(self, plan: StepPlan) -> StepScores:
+        """See Runner."""
+        scores = [self._scores(plan, scheduled) for scheduled in plan.passes()]
+        done = time.perf_counter_ns()
+        if len(scores) == 1 and isinstance(scores[0], np.ndarray):
+            # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
+            return StepScores(plan.choose(scores[0], sample), done)
+        with torch.inference_mode():
+            together = torch.cat([torch.as_tensor(item) for item in scores])
+            return StepScores(plan.choose(together, sample), done)
 
-    def _choose(self, plan: StepPlan, scores: Scores) -> Choice | None:
-        # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
-        if isinstance(scores, np.ndarray):
-            return plan.choose(scores, sample)
-        return super()._choose(plan, scores)
+    def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
+        """Of the tokens of one pass after which one is sampled [S, vocab_size]."""
+        if self._decoder is not None and scheduled.is_decode:
+            with self._passes, self._threads.measured(len(scheduled.rows)):
+                return self._decoder.decode_scores(plan, scheduled)
+        self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
+        count = int(scheduled.counts.sum())
+        with self._passes, self._threads.measured(count), torch.inference_mode():
+            if plan.wants_hidden:
+                return plan.scores(scheduled, self._forward.hidden)
+            return self._forward.scores(plan.batch(scheduled))
 
 
 _PRODUCTS = "qkv", "out", "gate_up", "down"

@@ -9,13 +9,10 @@ from torch import Tensor
 
 from text_generation_shard.device.base import (
     ForwardBatch,
-    Launched,
     Model,
-    ScheduledTokens,
     StepPlan,
     StepScores,
 )
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores
 
 
 class Forward(Protocol):
@@ -47,32 +44,19 @@ class EagerForward:
 class TorchRunner:
     """Computes a step while it is launched."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        synchronize: Callable[[], None] = lambda: None,
-        sampler: Sampler | None = None,
-    ) -> None:
-        """`synchronize` waits until the device has done what it was asked for. sampler: None is
-        the definition."""
-        self._forward = forward
-        self._sampler, self._synchronize = sampler, synchronize
+    def __init__(self, forward: Forward, synchronize: Callable[[], None]) -> None:
+        """`synchronize` waits until the device has done what it was asked for."""
+        self._forward, self._synchronize = forward, synchronize
 
-    def launch(self, plan: StepPlan) -> Launched:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepScores:
         """See Runner."""
-        scores = [self._scores(plan, scheduled) for scheduled in plan.passes()]
+        scores = []
+        for scheduled in plan.passes():
+            if plan.wants_hidden:
+                scores.append(plan.scores(scheduled, self._forward.hidden))
+            else:
+                scores.append(self._forward.scores(plan.batch(scheduled)))
         self._synchronize()
         done = time.perf_counter_ns()
-        together = scores[0] if len(scores) == 1 else torch.cat([*map(torch.as_tensor, scores)])
-        return StepScores(self._choose(plan, together), done)
-
-    @torch.inference_mode()
-    def _choose(self, plan: StepPlan, scores: Scores) -> Choice | None:
-        return plan.choose(scores, self._sampler)
-
-    @torch.inference_mode()
-    def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
-        """Of the tokens of one pass after which one is chosen [S, vocab_size]."""
-        if plan.wants_hidden:
-            return plan.scores(scheduled, self._forward.hidden)
-        return self._forward.scores(plan.batch(scheduled))
+        return StepScores(plan.choose(torch.cat(scores)), done)
