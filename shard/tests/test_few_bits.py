@@ -9,6 +9,7 @@ from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, l
 from text_generation_shard.device.cpu.kernels import tile as tile_module
 from text_generation_shard.device.cpu.kernels.calls import address_of, call
 from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
+from text_generation_shard.device.cpu.kernels.product import Product
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, INT8
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 
@@ -57,11 +58,10 @@ def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyP
 
 
 @njit
-def _multiply(code, weight_kind, weights, beside, inputs, out, rows, steps, outputs, is_gated):  # type: ignore[no-untyped-def]
-    items, size = cost_of_items(weight_kind, rows, steps, outputs, is_gated)
+def _multiply(code, weight_kind, product):  # type: ignore[no-untyped-def]
+    items, size = cost_of_items(weight_kind, product)
     for item in range(items):
-        sizes, where = (steps, outputs, is_gated), (weights, beside, inputs, out, np.int64(0))
-        call(code, (weight_kind, BFLOAT16, item, (np.int64(0), rows, rows), sizes, *where))
+        call(code, (weight_kind, BFLOAT16, product, np.int64(0), item, np.int64(0)))
     return items, size
 
 
@@ -84,6 +84,7 @@ def test_compiled_code_multiplies_by_any_kind(
             sum_groups(hidden.data_ptr(), beside, row, 4)
     code = address_of(*layers.kernels(typeof(place.kind), typeof(BFLOAT16))["multiply"])
     addresses = place.weight, beside, hidden.data_ptr(), out.data_ptr()
-    items, size = _multiply(code, place.kind, *addresses, rows, 64, out.shape[1], is_gated)
+    product = Product(*addresses, rows, 64, out.shape[1], is_gated)
+    items, size = _multiply(code, place.kind, product)
     assert torch.equal(out, expected)
     assert (items - 1) * size < matrix._packed._packed.nbytes <= items * size

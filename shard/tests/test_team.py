@@ -41,11 +41,11 @@ def _dawdle(state):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _follow(given, phase, item, ticket):  # type: ignore[no-untyped-def]
+def _follow(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
     """An item writes one more than all items of the phase before have written, or something
     negative. Phases write to two rows in turn, as passes use buffers again; what is late there
     shows."""
-    counts, values, phases = given
+    counts, values = given
     own, state = phases[phase].step, values[2].ctypes.data
     value, number = np.int64(1), phases[phase].layer
     _dawdle(state)
@@ -64,9 +64,9 @@ def _follow(given, phase, item, ticket):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _stop(given, phase, item, ticket):  # type: ignore[no-untyped-def]
+def _stop(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
     """Who comes first to item `values[0, 0]` of phase 1 stops there until all is done."""
-    counts, values, phases = given
+    counts, values = given
     is_first = phase == 1 and item == values[0, 0]
     if is_first and exchange_word(values[1].ctypes.data, 0, 1):
         for _ in range(LOOKS):
@@ -85,7 +85,7 @@ def _given(items: list[int], is_short: bool) -> Any:
     phases = np.zeros(len(items), team.PHASE)
     phases["items"], phases["is_short"] = items, is_short
     size = max(4, len(items)), max(2, len(items) + 1, *items)
-    return np.zeros(size, np.int64), np.zeros(size, np.int64), phases
+    return (np.zeros(size, np.int64), np.zeros(size, np.int64)), phases
 
 
 def _go(
@@ -93,13 +93,11 @@ def _go(
 ) -> None:
     """So many threads are expected, and so many come; words: those of the board."""
     words = aligned(team.board_words(num_threads), torch.int64) if words is None else words
-    board, phases = words.data_ptr(), given[2]
-    code = address_of(function, (typeof(given), int64, int64, int64))
-    team.begin(board, phases, num_threads)
-    comers = [
-        threading.Thread(target=team.work, args=(code, given, phases, board, me, num_threads))
-        for me in range(coming)
-    ]
+    arrays, phases = given
+    code = address_of(function, (typeof(arrays), typeof(phases), int64, int64, int64))
+    work = team.Work(code, arrays, phases, words.data_ptr(), num_threads)
+    team.begin(work)
+    comers = [threading.Thread(target=team.take_part, args=(work, me)) for me in range(coming)]
     for comer in comers:
         comer.start()
     for comer in comers:
@@ -117,7 +115,7 @@ def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
         num_threads = int(draw.choice([1, 2, 3, 5, 13]))
         coming = int(draw.integers(1, min(num_threads, 3) + 1))
         items = draw.integers(0, draw.choice([2, 4, 30]), draw.integers(1, 60))
-        counts, values, phases = given = _given(items.tolist(), is_short=False)
+        (counts, values), phases = given = _given(items.tolist(), is_short=False)
         phases["is_short"] = draw.choice([[0, 0], [1, 1], [0, 1]])[draw.integers(0, 2, len(items))]
         phases["item_bytes"] = draw.choice([0, 6400])
         number = 0
@@ -136,7 +134,7 @@ def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
 def test_who_is_stopped_is_not_waited_for(item: int) -> None:
     """The others do its item and all that follows; what it finds when it goes on is not put."""
     given = _given([3, 8, 5, 6], is_short=True)
-    counts, values, phases = given
+    (counts, values), phases = given
     values[0, 0] = item
     _go(_stop, given, 2, 2)
     assert values[3, 0] == 1

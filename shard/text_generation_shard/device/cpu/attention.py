@@ -116,21 +116,20 @@ class PackedAttention:
         kind, start = marker(query.dtype), query.data_ptr()
         assert query.stride(0) == (heads + key_value.shape[1]) * head_dim
         assert key_value.data_ptr() == start + heads * head_dim * query.element_size()
-        sizes = heads, self._num_kv_heads, head_dim, self.cache.layer(layer)
-        num_blocks = self.cache.num_blocks
-        attention.store(kind, start, *sizes, num_blocks, plan.slots)
         out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
-        attention.attend(
-            kind,
-            attention.task_code(numba.typeof(kind)),
-            start,
-            out.data_ptr(),
-            *sizes,
-            num_blocks,
-            plan.block_tables,
-            plan.tasks,
-            window or 0,
+        parts = attention.Attention(
+            heads=start,
+            out=out.data_ptr(),
+            blocks=self.cache.layer(layer),
+            num_blocks=self.cache.num_blocks,
+            num_heads=heads,
+            num_kv_heads=self._num_kv_heads,
+            head_dim=head_dim,
+            window=window or 0,
         )
+        attention.store(kind, parts, plan.slots)
+        code = attention.task_code(numba.typeof(kind))
+        attention.attend(kind, code, parts, plan.block_tables, plan.tasks)
         return out
 
 

@@ -164,13 +164,15 @@ class FusedDecoder:
         logits [S, vocab_size], or none, are written."""
         cache, rows = self._attention.cache, angles.rows
         assert cache is not None and (hidden is None or hidden.is_contiguous())
-        given = (
+        given = layers.Given(
             *self._kinds,
             self._pass,
             self._layers,
             0 if hidden is None else hidden.data_ptr(),
             angles.table.data_ptr(),
-            (cache.address, cache.layer_bytes, cache.num_blocks),
+            cache.address,
+            cache.layer_bytes,
+            cache.num_blocks,
             ids,
             rows.numpy() if isinstance(rows, Tensor) else rows,
             plan.slots,
@@ -180,11 +182,11 @@ class FusedDecoder:
             plan.last_tasks,
             logits,
         )
-        needed = layers.run_layers(*given, self._memory, plan.num_threads)
+        needed = layers.run_layers(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
             self._memory = np.empty(needed, dtype=np.uint8)
-            layers.run_layers(*given, self._memory, plan.num_threads)
+            layers.run_layers(given, self._memory, plan.num_threads)
 
 
 class CpuRunner:

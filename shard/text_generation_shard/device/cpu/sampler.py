@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.cpu.kernels.choice import choose
+from text_generation_shard.device.cpu.kernels.choice import Choices, choose
 from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory, favour_green
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 
@@ -26,23 +26,24 @@ def sample(
         favour_green(torch.as_tensor(logits[place]), watermark, history.previous(place))
     biases, count = table.biases(history.rows), len(history.rows)
     token_ids, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
-    choose(
-        logits if isinstance(logits, np.ndarray) else logits.numpy(),
-        history.rows,
-        history.lens,
-        history.token_ids,
-        history.prompt_lens,
-        history.min_new_tokens,
-        table.flags,
-        table.values,
-        table.seeds,
-        biases.choices,
-        biases.token_ids,
-        biases.values,
-        end_ids,
-        token_ids,
-        logprobs,
+    choices = Choices(
+        scores=logits if isinstance(logits, np.ndarray) else logits.numpy(),
+        rows=history.rows,
+        lens=history.lens,
+        token_ids=history.token_ids,
+        prompt_lens=history.prompt_lens,
+        min_new_tokens=history.min_new_tokens,
+        flags=table.flags,
+        values=table.values,
+        seeds=table.seeds,
+        biased=biases.choices,
+        bias_ids=biases.token_ids,
+        biases=biases.values,
+        end_ids=end_ids,
+        chosen_ids=token_ids,
+        logprobs=logprobs,
     )
+    choose(choices)
     # In threads, an exception would be lost.
     assert min(token_ids.tolist()) >= 0, "the kernel has chosen nothing"
     return Choice(token_ids, logprobs, logits)

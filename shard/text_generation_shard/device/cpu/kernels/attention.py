@@ -10,13 +10,19 @@ how the prompt was cut, what was cached, or who else is in the batch. Tokens tha
 see count exactly 0.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numba import int64, njit, prange
 
 from text_generation_shard.device.cpu.kernels import MAX_HEAD_DIM
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.calls import (
+    Address,
+    Count,
+    address_of,
+    call,
+    struct_type,
+)
 from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.softmax import CHUNK, NOTHING, soften, soften_part
 from text_generation_shard.device.cpu.kernels.tile import paged_tile, tile
@@ -44,27 +50,38 @@ _FEW_TOKENS: Final = 16
 _NOTHING: Final = np.float32(NOTHING)
 
 
+class Attention(NamedTuple):
+    """What one layer's attention reads and writes."""
+
+    # [T, num_heads + 2 * num_kv_heads, head_dim]: queries, scaled already, then keys, then values.
+    heads: Address
+    # [T, num_heads * head_dim]: what queries gather.
+    out: Address
+    # [num_kv_heads, num_blocks] blocks of the layer, keys before values in each.
+    blocks: Address
+    num_blocks: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    # Tokens that a query sees, itself counted in; 0: all.
+    window: Count
+
+
+ATTENTION: Final = struct_type(Attention)
+
+
 @njit(nogil=True, cache=True)
-def store_token(
-    kind: Any,
-    heads: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    token: int,
-    slot: int,
-) -> None:
+def store_token(kind: Any, layer: Attention, token: int, slot: int) -> None:
     """`store` for one token of several."""
-    numbers = array_at(kind, heads)
+    num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    numbers = array_at(kind, layer.heads)
     per_step = STEP_BYTES // itemsize(kind)
     part = head_dim * BLOCK_SIZE
     block, lane = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     value_lane = lane // per_step * LANES * per_step + lane % per_step
     for head in range(num_kv_heads):
-        place = (head * num_blocks + block) * 2 * part
-        target = array_at(kind, layer + place * itemsize(kind))
+        start = (head * layer.num_blocks + block) * 2 * part
+        target = array_at(kind, layer.blocks + start * itemsize(kind))
         row = token * (num_heads + 2 * num_kv_heads) + num_heads + head
         key, value = row * head_dim, (row + num_kv_heads) * head_dim
         for feature in range(head_dim):
@@ -76,77 +93,21 @@ def store_token(
             target[to] = _finite(kind, numbers[value + feature])
 
 
-@njit(nogil=True, cache=True)
-def _store_few(
-    kind: Any,
-    heads: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    slots: Any,
-) -> None:
-    for token in range(len(slots)):
-        store_token(
-            kind,
-            heads,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            layer,
-            num_blocks,
-            token,
-            slots[token],
-        )
-
-
 @njit(parallel=True, nogil=True, cache=True)
-def _store_many(
-    kind: Any,
-    heads: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    slots: Any,
-) -> None:
+def _store_many(kind: Any, layer: Attention, slots: Any) -> None:
     for token in prange(len(slots)):
-        store_token(
-            kind,
-            heads,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            layer,
-            num_blocks,
-            token,
-            slots[token],
-        )
+        store_token(kind, layer, token, slots[token])
 
 
 @njit(nogil=True, cache=True)
-def store(
-    kind: Any,
-    heads: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    slots: Any,
-) -> None:
-    """Write the keys and values of T tokens into one layer's blocks at `slots` [T].
-
-    heads: address of [T, num_heads + 2 * num_kv_heads, head_dim], keys behind the queries. layer:
-    address of [num_kv_heads, num_blocks] blocks, keys before values in each. What is not finite is
-    written as 0, so that a slot nobody sees can be multiplied by 0.
-    """
+def store(kind: Any, layer: Attention, slots: Any) -> None:
+    """Write the keys and values of T tokens into a layer's blocks at `slots` [T]. What is not
+    finite is written as 0, so that a slot nobody sees can be multiplied by 0."""
     if len(slots) > _FEW_TOKENS:
-        _store_many(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
+        _store_many(kind, layer, slots)
     else:
-        _store_few(kind, heads, num_heads, num_kv_heads, head_dim, layer, num_blocks, slots)
+        for token in range(len(slots)):
+            store_token(kind, layer, token, slots[token])
 
 
 @njit(inline="always")
@@ -158,7 +119,7 @@ def _finite(kind: Any, number: Any) -> Any:
 
 def task_signature(kind: Any) -> tuple[Any, ...]:
     """What `attend_task` takes, for numbers of this type."""
-    return kind, *(int64,) * 6, int64[::1], int64[::1], int64, int64
+    return kind, ATTENTION, int64, int64[::1], int64[::1]
 
 
 def task_code(kind: Any) -> int:
@@ -167,78 +128,59 @@ def task_code(kind: Any) -> int:
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def attend(
-    kind: Any,
-    code: int,
-    heads: int,
-    out: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    layer: int,
-    num_blocks: int,
-    block_tables: Any,
-    tasks: Any,
-    window: int,
-) -> None:
-    """Each task's queries against the tokens they see; their outputs into out [T, H * head_dim].
+def attend(kind: Any, code: int, layer: Attention, block_tables: Any, tasks: Any) -> None:
+    """Each task's queries against the tokens they see.
 
-    code: where `attend_task` lies for this kind, see `calls`. heads and layer as in `store`.
-    block_tables [R, width]. tasks [N, 5]: row, first token of the row in this pass and its
-    position, first query vector of the task and number of query vectors of the row; a token's query
-    vectors are those that share a KV head. window: tokens that a query sees, itself counted in; 0:
-    all. Queries are scaled already.
+    code: where `attend_task` lies for this kind, see `calls`. block_tables [R, width]. tasks
+    [N, 5]: row, first token of the row in this pass and its position, first query vector of the
+    task and number of query vectors of the row; a token's query vectors are those that share a KV
+    head.
     """
-    for place in prange(len(tasks) * num_kv_heads):
-        task, head = place // num_kv_heads, np.int64(place % num_kv_heads)
-        blocks = layer + head * num_blocks * 2 * head_dim * BLOCK_SIZE * itemsize(kind)
-        sizes = num_heads, num_kv_heads, head_dim
-        seen = block_tables[tasks[task, 0]], tasks[task]
-        call(code, (kind, heads, out, *sizes, blocks, *seen, head, window))
+    for index in prange(len(tasks) * layer.num_kv_heads):
+        task, head = index // layer.num_kv_heads, np.int64(index % layer.num_kv_heads)
+        call(code, (kind, layer, head, block_tables[tasks[task, 0]], tasks[task]))
+
+
+class _State(NamedTuple):
+    """Addresses of what a task computes with, row by row; uninitialized on entry."""
+
+    # Query vectors, side by side.
+    queries: Address
+    # [rows, head_dim] float32: values gathered so far, each times its token's weight.
+    sums: Address
+    # [rows, 64]: of the tokens of a chunk, scores in float32 and what they weigh.
+    scores: Address
+    weights: Address
+    # [rows] and [rows, 16] float32: see `soften`.
+    best: Address
+    totals: Address
+    # [rows] int64: positions.
+    positions: Address
+    # Of each block of a chunk, where its values lie.
+    pages: Address
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def attend_task(
-    kind: Any,
-    heads: int,
-    out: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    blocks: int,
-    table: Any,
-    task: Any,
-    head: int,
-    window: int,
-) -> None:
-    """`attend` for one task and one of the KV heads, whose blocks begin at `blocks`."""
-    group = num_heads // num_kv_heads
-    count = min(TASK_ROWS, task[4] - task[3])
+def attend_task(kind: Any, layer: Attention, head: int, table: Any, task: Any) -> None:
+    """`attend` for one task and one of the KV heads; table: the row's of block_tables."""
+    state = _State(
+        scratch(_HEAD_VECTORS),
+        scratch(_HEAD_VECTORS),
+        scratch(_CHUNK_VECTORS),
+        scratch(_CHUNK_VECTORS),
+        scratch(1),
+        scratch(TASK_ROWS),
+        scratch(1),
+        scratch(1),
+    )
+    count, stride = min(TASK_ROWS, task[4] - task[3]), layer.head_dim * itemsize(kind)
     rows = _padded(count)
-    inputs, sums_at = scratch(_HEAD_VECTORS), scratch(_HEAD_VECTORS)
-    scores_at, weights_at = scratch(_CHUNK_VECTORS), scratch(_CHUNK_VECTORS)
-    best_at, totals_at, pages_at = scratch(1), scratch(TASK_ROWS), scratch(1)
-    best, totals = array_at(FLOAT32, best_at), array_at(FLOAT32, totals_at)
-    sums, pages = array_at(FLOAT32, sums_at), array_at(ADDRESS, pages_at)
-    positions = array_at(ADDRESS, scratch(1))
-    for row in range(rows):
-        best[row] = _NOTHING
-        for lane in range(LANES):
-            totals[row * LANES + lane] = np.float32(0.0)
-        for feature in range(head_dim):
-            sums[row * head_dim + feature] = np.float32(0.0)
-    source = array_at(kind, heads)
-    target = array_at(kind, inputs)
-    stride = head_dim * itemsize(kind)
-    # Vectors that only fill up a tile are whatever was here; their results are not used.
-    for row in range(count):
-        token, member = (task[3] + row) // group, (task[3] + row) % group
-        positions[row] = task[2] + token
-        start = (task[1] + token) * (num_heads + 2 * num_kv_heads) + head * group + member
-        for feature in range(head_dim):
-            target[row * head_dim + feature] = source[start * head_dim + feature]
+    _begin(kind, layer, head, task, state, count)
+    positions = array_at(ADDRESS, state.positions)
+    pages = array_at(ADDRESS, state.pages)
+    blocks = layer.blocks + head * layer.num_blocks * 2 * stride * BLOCK_SIZE
     first, last = positions[0], positions[count - 1]
-    seen_from = max(0, first - window + 1) if window else 0
+    seen_from = max(0, first - layer.window + 1) if layer.window else 0
     block_bytes = 2 * stride * BLOCK_SIZE
     for chunk in range(seen_from // _CHUNK, last // _CHUNK + 1):
         used = min(_CHUNK_BLOCKS, last // BLOCK_SIZE + 1 - chunk * _CHUNK_BLOCKS)
@@ -249,34 +191,71 @@ def attend_task(
             blocks + table[base + min(2, used - 1)] * block_bytes,
             blocks + table[base + min(3, used - 1)] * block_bytes,
         )
-        _score(kind, rows, keys, inputs, stride, scores_at)
-        for row in range(count):
-            position = positions[row]
-            begin = max(0, position - window + 1) if window else 0
-            shrink = _soften(
-                kind,
-                scores_at + row * _CHUNK * 4,
-                weights_at + row * _CHUNK * itemsize(kind),
-                best_at + row * 4,
-                totals_at + row * VECTOR_BYTES,
-                begin - chunk * _CHUNK,
-                position - chunk * _CHUNK,
-            )
-            if shrink != np.float32(1.0):
-                for feature in range(head_dim):
-                    sums[row * head_dim + feature] *= shrink
+        _score(kind, rows, keys, state.queries, stride, state.scores)
+        _soften_rows(kind, layer, state, count, chunk * _CHUNK)
         for block in range(used):
             pages[block] = keys[block] + stride * BLOCK_SIZE
-        _collect(kind, rows, pages_at, used, weights_at, head_dim, sums_at)
-    target = array_at(kind, out)
+        _collect(kind, rows, state.pages, used, state.weights, layer.head_dim, state.sums)
+    _end(kind, layer, head, task, state, count)
+
+
+@njit(inline="always")
+def _begin(kind: Any, layer: Attention, head: int, task: Any, state: _State, count: int) -> None:
+    """Of so many query vectors, copies and positions; nothing is gathered yet. Vectors that only
+    fill up a tile are whatever was here; their results are not used."""
+    best, totals = array_at(FLOAT32, state.best), array_at(FLOAT32, state.totals)
+    sums, positions = array_at(FLOAT32, state.sums), array_at(ADDRESS, state.positions)
+    group, width = layer.num_heads // layer.num_kv_heads, layer.num_heads + 2 * layer.num_kv_heads
+    source, target = array_at(kind, layer.heads), array_at(kind, state.queries)
+    for row in range(_padded(count)):
+        best[row] = _NOTHING
+        for lane in range(LANES):
+            totals[row * LANES + lane] = np.float32(0.0)
+        for feature in range(layer.head_dim):
+            sums[row * layer.head_dim + feature] = np.float32(0.0)
     for row in range(count):
         token, member = (task[3] + row) // group, (task[3] + row) % group
-        start = ((task[1] + token) * num_heads + head * group + member) * head_dim
+        positions[row] = task[2] + token
+        start = (task[1] + token) * width + head * group + member
+        for feature in range(layer.head_dim):
+            target[row * layer.head_dim + feature] = source[start * layer.head_dim + feature]
+
+
+@njit(inline="always")
+def _soften_rows(kind: Any, layer: Attention, state: _State, count: int, start: int) -> None:
+    """The scores of a chunk of tokens, of which the first is at `start`, become weights."""
+    sums, positions = array_at(FLOAT32, state.sums), array_at(ADDRESS, state.positions)
+    for row in range(count):
+        position = positions[row]
+        begin = max(0, position - layer.window + 1) if layer.window else 0
+        shrink = _soften(
+            kind,
+            state.scores + row * _CHUNK * 4,
+            state.weights + row * _CHUNK * itemsize(kind),
+            state.best + row * 4,
+            state.totals + row * VECTOR_BYTES,
+            begin - start,
+            position - start,
+        )
+        if shrink != np.float32(1.0):
+            for feature in range(layer.head_dim):
+                sums[row * layer.head_dim + feature] *= shrink
+
+
+@njit(inline="always")
+def _end(kind: Any, layer: Attention, head: int, task: Any, state: _State, count: int) -> None:
+    """What was gathered, over what it weighs."""
+    sums, totals = array_at(FLOAT32, state.sums), array_at(FLOAT32, state.totals)
+    group, target = layer.num_heads // layer.num_kv_heads, array_at(kind, layer.out)
+    for row in range(count):
+        token, member = (task[3] + row) // group, (task[3] + row) % group
+        start = (task[1] + token) * layer.num_heads + head * group + member
         total = np.float32(0.0)
         for lane in range(LANES):
             total += totals[row * LANES + lane]
-        for feature in range(head_dim):
-            target[start + feature] = rounded(kind, sums[row * head_dim + feature] / total)
+        for feature in range(layer.head_dim):
+            value = sums[row * layer.head_dim + feature] / total
+            target[start * layer.head_dim + feature] = rounded(kind, value)
 
 
 @njit(inline="always")

@@ -4,13 +4,22 @@ What `sampling.sample` does with torch's operators, for one row at a time and wi
 vocabulary. Nothing of a row depends on another one.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import boolean, float32, int32, int64, njit, prange
+from numba import int64, njit, prange
 
 from text_generation_shard.device.cpu.kernels.block import BLOCK, largest, weigh
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
+from text_generation_shard.device.cpu.kernels.calls import (
+    FlagRows,
+    Ints,
+    RealRows,
+    Reals,
+    ShortRows,
+    address_of,
+    call,
+    struct_type,
+)
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, array_at, scratch
 
 # How far below the best score tokens are looked at first; almost always that is enough.
@@ -23,13 +32,37 @@ _LOWEST: Final = -float(np.finfo(np.float32).max)
 
 _NOTHING: Final = np.float32(-np.inf)
 
-_VALUES, _NUMBERS, _SCORES = float32[::1], int64[::1], float32[:, ::1]
-TAKEN: Final = (
-    *(int64, _SCORES, _NUMBERS, _NUMBERS),
-    *(int32[:, ::1], _NUMBERS, _NUMBERS, boolean[:, ::1], _SCORES, _NUMBERS),
-    *(_NUMBERS, _NUMBERS, _VALUES, _NUMBERS, _NUMBERS, _VALUES),
-)
-"""What `choose_one` takes, and `choose_many`."""
+
+class Choices(NamedTuple):
+    """S rows of scores, what is chosen from each by, and what is chosen."""
+
+    # [S, vocab], contiguous. They become what was chosen from: for choices that are drawn relative
+    # to the best one, over the temperature, -inf where nothing can be drawn.
+    scores: RealRows
+    # [S]: see TokenHistory.
+    rows: Ints
+    lens: Ints
+    # See RowTable.
+    token_ids: ShortRows
+    prompt_lens: Ints
+    min_new_tokens: Ints
+    # See SamplingTable.
+    flags: FlagRows
+    values: RealRows
+    seeds: Ints
+    # [b]: `biases` are added to the scores of choices `biased` and tokens `bias_ids`.
+    biased: Ints
+    bias_ids: Ints
+    biases: Reals
+    # Tokens that can not be chosen too early.
+    end_ids: Ints
+    # [S]: the tokens, and their log-probabilities.
+    chosen_ids: Ints
+    logprobs: Reals
+
+
+TAKEN: Final = (struct_type(Choices), int64)
+"""What `choose_one` takes."""
 
 # Nothing may raise an exception, see `calls.call`: what is divided by 0 is infinite.
 _QUIET: Final = {"nogil": True, "error_model": "numpy"}
@@ -38,114 +71,37 @@ _QUIET: Final = {"nogil": True, "error_model": "numpy"}
 _INNER: Final = {**_QUIET, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-def choose(
-    scores: Any,
-    rows: Any,
-    lens: Any,
-    token_ids: Any,
-    prompt_lens: Any,
-    min_new_tokens: Any,
-    flags: Any,
-    values: Any,
-    seeds: Any,
-    biased: Any,
-    bias_ids: Any,
-    biases: Any,
-    end_ids: Any,
-    chosen_ids: Any,
-    logprobs: Any,
-) -> None:
-    """Choose a token from each of the scores [S, vocab] float32; write chosen_ids and logprobs [S].
-
-    rows and lens [S]: see TokenHistory; token_ids, prompt_lens and min_new_tokens: RowTable; flags,
-    values and seeds: SamplingTable. biases [b] are added to the scores of choices `biased` and
-    tokens bias_ids; end_ids can not be chosen too early.
-
-    Scores become what was chosen from: for choices that are drawn relative to the best one, over
-    the temperature, -inf where nothing can be drawn. A choice from scores of which one is NaN or
-    infinite, or none is above -inf, is any token, and its log-probability NaN.
-    """
-    assert scores.flags.c_contiguous
-    choices = scores, rows, lens, token_ids, prompt_lens, min_new_tokens
-    sampling = flags, values, seeds, biased, bias_ids, biases, end_ids
+def choose(choices: Choices) -> None:
+    """Choose a token from each row of scores. A choice from scores of which one is NaN or infinite,
+    or none is above -inf, is any token, and its log-probability NaN."""
+    assert choices.scores.flags.c_contiguous
     # For one row, waking a thread takes longer than the row.
-    if len(scores) == 1:
-        choose_one(0, *choices, *sampling, chosen_ids, logprobs)
+    if len(choices.scores) == 1:
+        choose_one(choices, 0)
     else:
-        choose_many(address_of(choose_one, TAKEN), *choices, *sampling, chosen_ids, logprobs)
+        choose_many(address_of(choose_one, TAKEN), choices)
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def choose_many(
-    code: int,
-    scores: Any,
-    rows: Any,
-    lens: Any,
-    token_ids: Any,
-    prompt_lens: Any,
-    min_new_tokens: Any,
-    flags: Any,
-    values: Any,
-    seeds: Any,
-    biased: Any,
-    bias_ids: Any,
-    biases: Any,
-    end_ids: Any,
-    chosen_ids: Any,
-    logprobs: Any,
-) -> None:
+def choose_many(code: int, choices: Choices) -> None:
     """`choose` in several threads; code: where `choose_one` lies."""
-    for place in prange(len(scores)):
-        chosen_ids[place] = -1
-        arguments = (
-            np.int64(place),
-            scores,
-            rows,
-            lens,
-            token_ids,
-            prompt_lens,
-            min_new_tokens,
-            flags,
-            values,
-            seeds,
-            biased,
-            bias_ids,
-            biases,
-            end_ids,
-            chosen_ids,
-            logprobs,
-        )
-        call(code, arguments)
+    for index in prange(len(choices.scores)):
+        choices.chosen_ids[index] = -1
+        call(code, (choices, np.int64(index)))
 
 
 @njit(cache=True, **_QUIET)
-def choose_one(
-    place: int,
-    scores: Any,
-    rows: Any,
-    lens: Any,
-    token_ids: Any,
-    prompt_lens: Any,
-    min_new_tokens: Any,
-    flags: Any,
-    values: Any,
-    seeds: Any,
-    biased: Any,
-    bias_ids: Any,
-    biases: Any,
-    end_ids: Any,
-    chosen_ids: Any,
-    logprobs: Any,
-) -> None:
-    """`choose` for one of the scores."""
-    own, row, known = scores[place], rows[place], lens[place]
-    if flags[row, 3]:
-        _penalise(own, token_ids[row, :known], prompt_lens[row], values[row])
-    for number in range(len(biased)):
-        if biased[number] == place:
-            own[bias_ids[number]] += biases[number]
-    if known - prompt_lens[row] < min_new_tokens[row]:
-        for token in end_ids:
+def choose_one(choices: Choices, index: int) -> None:
+    """`choose` from one row of scores."""
+    own, row, known = choices.scores[index], choices.rows[index], choices.lens[index]
+    values, prompt_len = choices.values[row], choices.prompt_lens[row]
+    if choices.flags[row, 3]:
+        _penalise(own, choices.token_ids[row, :known], prompt_len, values)
+    for bias in range(len(choices.biased)):
+        if choices.biased[bias] == index:
+            own[choices.bias_ids[bias]] += choices.biases[bias]
+    if known - prompt_len < choices.min_new_tokens[row]:
+        for token in choices.end_ids:
             own[token] = _NOTHING
     best = best_of(own)
     highest = own[best]
@@ -153,14 +109,14 @@ def choose_one(
     if not _NOTHING < highest < np.float32(np.inf):
         # There is nothing to choose from, or nothing to compare with.
         mass = np.nan
-    elif flags[row, 0]:
-        _scale(own, highest, values[row, 0])
-        token, mass = _drawn(own, values[row], uniform(seeds[row], known))
+    elif choices.flags[row, 0]:
+        _scale(own, highest, values[0])
+        token, mass = _drawn(own, values, uniform(choices.seeds[row], known))
         highest = np.float32(0.0)
     else:
         mass = _mass(own, highest)
-    chosen_ids[place] = token
-    logprobs[place] = own[token] - highest - np.log(mass)
+    choices.chosen_ids[index] = token
+    choices.logprobs[index] = own[token] - highest - np.log(mass)
 
 
 @njit(**_INNER)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from numba import boolean, float32, int8, int64, njit, typeof, uint8
+from numba import int8, int64, njit, typeof, uint8
 from numba.core import config
 
 from text_generation_shard.device.cpu.kernels import (
@@ -20,7 +20,9 @@ from text_generation_shard.device.cpu.kernels import (
 from text_generation_shard.device.cpu.kernels.children import Children
 from text_generation_shard.device.cpu.kernels.grouped_linear import multiply_grouped
 from text_generation_shard.device.cpu.kernels.linear import multiply, weights_marker
-from text_generation_shard.device.cpu.kernels.pointwise import normalize
+from text_generation_shard.device.cpu.kernels.pointwise import NORM, normalize
+from text_generation_shard.device.cpu.kernels.product import PRODUCT
+from text_generation_shard.device.cpu.kernels.steps import compute_item
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 
 logger = logging.getLogger(__name__)
@@ -117,22 +119,22 @@ def _kernels(dtype: torch.dtype, quantize: str | None) -> Iterator[Kernel]:
             signatures.setdefault(function, {})[signature] = None
     # Of what a model of several kinds of weights runs instead, all else is compiled by the passes
     # that warm it up.
-    signatures[normalize] = {(kind, int64, int64, float32, int64, float32, *(int64,) * 3): None}
+    signatures[normalize] = {(kind, NORM, int64): None}
     # The head's weights are quantised to 8 bits or not at all.
     kinds = weight_kind, int8 if weight_kind == uint8 else weight_kind, kind
     yield Kernel(layers.run_layers, [layers.signature(*kinds)])
     for function, wanted in signatures.items():
         yield Kernel(function, list(wanted))
-    yield Kernel(layers.compute_item, [layers.signature_of_item(*kinds)])
+    yield Kernel(compute_item, [layers.signature_of_item(*kinds)])
     if plain == typeof(BFLOAT12):
-        yield Kernel(narrow.narrow_panels, [(int64,) * 7])
-        yield Kernel(narrow.list_exceptions, [(int64,) * 7])
-    yield Kernel(choice.choose_many, [choice.TAKEN])
+        yield Kernel(narrow.narrow_panels, [(narrow.PANELS, int64)])
+        yield Kernel(narrow.list_exceptions, [(narrow.PANELS, int64)])
+    yield Kernel(choice.choose_many, [(int64, choice.TAKEN[0])])
     yield Kernel(rows.plan_rows, [rows.PLANNED])
 
 
 def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
     """What multiplies with such weights outside the layers, and what it takes."""
     if weight_kind == uint8:
-        return multiply_grouped, (*(int64,) * 7, boolean)
-    return multiply, (int64, weight_kind, kind, *(int64,) * 7, boolean)
+        return multiply_grouped, (int64, PRODUCT)
+    return multiply, (int64, weight_kind, kind, PRODUCT)

@@ -13,7 +13,7 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     broadcast,
     load,
 )
-from text_generation_shard.device.cpu.kernels.results import SUMS_BYTES
+from text_generation_shard.device.cpu.kernels.product import SUMS_BYTES
 from text_generation_shard.device.cpu.kernels.tile import add_pairs
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, STEP_BYTES, array_at
 

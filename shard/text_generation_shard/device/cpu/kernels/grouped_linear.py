@@ -26,11 +26,12 @@ from text_generation_shard.device.cpu.kernels.linear import (
     num_items,
 )
 from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
-from text_generation_shard.device.cpu.kernels.results import (
+from text_generation_shard.device.cpu.kernels.product import (
     ROWS_AT_ONCE,
     SUMS_BYTES,
     SUMS_WIDTH,
     TILE_ROWS,
+    Product,
     put_rows,
 )
 from text_generation_shard.device.cpu.kernels.team import may_put
@@ -106,16 +107,19 @@ class GroupedWeight:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""
         outputs, inputs = self._size
         out = torch.empty((hidden.shape[0], outputs), dtype=torch.bfloat16)
-        multiply_grouped(
-            self._code,
-            self._packed.data_ptr(),
-            hidden.data_ptr(),
-            out.data_ptr(),
-            hidden.shape[0],
-            inputs // GROUP,
-            outputs,
-            self._is_gated,
+        groups = inputs // GROUP
+        input_sums = torch.empty(hidden.shape[0] * sums_bytes.py_func(groups), dtype=torch.uint8)
+        product = Product(
+            weights=self._packed.data_ptr(),
+            beside=input_sums.data_ptr(),
+            inputs=hidden.data_ptr(),
+            out=out.data_ptr(),
+            num_rows=hidden.shape[0],
+            steps=groups * STEPS,
+            num_outputs=outputs,
+            is_gated=self._is_gated,
         )
+        multiply_grouped(self._code, product)
         return out
 
 
@@ -131,62 +135,39 @@ def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def multiply_grouped(
-    code: int,
-    weights: int,
-    inputs: int,
-    out: int,
-    num_rows: int,
-    groups: int,
-    num_outputs: int,
-    is_gated: bool,
-) -> None:
-    """`multiply` for numbers of 4 bits with bfloat16 rows; code: where `multiply_grouped_item`
-    lies."""
-    # Its address is taken where it is used: the array is freed after what uses it last.
-    input_sums = np.empty(num_rows * sums_bytes(groups) // 4, np.int32)
-    if num_rows < _SHARED_ROWS:
-        for row in range(num_rows):
-            sum_groups(inputs, input_sums.ctypes.data, row, groups)
+def multiply_grouped(code: int, product: Product) -> None:
+    """`multiply` for numbers of 4 bits with bfloat16 rows, whose sums of groups it writes; code:
+    where `multiply_grouped_item` lies."""
+    groups = product.steps // STEPS
+    if product.num_rows < _SHARED_ROWS:
+        for row in range(product.num_rows):
+            sum_groups(product.inputs, product.beside, row, groups)
     else:
-        for row in prange(num_rows):
-            sum_groups(inputs, input_sums.ctypes.data, row, groups)
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        last = min(num_rows, first + ROWS_AT_ONCE)
-        for item in prange(_num_items(num_rows, groups, num_outputs, is_gated)):
-            rows = np.int64(first), np.int64(last), num_rows
-            sizes = groups * STEPS, num_outputs, is_gated
-            where = weights, input_sums.ctypes.data, inputs, out, np.int64(0)
-            call(code, (INT4, BFLOAT16, np.int64(item), rows, sizes, *where))
+        for row in prange(product.num_rows):
+            sum_groups(product.inputs, product.beside, row, groups)
+    for first in range(0, product.num_rows, ROWS_AT_ONCE):
+        for item in prange(_num_items(product)):
+            where = np.int64(first), np.int64(item), np.int64(0)
+            call(code, (INT4, BFLOAT16, product, *where))
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply_grouped_item(
-    weight_kind: Any,
-    kind: Any,
-    item: int,
-    rows: Any,
-    sizes: Any,
-    weights: int,
-    input_sums: int,
-    inputs: int,
-    out: int,
-    ticket: int,
+    weight_kind: Any, kind: Any, product: Product, first: int, item: int, ticket: int
 ) -> None:
-    """`multiply_item` for some panels of INT4; input_sums: what `sum_groups` has made of them."""
-    first, last, num_rows = rows
-    steps, num_outputs, is_gated = sizes
-    groups, tile_rows, halves = steps // STEPS, _tile_rows(num_rows), 2 if is_gated else 1
-    row_bytes, sums = steps * STEP_BYTES, scratch(_SUMS_VECTORS)
-    span = _panels_of_item(num_rows, groups, is_gated)
-    panels = range(item * span, min((item + 1) * span, num_outputs // LANES))
+    """`multiply_item` for some panels of INT4."""
+    num_rows, row_bytes = product.num_rows, product.steps * STEP_BYTES
+    groups, tile_rows = product.steps // STEPS, _tile_rows(num_rows)
+    halves, sums = 2 if product.is_gated else 1, scratch(_SUMS_VECTORS)
+    span = _panels_of_item(product)
+    panels = range(item * span, min((item + 1) * span, product.num_outputs // LANES))
     for panel in panels:
-        for wanted in range(first, last, tile_rows):
+        for wanted in range(first, min(num_rows, first + ROWS_AT_ONCE), tile_rows):
             row = min(wanted, num_rows - tile_rows)
             source = (
-                inputs + row * row_bytes,
+                product.inputs + row * row_bytes,
                 row_bytes,
-                input_sums + row * sums_bytes(groups),
+                product.beside + row * sums_bytes(groups),
                 sums_bytes(groups),
             )
             # Of few rows all sums are there before the first result is put.
@@ -194,28 +175,26 @@ def multiply_grouped_item(
             if ticket:
                 at += ((panel - panels.start) * TILE_ROWS + row) * SUMS_BYTES
             for half in range(halves):
-                blocks = weights + (halves * panel + half) * panel_bytes(groups)
+                blocks = product.weights + (halves * panel + half) * panel_bytes(groups)
                 _multiply_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
             if not ticket:
-                where = panel, 1, halves, num_outputs
-                put_rows(BFLOAT16, BFLOAT16, at, 0, out, row, tile_rows, where)
+                put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, row, tile_rows)
     if ticket and may_put(ticket):
         for panel in panels:
             at = sums + (panel - panels.start) * TILE_ROWS * SUMS_BYTES
-            where = panel, 1, halves, num_outputs
-            put_rows(BFLOAT16, BFLOAT16, at, 0, out, 0, num_rows, where)
+            put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, 0, num_rows)
 
 
 @njit(inline="always")
-def _num_items(num_rows: int, groups: int, num_outputs: int, is_gated: bool) -> Any:
-    return -(-(num_outputs // LANES) // _panels_of_item(num_rows, groups, is_gated))
+def _num_items(product: Product) -> Any:
+    return -(-(product.num_outputs // LANES) // _panels_of_item(product))
 
 
 @njit(inline="always")
-def _panels_of_item(num_rows: int, groups: int, is_gated: bool) -> Any:
+def _panels_of_item(product: Product) -> Any:
     # To take an item takes as long as to read a kilobyte.
-    size = (2 if is_gated else 1) * panel_bytes(groups)
-    return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if num_rows <= TILE_ROWS else 1
+    size = (2 if product.is_gated else 1) * panel_bytes(product.steps // STEPS)
+    return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if product.num_rows <= TILE_ROWS else 1
 
 
 @njit(inline="always")
@@ -257,30 +236,20 @@ def _multiply_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) 
 
 
 # A name for compiled code: numba puts what `overload` returns in its place.
-def cost_of_items(
-    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
-) -> tuple[int, int]:
+def cost_of_items(weight_kind: Any, product: Product) -> tuple[int, int]:
     """How many items a product of ROWS_AT_ONCE rows at most has, and of how many bytes of weights,
     which lie one behind the other. For compiled code."""
     raise NotImplementedError
 
 
 @overload(cost_of_items)
-def _choose_cost(
-    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
-) -> Callable[..., tuple[int, int]]:
-    def of_grouped(
-        weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
-    ) -> tuple[int, int]:
-        groups = steps // STEPS
-        span = _panels_of_item(num_rows, groups, is_gated)
-        size = span * (2 if is_gated else 1) * panel_bytes(groups)
-        return _num_items(num_rows, groups, num_outputs, is_gated), size
+def _choose_cost(weight_kind: Any, product: Any) -> Callable[..., tuple[int, int]]:
+    def of_grouped(weight_kind: Any, product: Any) -> tuple[int, int]:
+        size = _panels_of_item(product) * panel_bytes(product.steps // STEPS)
+        return _num_items(product), (2 if product.is_gated else 1) * size
 
-    def of_others(
-        weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
-    ) -> tuple[int, int]:
-        items = num_items(weight_kind, num_rows, num_outputs)
-        return items, item_bytes(weight_kind, num_rows, steps, num_outputs, is_gated)
+    def of_others(weight_kind: Any, product: Any) -> tuple[int, int]:
+        items = num_items(weight_kind, product.num_rows, product.num_outputs)
+        return items, item_bytes(weight_kind, product)
 
     return of_grouped if weight_kind == types.uint8 else of_others

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import boolean, int64, njit, prange, typeof, types
+from numba import int64, njit, prange, typeof
 from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import Place, are_vectors_wide, bfloat12
@@ -23,21 +23,23 @@ from text_generation_shard.device.cpu.kernels.calls import address_of, call
 from text_generation_shard.device.cpu.kernels.exceptions import add_exceptions
 from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
 from text_generation_shard.device.cpu.kernels.narrow import narrow
-from text_generation_shard.device.cpu.kernels.results import (
+from text_generation_shard.device.cpu.kernels.product import (
+    PRODUCT,
     ROWS_AT_ONCE,
     SUMS_BYTES,
     SUMS_WIDTH,
     TILE_COLUMNS,
     TILE_ROWS,
+    Product,
     clear,
     put_rows,
 )
 from text_generation_shard.device.cpu.kernels.team import may_put
 from text_generation_shard.device.cpu.kernels.tile import (
     bytes_per_step,
+    dequantize,
     outlined_tile,
     paged_tile,
-    spell_out,
 )
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
@@ -60,8 +62,8 @@ _SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
 # From so many rows on, whole numbers are made bfloat16 once for all of them ...
 _MANY_ROWS: Final = 32
 # ... this many steps at a time, which with all rows stay in the second-level cache.
-_SPELLED_STEPS: Final = 768
-_SPELLED_VECTORS: Final = SUMS_WIDTH * _SPELLED_STEPS
+_DEQUANTIZED_STEPS: Final = 768
+_DEQUANTIZED_VECTORS: Final = SUMS_WIDTH * _DEQUANTIZED_STEPS
 
 
 def weights_marker(dtype: torch.dtype) -> Any:
@@ -160,19 +162,17 @@ class PackedWeight:
             hidden = torch.nn.functional.pad(hidden, (0, self._padding))
         rows, outputs = hidden.shape[0], self._num_outputs
         out = torch.empty((rows, outputs), dtype=self._dtype)
-        multiply(
-            self._code,
-            self._weight_kind,
-            self._kind,
-            self._address,
-            self._beside_address,
-            hidden.data_ptr(),
-            out.data_ptr(),
-            rows,
-            self._steps,
-            outputs,
-            self._is_gated,
+        product = Product(
+            weights=self._address,
+            beside=self._beside_address,
+            inputs=hidden.data_ptr(),
+            out=out.data_ptr(),
+            num_rows=rows,
+            steps=self._steps,
+            num_outputs=outputs,
+            is_gated=self._is_gated,
         )
+        multiply(self._code, self._weight_kind, self._kind, product)
         return out
 
 
@@ -198,34 +198,17 @@ class GatedWeight(PackedWeight):
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def multiply(
-    code: int,
-    weight_kind: Any,
-    kind: Any,
-    weights: int,
-    scales: int,
-    inputs: int,
-    out: int,
-    num_rows: int,
-    steps: int,
-    num_outputs: int,
-    is_gated: bool,
-) -> None:
-    """The product of packed weights, through its gates if there are any; code: where
-    `multiply_item` lies for these kinds, see `calls`; the rest as there."""
-    for first in range(0, num_rows, ROWS_AT_ONCE):
-        last = min(num_rows, first + ROWS_AT_ONCE)
-        for item in prange(num_items(weight_kind, num_rows, num_outputs)):
-            rows = np.int64(first), np.int64(last), num_rows
-            sizes = steps, num_outputs, is_gated
-            where = weights, scales, inputs, out, np.int64(0)
-            call(code, (weight_kind, kind, np.int64(item), rows, sizes, *where))
+def multiply(code: int, weight_kind: Any, kind: Any, product: Product) -> None:
+    """The product of packed weights; code: where `multiply_item` lies for these kinds."""
+    for first in range(0, product.num_rows, ROWS_AT_ONCE):
+        for item in prange(num_items(weight_kind, product.num_rows, product.num_outputs)):
+            where = np.int64(first), np.int64(item), np.int64(0)
+            call(code, (weight_kind, kind, product, *where))
 
 
 def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
     """What `multiply_item` takes, for weights and rows of these types."""
-    rows, sizes = types.UniTuple(int64, 3), types.Tuple((int64, int64, boolean))
-    return weight_kind, kind, int64, rows, sizes, *(int64,) * 5
+    return weight_kind, kind, PRODUCT, int64, int64, int64
 
 
 @njit(inline="always")
@@ -241,12 +224,11 @@ def num_panels(num_outputs: int) -> int:
 
 
 @njit(inline="always")
-def item_bytes(
-    weight_kind: Any, num_rows: int, steps: int, num_outputs: int, is_gated: bool
-) -> Any:
+def item_bytes(weight_kind: Any, product: Product) -> Any:
     """Of the weights, what an item reads; they lie one behind the other."""
-    columns = _tile_columns(weight_kind, num_rows, num_outputs)
-    return (2 if is_gated else 1) * columns * steps * bytes_per_step(weight_kind)
+    columns = _tile_columns(weight_kind, product.num_rows, product.num_outputs)
+    halves = 2 if product.is_gated else 1
+    return halves * columns * product.steps * bytes_per_step(weight_kind)
 
 
 @njit(inline="always")
@@ -282,92 +264,92 @@ def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply_item(
-    weight_kind: Any,
-    kind: Any,
-    item: int,
-    rows: Any,
-    sizes: Any,
-    weights: int,
-    scales: int,
-    inputs: int,
-    out: int,
-    ticket: int,
+    weight_kind: Any, kind: Any, product: Product, first: int, item: int, ticket: int
 ) -> None:
-    """One of `num_items`: all rows of a tile's outputs. rows: the first, one past the last, and how
-    many there are at all. sizes: steps, outputs, and whether they are gated. scales: 0 for none; of
-    BFLOAT12, what is beside the weight. All others are addresses; ticket: see `may_put`, for few
-    rows; 0: there is none.
+    """One of `num_items`: of a tile's outputs, ROWS_AT_ONCE rows from the first on. ticket: see
+    `may_put`, for few rows; 0: there is none.
 
     Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
     """
-    first, last, num_rows = rows
-    steps, num_outputs, is_gated = sizes
-    columns = _tile_columns(weight_kind, num_rows, num_outputs)
-    panel = min(item * columns, num_panels(num_outputs) - columns)
-    halves = 2 if is_gated else 1
-    panels = panel, columns, halves, num_outputs
-    beside = scales
-    scales += halves * panel * VECTOR_BYTES
-    sums, spelled = scratch(_SUMS_VECTORS), scratch(_SPELLED_VECTORS)
+    columns = _tile_columns(weight_kind, product.num_rows, product.num_outputs)
+    panel = min(item * columns, num_panels(product.num_outputs) - columns)
+    last, sums = min(product.num_rows, first + ROWS_AT_ONCE), scratch(_SUMS_VECTORS)
     # What is 12 bits is made bfloat16 beside the products.
-    is_spelled = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES and num_rows >= _MANY_ROWS
-    block = _SPELLED_STEPS if is_spelled else steps
-    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
-    weights += halves * panel * panel_bytes
-    for begin in range(0, steps, block):
-        count = min(block, steps - begin)
-        vectors = weights + begin * bytes_per_step(weight_kind)
-        if is_spelled:
-            for column in range(halves * columns):
-                to = spelled + column * count * VECTOR_BYTES
-                spell_out(weight_kind, vectors + column * panel_bytes, count, to)
-        wanted = first
-        while wanted < last:
-            tile_rows = _tile_rows(weight_kind, columns, num_rows, last - wanted)
-            row = min(wanted, num_rows - tile_rows)
-            source = inputs + row * row_bytes + begin * STEP_BYTES
-            # Of few rows all sums are there before the first result is put.
-            at = sums + (row if ticket else wanted - first if block < steps else 0) * SUMS_BYTES
-            for half in range(halves):
-                to = at + half * columns * VECTOR_BYTES
-                if is_spelled:
-                    if begin == 0:
-                        clear(to, tile_rows, columns)
-                    part = spelled + half * columns * count * VECTOR_BYTES
-                    _add_spelled(kind, columns, part, source, row_bytes, count, to)
-                else:
-                    _multiply_tile(
-                        weight_kind,
-                        tile_rows,
-                        columns,
-                        vectors + half * columns * panel_bytes,
-                        panel_bytes,
-                        source,
-                        row_bytes,
-                        steps,
-                        to,
-                    )
-            wanted = row + tile_rows
-            if begin + count < steps:
-                continue
-            if _is_narrow(weight_kind):
-                parts = halves * panel, halves * columns, halves * num_panels(num_outputs)
-                from_row = inputs + row * row_bytes
-                add_exceptions(beside, parts, from_row, row_bytes, tile_rows, at)
-            if not ticket:
-                put_rows(weight_kind, kind, at, scales, out, row, tile_rows, panels)
+    is_small = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES
+    if is_small and product.num_rows >= _MANY_ROWS:
+        _multiply_dequantized(weight_kind, kind, product, panel, columns, first, last, sums)
+        return
+    halves = 2 if product.is_gated else 1
+    row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * bytes_per_step(weight_kind)
+    weights = product.weights + halves * panel * panel_bytes
+    wanted = first
+    while wanted < last:
+        rows = _tile_rows(weight_kind, columns, product.num_rows, last - wanted)
+        row = min(wanted, product.num_rows - rows)
+        source = product.inputs + row * row_bytes
+        # Of few rows all sums are there before the first result is put.
+        at = sums + (row if ticket else 0) * SUMS_BYTES
+        for half in range(halves):
+            vectors = weights + half * columns * panel_bytes
+            to = at + half * columns * VECTOR_BYTES
+            steps = product.steps
+            _multiply_tile(
+                weight_kind, rows, columns, vectors, panel_bytes, source, row_bytes, steps, to
+            )
+        wanted = row + rows
+        if _is_narrow(weight_kind):
+            panels = halves * panel, halves * columns, halves * num_panels(product.num_outputs)
+            add_exceptions(product.beside, panels, source, row_bytes, rows, at)
+        if not ticket:
+            put_rows(weight_kind, kind, product, panel, columns, at, row, rows)
     if ticket and may_put(ticket):
-        put_rows(weight_kind, kind, sums, scales, out, 0, num_rows, panels)
+        put_rows(weight_kind, kind, product, panel, columns, sums, 0, product.num_rows)
 
 
 @njit(inline="always")
-def _add_spelled(
-    kind: Any, columns: int, spelled: int, inputs: int, row_bytes: int, steps: int, sums: int
+def _multiply_dequantized(
+    weight_kind: Any,
+    kind: Any,
+    product: Product,
+    panel: int,
+    columns: int,
+    first: int,
+    last: int,
+    sums: int,
 ) -> None:
-    """Sums of many rows grow by the products of what is spelled out."""
+    """`multiply_item` for many rows: weights become numbers of the rows' kind once for all rows,
+    some steps at a time."""
+    halves, steps = 2 if product.is_gated else 1, product.steps
+    row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
+    weights = product.weights + halves * panel * panel_bytes
+    numbers = scratch(_DEQUANTIZED_VECTORS)
+    for begin in range(0, steps, _DEQUANTIZED_STEPS):
+        count = min(_DEQUANTIZED_STEPS, steps - begin)
+        for column in range(halves * columns):
+            source = weights + column * panel_bytes + begin * bytes_per_step(weight_kind)
+            dequantize(weight_kind, source, count, numbers + column * count * VECTOR_BYTES)
+        for wanted in range(first, last, TILE_ROWS):
+            row = min(wanted, product.num_rows - TILE_ROWS)
+            source = product.inputs + row * row_bytes + begin * STEP_BYTES
+            at = sums + (wanted - first if steps > _DEQUANTIZED_STEPS else 0) * SUMS_BYTES
+            for half in range(halves):
+                to = at + half * columns * VECTOR_BYTES
+                if begin == 0:
+                    clear(to, TILE_ROWS, columns)
+                part = numbers + half * columns * count * VECTOR_BYTES
+                _add_dequantized(kind, columns, part, source, row_bytes, count, to)
+            if begin + count == steps:
+                put_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
+
+
+@njit(inline="always")
+def _add_dequantized(
+    kind: Any, columns: int, numbers: int, inputs: int, row_bytes: int, steps: int, sums: int
+) -> None:
+    """Sums of many rows grow by the products of what is dequantized."""
     stride, panel_bytes = SUMS_BYTES, steps * VECTOR_BYTES
     pages = scratch(1)
-    array_at(ADDRESS, pages)[0] = spelled
+    array_at(ADDRESS, pages)[0] = numbers
     if columns == 3:
         paged_tile(kind, 8, 3, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
     else:

@@ -22,6 +22,7 @@ from text_generation_shard.device.cpu.kernels.bfloat12 import (
     shorts,
     turned,
 )
+from text_generation_shard.device.cpu.kernels.calls import Address, Count, struct_type
 from text_generation_shard.device.cpu.kernels.llvm import (
     INT32,
     INT64,
@@ -51,54 +52,83 @@ class Narrowed(NamedTuple):
     beside: Tensor
 
 
+class Panels(NamedTuple):
+    """Panels of a packed weight, and what is made of each."""
+
+    # [panels, steps, 16, 2] bfloat16.
+    packed: Address
+    steps: Count
+    # [panels, 16, 2] int16: exponents of each output's largest weight.
+    highest: Address
+    # As in `Narrowed`: numbers; what sums are multiplied by; each panel's first exception.
+    numbers: Address
+    scales: Address
+    firsts: Address
+    # [panels] int64: in how many steps there are exceptions.
+    counts: Address
+    # Of each exception its step, int64, and its vector.
+    exception_steps: Address
+    vectors: Address
+
+
+PANELS: Final = struct_type(Panels)
+
+
 def narrow(packed: Tensor) -> Narrowed:
     """A weight [panels, steps, 16, 2] of bfloat16, as `linear.pack` makes it, in 12 bits; steps a
     multiple of 4. Of an output with weights of 2 ** 34 and more, those may be lost that are
     2 ** -158 times the largest; of any, what is smaller than a normal number."""
-    panels, steps = packed.shape[:2]
-    numbers = aligned(panels * steps * STEP_BYTES, torch.int8).view(panels, -1)
-    scales, highest = torch.empty(panels, LANES), aligned(panels * 2 * LANES, torch.int16)
-    firsts = torch.zeros(panels + 1, dtype=torch.int64)
-    size = packed.data_ptr(), panels, steps, highest.data_ptr()
-    narrow_panels(*size, numbers.data_ptr(), scales.data_ptr(), firsts.data_ptr() + 8)
+    count, steps = packed.shape[:2]
+    numbers = aligned(count * steps * STEP_BYTES, torch.int8).view(count, -1)
+    scales, highest = torch.empty(count, LANES), aligned(count * 2 * LANES, torch.int16)
+    firsts = torch.zeros(count + 1, dtype=torch.int64)
+    panels = Panels(
+        packed=packed.data_ptr(),
+        steps=steps,
+        highest=highest.data_ptr(),
+        numbers=numbers.data_ptr(),
+        scales=scales.data_ptr(),
+        firsts=firsts.data_ptr(),
+        counts=firsts.data_ptr() + firsts.itemsize,
+        exception_steps=0,
+        vectors=0,
+    )
+    narrow_panels(panels, count)
     torch.cumsum(firsts, 0, out=firsts)
     num_exceptions = int(firsts[-1])
     head = torch.cat([scales.flatten().view(torch.int64), firsts])
     vectors_at = -(-(len(head) + num_exceptions) // _LINE) * _LINE
     beside = aligned(vectors_at + num_exceptions * _LINE, torch.int64)
     beside[: len(head)] = head
-    where = beside[len(head) :].data_ptr(), beside[vectors_at:].data_ptr()
-    list_exceptions(*size, firsts.data_ptr(), *where)
+    panels = panels._replace(
+        exception_steps=beside[len(head) :].data_ptr(), vectors=beside[vectors_at:].data_ptr()
+    )
+    list_exceptions(panels, count)
     return Narrowed(numbers, beside)
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def narrow_panels(
-    packed: int, panels: int, steps: int, highest: int, numbers: int, scales: int, counts: int
-) -> None:
-    """All but panels and steps are addresses, here and below. counts: how many vectors of each
-    panel have exceptions."""
-    for panel in prange(panels):
-        _narrow_panel(packed, panel, steps, highest, numbers, scales, counts)
+def narrow_panels(panels: Panels, count: int) -> None:
+    """All but the exceptions, which are counted."""
+    for panel in prange(count):
+        _narrow_panel(panels, panel)
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-def list_exceptions(
-    packed: int, panels: int, steps: int, highest: int, firsts: int, places: int, vectors: int
-) -> None:
+def list_exceptions(panels: Panels, count: int) -> None:
     """Which steps have exceptions, and their vectors."""
-    for panel in prange(panels):
-        _list_panel(packed, panel, steps, highest, firsts, places, vectors)
+    for panel in prange(count):
+        _list_panel(panels, panel)
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
-def _narrow_panel(
-    packed: int, panel: int, steps: int, highest: int, numbers: int, scales: int, counts: int
-) -> None:
-    source, bases = packed + panel * steps * VECTOR_BYTES, highest + panel * VECTOR_BYTES
-    target = numbers + panel * steps * STEP_BYTES
+def _narrow_panel(panels: Panels, panel: int) -> None:
+    steps = panels.steps
+    source = panels.packed + panel * steps * VECTOR_BYTES
+    bases = panels.highest + panel * VECTOR_BYTES
+    target = panels.numbers + panel * steps * STEP_BYTES
     exponents = array_at(BFLOAT16, bases)
-    bits = array_at(np.int32(0), scales + panel * VECTOR_BYTES)
+    bits = array_at(np.int32(0), panels.scales + panel * VECTOR_BYTES)
     for lane in range(2 * LANES):
         exponents[lane] = LEAST
     for step in range(steps):
@@ -113,21 +143,20 @@ def _narrow_panel(
         if _put_codes(source + step * VECTOR_BYTES, bases, target + step * STEP_BYTES):
             for one in range(step, step + STEPS):
                 count += _put_exceptions(source + one * VECTOR_BYTES, bases, unused)
-    array_at(ADDRESS, counts)[panel] = count
+    array_at(ADDRESS, panels.counts)[panel] = count
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
-def _list_panel(
-    packed: int, panel: int, steps: int, highest: int, firsts: int, places: int, vectors: int
-) -> None:
-    at, end = array_at(ADDRESS, firsts)[panel], array_at(ADDRESS, firsts)[panel + 1]
-    source, bases = packed + panel * steps * VECTOR_BYTES, highest + panel * VECTOR_BYTES
-    step = 0
-    while at < end:
-        to = vectors + at * VECTOR_BYTES
+def _list_panel(panels: Panels, panel: int) -> None:
+    firsts = array_at(ADDRESS, panels.firsts)
+    source = panels.packed + panel * panels.steps * VECTOR_BYTES
+    bases = panels.highest + panel * VECTOR_BYTES
+    index, step = firsts[panel], 0
+    while index < firsts[panel + 1]:
+        to = panels.vectors + index * VECTOR_BYTES
         if _put_exceptions(source + step * VECTOR_BYTES, bases, to):
-            array_at(ADDRESS, places)[at] = step
-            at += 1
+            array_at(ADDRESS, panels.exception_steps)[index] = step
+            index += 1
         step += 1
 
 

@@ -4,13 +4,14 @@ One pass over memory for what torch does in three to six operators; arithmetic i
 once at the end. A token's result depends on that token alone.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
+from text_generation_shard.device.cpu.kernels.calls import Address, Count, Real, struct_type
 from text_generation_shard.device.cpu.kernels.norm import normalize_row
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
@@ -28,6 +29,24 @@ _SMALL: Final = 8192
 _REORDER: Final = {"reassoc", "contract", "nsz", "arcp"}
 
 
+class Norm(NamedTuple):
+    """Rows of hidden states, and how they are normalised."""
+
+    # [rows, size]: hidden states, changed in place; what is added to them, times `multiplier` (0:
+    # nothing is); the normalised rows.
+    hidden: Address
+    delta: Address
+    out: Address
+    # [size] float32.
+    weight: Address
+    multiplier: Real
+    eps: Real
+    size: Count
+
+
+NORM: Final = struct_type(Norm)
+
+
 def add_norm(
     hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
 ) -> Tensor:
@@ -36,18 +55,16 @@ def add_norm(
     weight [size] in float32; hidden and delta contiguous, of one type.
     """
     out = torch.empty_like(hidden)
-    rows, size = hidden.shape
-    normalize(
-        marker(hidden.dtype),
-        hidden.data_ptr(),
-        0 if delta is None else delta.data_ptr(),
-        np.float32(multiplier),
-        weight.data_ptr(),
-        np.float32(eps),
-        out.data_ptr(),
-        rows,
-        size,
+    norm = Norm(
+        hidden=hidden.data_ptr(),
+        delta=0 if delta is None else delta.data_ptr(),
+        out=out.data_ptr(),
+        weight=weight.data_ptr(),
+        multiplier=np.float32(multiplier),
+        eps=np.float32(eps),
+        size=hidden.shape[1],
     )
+    normalize(marker(hidden.dtype), norm, hidden.shape[0])
     return out
 
 
@@ -61,303 +78,148 @@ def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def normalize_row_of(
-    kind: Any,
-    hidden: int,
-    delta: int,
-    multiplier: Any,
-    weight: int,
-    eps: Any,
-    out: int,
-    row: int,
-    size: int,
-) -> None:
+def normalize_row_of(kind: Any, norm: Norm, row: int) -> None:
     """`normalize` for one row of several."""
-    offset = row * size * itemsize(kind)
-    numbers, added, target = hidden + offset, delta + offset, out + offset
-    if delta != 0:
-        normalize_row(kind, 1, numbers, added, multiplier, weight, eps, target, size)
+    offset = row * norm.size * itemsize(kind)
+    hidden, delta, out = norm.hidden + offset, norm.delta + offset, norm.out + offset
+    multiplier, weight, eps = norm.multiplier, norm.weight, norm.eps
+    if norm.delta != 0:
+        normalize_row(kind, 1, hidden, delta, multiplier, weight, eps, out, norm.size)
     else:
-        normalize_row(kind, 0, numbers, added, multiplier, weight, eps, target, size)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _normalize_few(
-    kind: Any,
-    hidden: int,
-    delta: int,
-    multiplier: Any,
-    weight: int,
-    eps: Any,
-    out: int,
-    rows: int,
-    size: int,
-) -> None:
-    for row in range(rows):
-        normalize_row_of(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+        normalize_row(kind, 0, hidden, delta, multiplier, weight, eps, out, norm.size)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _normalize_many(
-    kind: Any,
-    hidden: int,
-    delta: int,
-    multiplier: Any,
-    weight: int,
-    eps: Any,
-    out: int,
-    rows: int,
-    size: int,
-) -> None:
+def _normalize_many(kind: Any, norm: Norm, rows: int) -> None:
     for row in prange(rows):
-        normalize_row_of(kind, hidden, delta, multiplier, weight, eps, out, row, size)
+        normalize_row_of(kind, norm, row)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def normalize(
-    kind: Any,
-    hidden: int,
-    delta: int,
-    multiplier: Any,
-    weight: int,
-    eps: Any,
-    out: int,
-    rows: int,
-    size: int,
-) -> None:
-    """`add_norm` by addresses; delta: 0 for none."""
-    if rows * size > _SMALL:
-        _normalize_many(kind, hidden, delta, multiplier, weight, eps, out, rows, size)
+def normalize(kind: Any, norm: Norm, rows: int) -> None:
+    """`add_norm` by addresses."""
+    if rows * norm.size > _SMALL:
+        _normalize_many(kind, norm, rows)
     else:
-        _normalize_few(kind, hidden, delta, multiplier, weight, eps, out, rows, size)
+        for row in range(rows):
+            normalize_row_of(kind, norm, row)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def add_bias(kind: Any, out: int, bias: int, rows: int, size: int) -> None:
-    """out [rows, size] += bias [size], in place."""
-    added = array_at(kind, bias)
-    for row in range(rows):
-        numbers = array_at(kind, out + row * size * itemsize(kind))
-        for place in range(size):
-            total = widened(kind, numbers[place]) + widened(kind, added[place])
-            numbers[place] = rounded(kind, total)
+def add_bias(kind: Any, out: int, bias: int, size: int) -> None:
+    """out [size] += bias [size], in place."""
+    numbers, added = array_at(kind, out), array_at(kind, bias)
+    for index in range(size):
+        numbers[index] = rounded(kind, widened(kind, numbers[index]) + widened(kind, added[index]))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def embed_row(
-    kind: Any, vectors: int, token_id: int, out: int, row: int, size: int, multiplier: Any
-) -> None:
-    """A row of out [*, size] becomes a token's vector, of those [vocab_size, size], times
-    multiplier."""
-    numbers = array_at(kind, vectors + token_id * size * itemsize(kind))
-    target = array_at(kind, out + row * size * itemsize(kind))
-    for place in range(size):
-        target[place] = rounded(kind, widened(kind, numbers[place]) * multiplier)
+def scale_row(kind: Any, numbers: int, multiplier: Any, out: int, size: int) -> None:
+    """out [size] = numbers [size] times a float32."""
+    source, target = array_at(kind, numbers), array_at(kind, out)
+    for index in range(size):
+        target[index] = rounded(kind, widened(kind, source[index]) * multiplier)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def widen_row(kind: Any, numbers: int, out: int, row: int, size: int) -> None:
-    """A row of out [*, size], float32, becomes one of numbers."""
-    narrow = array_at(kind, numbers + row * size * itemsize(kind))
-    wide = array_at(FLOAT32, out + row * size * 4)
-    for place in range(size):
-        wide[place] = widened(kind, narrow[place])
+def widen_row(kind: Any, numbers: int, out: int, size: int) -> None:
+    """out [size], float32, becomes numbers [size]."""
+    narrow, wide = array_at(kind, numbers), array_at(FLOAT32, out)
+    for index in range(size):
+        wide[index] = widened(kind, narrow[index])
+
+
+class Rotation(NamedTuple):
+    """Heads of rows, and how they are rotated by positions."""
+
+    # [rows, row_size], each `head_dim` numbers; changed in place.
+    heads: Address
+    row_size: Count
+    head_dim: Count
+    # So many heads of a row are rotated, and the first so many of them multiplied by `scale`.
+    num_rotated: Count
+    num_scaled: Count
+    scale: Real
+    # [positions, 2, half] float32: cosines and sines for pairs of features i and i + half.
+    angles: Address
+    half: Count
+    # [head_dim] float32: weights of the norms of queries (which are scaled) and keys before; 0:
+    # there are none.
+    query_norm: Address
+    key_norm: Address
+    eps: Real
+
+
+ROTATION: Final = struct_type(Rotation)
 
 
 def rotate_(
     heads: Tensor,
-    num_turning: int,
+    num_rotated: int,
     num_scaled: int,
     scale: float,
     angles: Tensor,
     positions: Tensor,
 ) -> None:
-    """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
+    """Rotate the first `num_rotated` of heads [T, n, head_dim], contiguous, in place; the first
     `num_scaled` of them are multiplied by `scale` as well.
 
-    angles [*, 2, rotary_dim / 2] float32: cosines and sines for pairs of features i and i + half,
-    those at `positions` [T].
+    angles [*, 2, rotary_dim / 2] float32: see Rotation; those at `positions` [T].
     """
     rows, count, size = heads.shape
-    turn(
-        marker(heads.dtype),
-        heads.data_ptr(),
-        0,
-        0,
-        np.float32(0.0),
-        angles.data_ptr(),
-        positions.data_ptr(),
-        rows,
-        count * size,
-        num_turning,
-        num_scaled,
-        np.float32(scale),
-        size,
-        angles.shape[2],
+    rotation = Rotation(
+        heads=heads.data_ptr(),
+        row_size=count * size,
+        head_dim=size,
+        num_rotated=num_rotated,
+        num_scaled=num_scaled,
+        scale=np.float32(scale),
+        angles=angles.data_ptr(),
+        half=angles.shape[2],
+        query_norm=0,
+        key_norm=0,
+        eps=np.float32(0.0),
     )
+    _rotate(marker(heads.dtype), rotation, positions.data_ptr(), rows)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def turn_row(
-    kind: Any,
-    heads: int,
-    query_norm: int,
-    key_norm: int,
-    eps: Any,
-    angles: int,
-    position: int,
-    row: int,
-    stride: int,
-    num_turning: int,
-    num_scaled: int,
-    scale: Any,
-    size: int,
-    half: int,
-) -> None:
-    """`turn` for one row of several, at a position."""
-    cosines = array_at(FLOAT32, angles + position * 2 * half * 4)
-    sines = array_at(FLOAT32, angles + (position * 2 + 1) * half * 4)
-    for head in range(num_turning):
-        numbers = array_at(kind, heads + (row * stride + head * size) * itemsize(kind))
-        norm = query_norm if head < num_scaled else key_norm
+def rotate_row(kind: Any, rotation: Rotation, row: int, position: int) -> None:
+    """Rotate the heads of one row, by the angles of a position."""
+    half, size = rotation.half, rotation.head_dim
+    cosines = array_at(FLOAT32, rotation.angles + position * 2 * half * 4)
+    sines = array_at(FLOAT32, rotation.angles + (position * 2 + 1) * half * 4)
+    for head in range(rotation.num_rotated):
+        start = row * rotation.row_size + head * size
+        numbers = array_at(kind, rotation.heads + start * itemsize(kind))
+        norm = rotation.query_norm if head < rotation.num_scaled else rotation.key_norm
         if norm != 0:
-            inverse = _inverse_rms(kind, numbers, size, eps)
+            inverse = _inverse_rms(kind, numbers, size, rotation.eps)
             weights = array_at(FLOAT32, norm)
-            for place in range(size):
-                value = widened(kind, numbers[place]) * inverse * weights[place]
-                numbers[place] = rounded(kind, value)
-        factor = scale if head < num_scaled else np.float32(1.0)
-        for place in range(half):
-            left, right = widened(kind, numbers[place]), widened(kind, numbers[place + half])
-            cosine, sine = cosines[place] * factor, sines[place] * factor
-            numbers[place] = rounded(kind, left * cosine - right * sine)
-            numbers[place + half] = rounded(kind, right * cosine + left * sine)
-        for place in range(2 * half, size):
-            numbers[place] = rounded(kind, widened(kind, numbers[place]) * factor)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _turn_few(
-    kind: Any,
-    heads: int,
-    query_norm: int,
-    key_norm: int,
-    eps: Any,
-    angles: int,
-    positions: int,
-    rows: int,
-    stride: int,
-    num_turning: int,
-    num_scaled: int,
-    scale: Any,
-    size: int,
-    half: int,
-) -> None:
-    for row in range(rows):
-        turn_row(
-            kind,
-            heads,
-            query_norm,
-            key_norm,
-            eps,
-            angles,
-            array_at(ADDRESS, positions)[row],
-            row,
-            stride,
-            num_turning,
-            num_scaled,
-            scale,
-            size,
-            half,
-        )
+            for feature in range(size):
+                value = widened(kind, numbers[feature]) * inverse * weights[feature]
+                numbers[feature] = rounded(kind, value)
+        factor = rotation.scale if head < rotation.num_scaled else np.float32(1.0)
+        for pair in range(half):
+            left, right = widened(kind, numbers[pair]), widened(kind, numbers[pair + half])
+            cosine, sine = cosines[pair] * factor, sines[pair] * factor
+            numbers[pair] = rounded(kind, left * cosine - right * sine)
+            numbers[pair + half] = rounded(kind, right * cosine + left * sine)
+        for feature in range(2 * half, size):
+            numbers[feature] = rounded(kind, widened(kind, numbers[feature]) * factor)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _turn_many(
-    kind: Any,
-    heads: int,
-    query_norm: int,
-    key_norm: int,
-    eps: Any,
-    angles: int,
-    positions: int,
-    rows: int,
-    stride: int,
-    num_turning: int,
-    num_scaled: int,
-    scale: Any,
-    size: int,
-    half: int,
-) -> None:
+def _rotate_many(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
     for row in prange(rows):
-        turn_row(
-            kind,
-            heads,
-            query_norm,
-            key_norm,
-            eps,
-            angles,
-            array_at(ADDRESS, positions)[row],
-            row,
-            stride,
-            num_turning,
-            num_scaled,
-            scale,
-            size,
-            half,
-        )
+        rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def turn(
-    kind: Any,
-    heads: int,
-    query_norm: int,
-    key_norm: int,
-    eps: Any,
-    angles: int,
-    positions: int,
-    rows: int,
-    stride: int,
-    num_turning: int,
-    num_scaled: int,
-    scale: Any,
-    size: int,
-    half: int,
-) -> None:
-    """`rotate_` by addresses. Before, queries and keys are normalised as `query_norm` and
-    `key_norm` [size], float32, say; 0: they are not."""
-    if rows * stride > _SMALL:
-        _turn_many(
-            kind,
-            heads,
-            query_norm,
-            key_norm,
-            eps,
-            angles,
-            positions,
-            rows,
-            stride,
-            num_turning,
-            num_scaled,
-            scale,
-            size,
-            half,
-        )
+def _rotate(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
+    """positions: the address of [rows] int64."""
+    if rows * rotation.row_size > _SMALL:
+        _rotate_many(kind, rotation, positions, rows)
     else:
-        _turn_few(
-            kind,
-            heads,
-            query_norm,
-            key_norm,
-            eps,
-            angles,
-            positions,
-            rows,
-            stride,
-            num_turning,
-            num_scaled,
-            scale,
-            size,
-            half,
-        )
+        for row in range(rows):
+            rotate_row(kind, rotation, row, array_at(ADDRESS, positions)[row])

@@ -12,7 +12,7 @@ own, one behind the other in memory, and then takes from the others'. How many t
 does not matter: one alone does everything. (Blumofe and Leiserson 1999 on taking from others.)
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
 from numba import from_dtype, njit, prange
@@ -26,7 +26,7 @@ from text_generation_shard.device.cpu.kernels.atomic import (
     pause,
     put_word,
 )
-from text_generation_shard.device.cpu.kernels.calls import call
+from text_generation_shard.device.cpu.kernels.calls import Address, Count, call
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, array_at, scratch
 
 PHASE: Final = np.dtype(
@@ -66,48 +66,64 @@ def board_words(num_threads: int) -> int:
     return (1 + num_threads) * _LINE // 8
 
 
+class Work(NamedTuple):
+    """What threads do together. Nothing that a phase reads may be written by its items if two
+    threads may compute one of them."""
+
+    # Where a function lies, see `calls`, that computes an item: of (given, the phases, the index
+    # of one, the item, a ticket for `may_put`).
+    code: Address
+    given: Any
+    phases: Annotated[Any, PHASES]
+    board: Address
+    # At most; fewer may come.
+    num_threads: Count
+
+
 @njit(parallel=True, nogil=True, boundscheck=False, error_model="numpy")
 def go_through(code: int, given: Any, phases: Any, board: int, num_threads: int) -> None:
-    """Have all phases done by up to so many threads, the calling one among them.
-
-    code: where a function lies, see `calls`, that computes an item: of (given, the phase, the item,
-    a ticket for `may_put`). Nothing that a phase reads may be written by its items if two threads
-    may compute one of them.
-    """
-    begin(board, phases, num_threads)
+    """Have all phases done by up to so many threads, the calling one among them; see `Work`, which
+    is made here because numba hands no tuple within a tuple to threads."""
+    begin(Work(code, given, phases, board, num_threads))
     for thread in prange(num_threads):
-        work(code, given, phases, board, np.int64(thread), num_threads)
+        take_part(Work(code, given, phases, board, num_threads), np.int64(thread))
 
 
 @njit(nogil=True)
-def begin(board: int, phases: Any, num_threads: int) -> None:
+def begin(work: Work) -> None:
     """Before the first thread comes."""
-    for thread in range(num_threads):
-        put_word(board + (1 + thread) * _LINE + _DONE, 0)
-        put_word(board + (1 + thread) * _LINE + _HELD, 0)
-    _open(board, phases, 0, num_threads)
+    for thread in range(work.num_threads):
+        put_word(_line(work, thread) + _DONE, 0)
+        put_word(_line(work, thread) + _HELD, 0)
+    _open(work, 0)
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
-def work(code: int, given: Any, phases: Any, board: int, me: int, num_threads: int) -> None:
+def take_part(work: Work, me: int) -> None:
     """What a thread does until all is done."""
     ticket = scratch(1)
-    phase = get_word(board) >> 32
-    while phase < len(phases):
-        _take_items(code, given, phases, board, phase, me, num_threads, ticket)
-        _close(board, phases, phase, num_threads)
-        _fetch_share(board, phases, phase, me, num_threads)
+    phase = get_word(work.board) >> 32
+    while phase < len(work.phases):
+        _take_items(work, phase, me, ticket)
+        _close(work, phase)
+        _fetch_share(work, phase, me)
         # To look at the board takes longer than to read a line of memory.
-        looks = min(max(_FEWEST_LOOKS, phases[phase].item_bytes // _LINE), _MOST_LOOKS)
+        looks = min(max(_FEWEST_LOOKS, work.phases[phase].item_bytes // _LINE), _MOST_LOOKS)
         looked = 0
-        while not _is_over(board, phase, looks):
-            _take_over(code, given, phases, board, phase, me, num_threads, ticket)
-            _close(board, phases, phase, num_threads)
+        while not _is_over(work, phase, looks):
+            _take_over(work, phase, me, ticket)
+            _close(work, phase)
             looked += looks
             if looked >= _MOST_LOOKS:
                 give_way()
                 looked = 0
-        phase = get_word(board) >> 32
+        phase = get_word(work.board) >> 32
+
+
+@njit(inline="always")
+def _line(work: Work, thread: int) -> int:
+    """Of the board, a thread's own cache line."""
+    return work.board + (1 + thread) * _LINE
 
 
 @njit(inline="always")
@@ -120,58 +136,51 @@ def may_put(ticket: int) -> Any:
 
 
 @njit(inline="always")
-def _open(board: int, phases: Any, phase: int, num_threads: int) -> None:
+def _open(work: Work, phase: int) -> None:
     """Open a phase, or the next one that has items."""
-    while phase < len(phases) and phases[phase].items == 0:
+    while phase < len(work.phases) and work.phases[phase].items == 0:
         phase += 1
-    if phase < len(phases):
-        for thread in range(num_threads):
-            start = thread * phases[phase].items // num_threads
-            put_word(board + (1 + thread) * _LINE, (phase << 32) + start)
-    put_word(board, phase << 32)
+    if phase < len(work.phases):
+        for thread in range(work.num_threads):
+            start = thread * work.phases[phase].items // work.num_threads
+            put_word(_line(work, thread), (phase << 32) + start)
+    put_word(work.board, phase << 32)
 
 
 @njit(inline="always")
-def _close(board: int, phases: Any, phase: int, num_threads: int) -> None:
+def _close(work: Work, phase: int) -> None:
     """Open the next phase if all is done in this one and nobody else has."""
     # Of two threads that finish at once, one sees what the other has done.
     fence()
     count = 0
-    for thread in range(num_threads):
-        done = get_word(board + (1 + thread) * _LINE + _DONE)
+    for thread in range(work.num_threads):
+        done = get_word(_line(work, thread) + _DONE)
         if done >> 32 == phase:
             count += done & _LOWER
-    if count == phases[phase].items and exchange_word(board, phase << 32, (phase << 32) + 1):
-        _open(board, phases, phase + 1, num_threads)
+    if count == work.phases[phase].items and exchange_word(
+        work.board, phase << 32, (phase << 32) + 1
+    ):
+        _open(work, phase + 1)
 
 
 @njit(inline="always")
-def _note(board: int, me: int, phase: int) -> None:
+def _note(work: Work, phase: int, me: int) -> None:
     """An item is done. Noted at once: a thread may be stopped at the next."""
-    at = board + (1 + me) * _LINE + _DONE
+    at = _line(work, me) + _DONE
     done = get_word(at)
     put_word(at, done + 1 if done >> 32 == phase else (phase << 32) + 1)
 
 
 @njit(inline="always")
-def _take_items(
-    code: int,
-    given: Any,
-    phases: Any,
-    board: int,
-    phase: int,
-    me: int,
-    num_threads: int,
-    ticket: int,
-) -> None:
+def _take_items(work: Work, phase: int, me: int, ticket: int) -> None:
     """Compute items until none is left to be taken."""
-    is_short, held = phases[phase].is_short, board + (1 + me) * _LINE + _HELD
+    is_short, held = work.phases[phase].is_short, _line(work, me) + _HELD
     words = array_at(ADDRESS, ticket)
     words[0], words[3] = held if is_short else 0, 1
-    for turn in range(num_threads):
-        owner = (me + turn) % num_threads
-        end = (owner + 1) * phases[phase].items // num_threads
-        share = board + (1 + owner) * _LINE
+    for turn in range(work.num_threads):
+        owner = (me + turn) % work.num_threads
+        end = (owner + 1) * work.phases[phase].items // work.num_threads
+        share = _line(work, owner)
         while True:
             item = _take(share, phase, end)
             if item < 0:
@@ -180,9 +189,9 @@ def _take_items(
                 at = (phase << _PHASE_BITS) + (item << 2)
                 words[1], words[2] = at + _NOBODY, at + _OWNER
                 put_word(held, at + _NOBODY)
-            call(code, (given, phase, item, ticket))
+            call(work.code, (work.given, work.phases, phase, item, ticket))
             if words[3]:
-                _note(board, me, phase)
+                _note(work, phase, me)
 
 
 @njit(inline="always")
@@ -198,53 +207,44 @@ def _take(share: int, phase: int, end: int) -> Any:
 
 
 @njit(inline="always")
-def _take_over(
-    code: int,
-    given: Any,
-    phases: Any,
-    board: int,
-    phase: int,
-    me: int,
-    num_threads: int,
-    ticket: int,
-) -> None:
+def _take_over(work: Work, phase: int, me: int, ticket: int) -> None:
     """Compute what others have been at for too long."""
-    if not phases[phase].is_short:
+    if not work.phases[phase].is_short:
         return
     words = array_at(ADDRESS, ticket)
-    for turn in range(1, num_threads):
-        held = board + (1 + (me + turn) % num_threads) * _LINE + _HELD
+    for turn in range(1, work.num_threads):
+        held = _line(work, (me + turn) % work.num_threads) + _HELD
         at = get_word(held)
         if at >> _PHASE_BITS == phase and at & 3 == _NOBODY:
             words[0], words[1], words[2] = held, at, at - _NOBODY + _OTHER
-            call(code, (given, phase, (at >> 2) & _LOWER, ticket))
+            call(work.code, (work.given, work.phases, phase, (at >> 2) & _LOWER, ticket))
             if words[3]:
-                _note(board, me, phase)
+                _note(work, phase, me)
 
 
 @njit(inline="always")
-def _fetch_share(board: int, phases: Any, phase: int, me: int, num_threads: int) -> None:
+def _fetch_share(work: Work, phase: int, me: int) -> None:
     """Until the phase is over, fetch what this thread will read in the next one with weights."""
     following = phase + 1
-    while following < len(phases) and phases[following].weights == 0:
+    while following < len(work.phases) and work.phases[following].weights == 0:
         following += 1
-    if following == len(phases):
+    if following == len(work.phases):
         return
-    items, size = phases[following].items, phases[following].item_bytes
-    at = phases[following].weights + me * items // num_threads * size
-    share = phases[following].weights + (me + 1) * items // num_threads * size
+    items, size = work.phases[following].items, work.phases[following].item_bytes
+    at = work.phases[following].weights + me * items // work.num_threads * size
+    share = work.phases[following].weights + (me + 1) * items // work.num_threads * size
     end = min(at + _AHEAD_BYTES, share)
-    while at < end and get_word(board) >> 32 == phase:
+    while at < end and get_word(work.board) >> 32 == phase:
         for line in range(_LINES_AT_ONCE):
             fetch(at + line * _LINE)
         at += _LINES_AT_ONCE * _LINE
 
 
 @njit(inline="always")
-def _is_over(board: int, phase: int, looks: int) -> bool:
+def _is_over(work: Work, phase: int, looks: int) -> bool:
     """Whether a phase ends while the board is looked at so often."""
     for _ in range(looks):
-        if get_word(board) >> 32 != phase:
+        if get_word(work.board) >> 32 != phase:
             return True
         pause()
     return False

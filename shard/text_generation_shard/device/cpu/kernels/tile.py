@@ -165,7 +165,7 @@ def call_outlined(builder: Any, name: str, generate: Callable[..., None], *argum
 
 
 @intrinsic
-def spell_out(typingctx: Any, kind: Any, vectors: Any, steps: Any, target: Any) -> Any:
+def dequantize(typingctx: Any, kind: Any, vectors: Any, steps: Any, target: Any) -> Any:
     """Packed vectors of this kind, so many steps of one column, as those of the rows they are
     multiplied with: bfloat16 for INT8. A step takes a whole vector then."""
     form = FORMS[kind]

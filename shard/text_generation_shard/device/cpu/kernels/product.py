@@ -1,16 +1,18 @@
-"""What becomes of the sums of a tile: scaled, sent through a gate, rounded and stored.
+"""What a product with packed weights is given, and what becomes of the sums of a tile: scaled, sent
+through a gate, rounded and stored.
 
 A vector at a time, in the processor's own terms: the same written number by number took a tenth of
 the time of a product of many rows.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.device.cpu.kernels.calls import Address, Count, Flag, struct_type
 from text_generation_shard.device.cpu.kernels.llvm import (
     FLOATS,
     INT64,
@@ -32,6 +34,26 @@ ROWS_AT_ONCE: Final = 240
 # Vectors of sums of a row: for gates, and what they let through, of a tile.
 SUMS_WIDTH: Final = 2 * TILE_COLUMNS
 SUMS_BYTES: Final = SUMS_WIDTH * VECTOR_BYTES
+
+
+class Product(NamedTuple):
+    """out [num_rows, num_outputs] = inputs [num_rows, steps] times packed weights."""
+
+    weights: Address
+    # What is beside the weights: of INT8 scales, float32 [num_outputs]; of BFLOAT12 see `narrow`;
+    # of INT4 the sums of groups of inputs, see `grouped_linear`; of others 0.
+    beside: Address
+    inputs: Address
+    out: Address
+    num_rows: Count
+    # Of STEP_BYTES of a row.
+    steps: Count
+    num_outputs: Count
+    # Whether weights are gates above what they let through, see GatedWeight.
+    is_gated: Flag
+
+
+PRODUCT: Final = struct_type(Product)
 
 _ONES = ir.Constant(FLOATS, [1.0] * LANES)
 
@@ -126,20 +148,20 @@ def clear(sums: int, rows: int, columns: int) -> None:
 def put_rows(
     weight_kind: Any,
     kind: Any,
+    product: Product,
+    panel: int,
+    columns: int,
     sums: int,
-    scales: int,
-    out: int,
     row: int,
     count: int,
-    panels: Any,
 ) -> None:
-    """The sums of a tile become outputs."""
-    panel, columns, halves, num_outputs = panels
-    start = panel * LANES
-    left = num_outputs - start
+    """The sums of a tile of `count` rows from `row` on, and of `columns` panels, become outputs."""
+    halves, start = 2 if product.is_gated else 1, panel * LANES
+    scales = product.beside + halves * panel * VECTOR_BYTES
+    left = product.num_outputs - start
     part = scratch(TILE_COLUMNS)
-    for place in range(count):
-        to = out + ((row + place) * num_outputs + start) * itemsize(kind)
+    for index in range(count):
+        to = product.out + ((row + index) * product.num_outputs + start) * itemsize(kind)
         target = to if left >= columns * LANES else part
         _put_row(weight_kind, kind, columns, halves, sums, scales, target)
         sums += SUMS_BYTES

@@ -1,0 +1,247 @@
+"""The steps of a layer as phases of a pass, and what computes an item of each.
+
+`given` is a `layers.Given` everywhere.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from text_generation_shard.device.cpu.kernels.attention import Attention
+from text_generation_shard.device.cpu.kernels.calls import call
+from text_generation_shard.device.cpu.kernels.grouped import STEPS
+from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items
+from text_generation_shard.device.cpu.kernels.pointwise import Norm, Rotation
+from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
+from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES, itemsize
+
+# Products of many rows are several phases each, for ROWS_AT_ONCE of them.
+_NORM_BEFORE_ATTENTION: Final = 0
+_QKV: Final = 1
+_ROTATE: Final = 2
+_ATTEND: Final = 3
+_SUM_ATTENDED: Final = 4
+_OUT: Final = 5
+_NORM_BEFORE_MLP: Final = 6
+_GATE_UP: Final = 7
+_SUM_INNER: Final = 8
+_DOWN: Final = 9
+_NUM_STEPS: Final = 10
+_NUM_PRODUCTS: Final = 4
+# Behind the last layer; the head, if logits are wanted.
+_NORM_BEFORE_HEAD: Final = 10
+_HEAD: Final = 11
+_WIDEN: Final = 12
+
+
+@njit(inline="always")
+def num_phases(given: Any) -> int:
+    """At most, for all layers and what comes behind them."""
+    blocks = -(-len(given.slots) // ROWS_AT_ONCE)
+    count = len(given.layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
+    return count + (blocks + 1 if len(given.logits) else 0)
+
+
+@njit(inline="always")
+def write_phases(given: Any, phases: Any) -> None:
+    """The phases of all layers, and of what comes behind them."""
+    end = 0
+    for layer in range(len(given.layers)):
+        for step in range(_NUM_STEPS):
+            end = _write_step(given, phases, end, layer, step)
+    last = len(given.layers) - 1
+    end = _write_step(given, phases, end, last, _NORM_BEFORE_HEAD)
+    if len(given.logits):
+        end = _write_step(given, phases, end, last, _HEAD)
+        _write_step(given, phases, end, last, _WIDEN)
+
+
+@njit
+def _write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
+    """The phases of a step, behind those written so far; returns how many are now."""
+    this, rows = given.passes[0], _num_rows(given, layer, step)
+    product = _product(given, layer, step)
+    for first in range(0, rows, ROWS_AT_ONCE if product.weights else rows + 1):
+        phase = phases[end]
+        end += 1
+        phase.step, phase.layer = step, layer
+        phase.first, phase.last = first, min(rows, first + ROWS_AT_ONCE)
+        if product.weights:
+            if step == _HEAD:
+                phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
+            else:
+                phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
+            phase.weights, phase.is_short = product.weights, rows <= TILE_ROWS
+        elif step == _ATTEND:
+            tasks = given.last_tasks if _is_narrowed(given, layer, step) else given.tasks
+            phase.items = len(tasks) * this.num_kv_heads
+        elif step == _WIDEN and itemsize(given.kind) == 4:
+            phase.items = 0
+        elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
+            phase.items = rows
+    return end
+
+
+@njit(inline="always")
+def _is_narrowed(given: Any, layer: int, step: int) -> Any:
+    """Whether a step is for the wanted tokens alone: of these there are rows one behind the other,
+    but for the hidden states, which stay where they are."""
+    is_last = layer == len(given.layers) - 1 and step >= _ATTEND
+    return is_last and len(given.wanted) < len(given.slots)
+
+
+@njit(inline="always")
+def _num_rows(given: Any, layer: int, step: int) -> Any:
+    """For how many tokens a step is."""
+    return len(given.wanted) if _is_narrowed(given, layer, step) else len(given.slots)
+
+
+@njit(inline="always")
+def _product(given: Any, layer: int, step: int) -> Product:
+    """Of a step; without weights if it is none."""
+    this, weights, rows = given.passes[0], given.layers[layer], _num_rows(given, layer, step)
+    attended = this.num_heads * this.head_dim
+    per_step = STEP_BYTES // itemsize(given.kind)
+    where, steps, outputs = (0, 0, 0, 0), 0, 0
+    if step == _QKV:
+        where = weights.qkv, weights.qkv_scales, this.normed, this.heads
+        steps = this.hidden_size // per_step
+        outputs = attended + 2 * this.num_kv_heads * this.head_dim
+    elif step == _OUT:
+        where = weights.out, weights.out_scales, this.attended, this.delta
+        steps, outputs = attended // per_step, this.hidden_size
+    elif step == _GATE_UP:
+        where = weights.gate_up, weights.gate_up_scales, this.normed, this.inner
+        steps, outputs = this.hidden_size // per_step, this.inner_size
+    elif step == _DOWN:
+        where = weights.down, weights.down_scales, this.inner, this.delta
+        steps, outputs = this.inner_size // per_step, this.hidden_size
+    elif step == _HEAD:
+        where = this.head, this.head_scales, this.normed, this.scores
+        steps, outputs = this.hidden_size // per_step, this.vocab_size
+    matrix, beside, inputs, out = where
+    if this.sum_groups and step != _HEAD:
+        # Weights of 4 bits have their scales among them; what they need is the inputs' sums.
+        beside = this.sums
+    return Product(matrix, beside, inputs, out, rows, steps, outputs, step == _GATE_UP)
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
+    """An item of a phase; ticket: see `may_put`."""
+    this, now = given.passes[0], phases[phase]
+    step, layer = now.step, now.layer
+    if now.weights:
+        _multiply(given, now, item, ticket)
+    elif step == _ATTEND:
+        _attend(given, layer, item)
+    elif step == _ROTATE:
+        _rotate(given, layer, item)
+    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, _NORM_BEFORE_HEAD):
+        _normalize(given, layer, step, item)
+    elif step == _WIDEN:
+        scores = this.scores + item * this.vocab_size * itemsize(given.kind)
+        logits = np.int64(given.logits.ctypes.data) + item * this.vocab_size * 4
+        call(this.widen, (given.kind, scores, logits, this.vocab_size))
+    elif step == _SUM_INNER:
+        _sum_groups(given, this.inner, item, this.inner_size)
+    else:
+        _sum_groups(given, this.attended, item, this.num_heads * this.head_dim)
+
+
+@njit(inline="always")
+def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
+    this, product = given.passes[0], _product(given, phase.layer, phase.step)
+    where = phase.first, item, ticket if phase.is_short else np.int64(0)
+    if phase.step == _HEAD:
+        call(this.multiply_head, (given.head_kind, given.kind, product, *where))
+    else:
+        call(this.multiply, (given.weight_kind, given.kind, product, *where))
+
+
+@njit(inline="always")
+def _attention(given: Any, layer: int, out: int) -> Attention:
+    this = given.passes[0]
+    blocks = given.cache + layer * given.layer_bytes, given.num_blocks
+    sizes = this.num_heads, this.num_kv_heads, this.head_dim
+    return Attention(this.heads, out, *blocks, *sizes, given.layers[layer].window)
+
+
+@njit(inline="always")
+def _attend(given: Any, layer: int, item: int) -> None:
+    this = given.passes[0]
+    task, head = item // this.num_kv_heads, item % this.num_kv_heads
+    tasks, out = given.tasks, this.attended
+    if _is_narrowed(given, layer, _ATTEND):
+        tasks = given.last_tasks
+        out -= tasks[task, 5] * this.num_heads * this.head_dim * itemsize(given.kind)
+    seen = given.block_tables[tasks[task, 0]], tasks[task]
+    call(this.attend, (given.kind, _attention(given, layer, out), head, *seen))
+
+
+@njit(inline="always")
+def _rotate(given: Any, index: int, row: int) -> None:
+    """Queries and keys of a row get their bias and their positions; keys and values go into the
+    cache."""
+    this, layer = given.passes[0], given.layers[index]
+    num_rotated = this.num_heads + this.num_kv_heads
+    width = (num_rotated + this.num_kv_heads) * this.head_dim
+    if layer.qkv_bias:
+        _add_bias(given, this.heads, layer.qkv_bias, row, width)
+    if layer.is_turned or layer.query_norm or this.attention_scale != np.float32(1.0):
+        half: Any = this.half if layer.is_turned else np.int64(0)
+        rotation = Rotation(
+            this.heads,
+            width,
+            this.head_dim,
+            num_rotated,
+            this.num_heads,
+            this.attention_scale,
+            given.angles,
+            half,
+            layer.query_norm,
+            layer.key_norm,
+            this.eps,
+        )
+        call(this.rotate, (given.kind, rotation, row, given.positions[row]))
+    call(this.store, (given.kind, _attention(given, index, np.int64(0)), row, given.slots[row]))
+
+
+@njit(inline="always")
+def _normalize(given: Any, index: int, step: int, row: int) -> None:
+    """Hidden states of a row begin, or take in what the block before adds, and are normalised."""
+    this, layer, size = given.passes[0], given.layers[index], given.passes[0].hidden_size
+    hidden, delta, row_bytes = this.hidden, this.delta, size * itemsize(given.kind)
+    weight, bias = layer.mlp_norm, layer.out_bias
+    if _is_narrowed(given, index, step):
+        hidden += (given.wanted[row] - row) * row_bytes
+    if step == _NORM_BEFORE_ATTENTION:
+        weight = layer.attention_norm
+        delta = delta if index else np.int64(0)
+        bias = given.layers[index - 1].down_bias if index else np.int64(0)
+        if index == 0 and this.embedding:
+            vector = this.embedding + given.input_ids[row] * row_bytes
+            target = this.hidden + row * row_bytes
+            call(this.embed, (given.kind, vector, this.embedding_multiplier, target, size))
+    elif step == _NORM_BEFORE_HEAD:
+        weight, bias = this.final_norm, layer.down_bias
+    if bias:
+        _add_bias(given, delta, bias, row, size)
+    norm = Norm(hidden, delta, this.normed, weight, this.multiplier, this.eps, size)
+    call(this.normalize, (given.kind, norm, row))
+    _sum_groups(given, this.normed, row, size)
+
+
+@njit(inline="always")
+def _add_bias(given: Any, out: int, bias: int, row: int, size: int) -> None:
+    start = out + row * size * itemsize(given.kind)
+    call(given.passes[0].add_bias, (given.kind, start, bias, size))
+
+
+@njit(inline="always")
+def _sum_groups(given: Any, inputs: int, row: int, num_inputs: int) -> None:
+    this = given.passes[0]
+    if this.sum_groups:
+        groups = num_inputs * itemsize(given.kind) // STEP_BYTES // STEPS
+        call(this.sum_groups, (inputs, this.sums, row, groups))
