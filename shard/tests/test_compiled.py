@@ -140,7 +140,7 @@ def test_the_short_way_of_a_decode_is_the_long_one(
             driver.add([driver.request(number, ids, sampling=sampling, top_n_tokens=number)])
         return driver, [driver.step() for _ in range(6)]
 
-    assert engine._model.scores_rows
+    assert engine._model.scores_rows == ("quantize" not in form or are_vectors_wide())
     short, results = run()
     engine.clear(None)
     with monkeypatch.context() as patch:
