@@ -25,14 +25,14 @@ class Processor(NamedTuple):
     """As LLVM knows it, which adds what belongs to the name."""
     features: str
     """All that our code asks for, and what must be here for its code to run here."""
-    triple: str | None = None
-    """Of another kind of machine than this one; None: of this kind."""
+    triple: str = "x86_64-unknown-linux-gnu"
+    """What kind of machine it is of."""
 
     @property
     def is_like_this_one(self) -> bool:
         """Whether its code runs here."""
         wanted = {feature[1:] for feature in self.features.split(",")}
-        return processor.is_x86() and self.triple is None and processor.features() >= wanted
+        return self.triple == processor.target()[0] and processor.features() >= wanted
 
     def environment(self, cache: Path) -> Mapping[str, str]:
         """For a process that is to compile for it; cache: where to."""
@@ -55,7 +55,7 @@ def run_tests(told: Processor, cache: Path, arguments: Sequence[str]) -> str:
 
 def write_code(told: Processor, folder: Path, dtype: str, names: Sequence[str]) -> str:
     """See `shard.tests.written_code`, which writes to an empty folder."""
-    command = [sys.executable, "-m", "shard.tests.written_code", told.triple or "", str(folder)]
+    command = [sys.executable, "-m", "shard.tests.written_code", told.triple, str(folder)]
     # What is read from a cache has no text.
     return _run([*command, dtype, *names], told, folder / "cache")
 

@@ -2,8 +2,8 @@
 each.
 
 `python -m shard.tests.written_code TRIPLE FOLDER DTYPE [NAME ...]`: of the kernels for models of a
-type, those with these names, or all; NAME.ll in LLVM's language and NAME.s in the processor's. With
-a triple all is compiled as on such a machine, and can not run here. Fails if code calls what there
+type, those with these names, or all; NAME.ll in LLVM's language and NAME.s in the processor's. All
+is compiled as on machines of the kind TRIPLE, and may not run here. Fails if code calls what there
 is not. Prints how many functions were written.
 """
 
@@ -21,16 +21,15 @@ _CALLED = re.compile(r"^\s+bl?\s+([A-Za-z_][\w.$]*)$", re.MULTILINE)
 
 def main(triple: str, folder: str, dtype: str, names: Sequence[str]) -> None:
     """See above."""
-    if triple:
-        binding.initialize_all_targets()
-        binding.initialize_all_asmprinters()
-        # Whom numba asks what it compiles for.
-        binding.get_process_triple = lambda: triple
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    # Whom numba asks what it compiles for.
+    binding.get_process_triple = lambda: triple
     import torch
     from numba.np.ufunc.parallel import _launch_threads
     from text_generation_shard.device.cpu.kernels import compile, processor
 
-    assert not triple or processor.target()[0] == triple
+    assert processor.target()[0] == triple
     # What loops in threads call is known from then on.
     _launch_threads()
     count = 0
