@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from text_generation_shard.checkpoint.families import FAMILIES, Family
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.registry import FAMILIES, Family
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 

@@ -21,8 +21,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_generation_shard import pickles
-from text_generation_shard.hub_error import explain
+from text_generation_shard.checkpoint import pickles
+from text_generation_shard.checkpoint.hub_error import explain
 from text_generation_shard.trusted_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
