@@ -141,7 +141,7 @@ def test_the_short_way_of_a_decode_is_the_long_one(
         return driver, [driver.step() for _ in range(6)]
 
     runner: Any = engine._runner
-    assert runner._decoder is not None
+    assert (runner._decoder is not None) == ("quantize" not in form or are_vectors_wide())
     short, results = run()
     engine.clear()
     with monkeypatch.context() as patch:

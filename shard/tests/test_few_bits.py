@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from numba import njit, typeof
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, linear
-from text_generation_shard.device.cpu.kernels import tile as tile_module
 from text_generation_shard.device.cpu.kernels.calls import address_of, call
 from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
 from text_generation_shard.device.cpu.kernels.product import Product
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, INT8
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
@@ -38,23 +37,6 @@ def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
     out = weight(torch.eye(255, dtype=torch.bfloat16))
     assert torch.equal(out.T.float(), numbers.bfloat16().float() / 2)
     assert torch.equal(weight.rows(torch.tensor([0, 16])), numbers[:2])
-
-
-def test_bytes_on_a_processor_without_tables_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same numbers, and so the same bits, compiled as where AVX512_VBMI is missing."""
-    monkeypatch.setattr(tile_module, "_HAS_BYTE_TABLES", False)
-
-    @njit
-    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        tile_module.tile(INT8, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
-
-    numbers = torch.randint(-127, 128, (16, 64), dtype=torch.int8)
-    hidden, sums = torch.randn(4, 64).bfloat16(), torch.empty(4, 16)
-    packed = linear.pack(numbers)
-    multiply(packed.data_ptr(), hidden.data_ptr(), 128, 32, sums.data_ptr())
-    assert "vpermi2b" not in next(iter(multiply.inspect_asm().values()))
-    expected = linear.PackedWeight(numbers, torch.ones(16))(hidden)
-    assert torch.equal(sums.bfloat16(), expected)
 
 
 @njit

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numba import njit
 from text_generation_shard.checkpoint.config import RopeConfig
 from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
-from text_generation_shard.device.cpu.kernels import tile as tile_module
 from text_generation_shard.device.cpu.kernels.rows import plan_rows
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.rotation import TorchRotation
@@ -77,21 +74,6 @@ def test_rows_of_an_int8_weight() -> None:
     ids = torch.tensor([0, 17, 49, 17])
     tiled, reference = (form(weight, torch.bfloat16) for form in (PackedInt8Matrix, Int8Matrix))
     assert torch.equal(tiled.lookup(ids), reference.lookup(ids))
-
-
-def test_products_of_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop, compiled as where AVX512_BF16 is missing."""
-    monkeypatch.setattr(tile_module, "_HAS_BFLOAT16_PRODUCTS", False)
-
-    @njit
-    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        tile_module.tile(BFLOAT16, 4, 1, (vectors,), inputs, row_bytes, steps, sums, 64)
-
-    weight, hidden = (torch.randn(size, 50).bfloat16() for size in (16, 4))
-    packed, sums = linear.pack(weight), torch.empty(4, 16)
-    multiply(packed.data_ptr(), hidden.data_ptr(), 100, 25, sums.data_ptr())
-    assert "vdpbf16ps" not in next(iter(multiply.inspect_asm().values()))
-    torch.testing.assert_close(sums, hidden.float() @ weight.float().T, rtol=2e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.engine import memory
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepInput, StepOutput, WarmupLimits
@@ -103,5 +104,8 @@ def test_deterministic_is_kept_or_refused(tiny_model_path: Path) -> None:
     assert load_engine(tiny_model_path, deterministic=True).is_deterministic
     assert load_engine(tiny_model_path, dtype="bfloat16").is_deterministic
     assert not load_engine(tiny_model_path, dtype="float16").is_deterministic
+    # torch multiplies 8 bits where our kernels do not.
+    quantized = load_engine(tiny_model_path, dtype="bfloat16", quantize="int8")
+    assert quantized.is_deterministic == are_vectors_wide()
     with pytest.raises(ModelError, match="--deterministic can not be kept"):
         load_engine(tiny_model_path, dtype="float16", deterministic=True)

@@ -161,7 +161,7 @@ class KernelDevice(CpuDevice):
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
             if self._must_be_deterministic:
-                raise refuse_determinism(self, f"heads of {head_dim} features, ")
+                raise refuse_determinism(self, f"heads of {head_dim} features")
             self.is_deterministic = False
             return super().attention(num_heads, num_kv_heads, head_dim)
         return PackedAttention(num_heads, num_kv_heads, self.pages)

@@ -18,7 +18,12 @@ from text_generation_shard.device.base import (
     Runner,
 )
 from text_generation_shard.device.reference.attention import TorchAttention
-from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable, GatedMatrix
+from text_generation_shard.device.reference.linear import (
+    FloatMatrix,
+    FloatTable,
+    GatedMatrix,
+    dtype_name,
+)
 from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
@@ -29,12 +34,11 @@ _REFERENCE_CACHE_BYTES = 2**28
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def refuse_determinism(device: Device, why: str = "") -> ModelError:
-    """What is said where --deterministic can not be kept."""
+def refuse_determinism(device: Device, what: str) -> ModelError:
+    """What is said where --deterministic can not be kept because of `what`."""
     return ModelError(
-        "--deterministic can not be kept by the operators that compute this model here "
-        f"({why}{device.dtype}, {device.name}); leave it out, or use --device cpu with --dtype "
-        "float32 or bfloat16"
+        f"--deterministic can not be kept with {what} on this {device.name}; leave it out, or use "
+        "--device cpu with --dtype float32 or bfloat16"
     )
 
 
@@ -53,7 +57,8 @@ class TorchDevice:
         self._memory_fraction = options.memory_fraction
         self._must_be_deterministic = options.deterministic
         if options.deterministic and not self.is_deterministic:
-            raise refuse_determinism(self)
+            kind = options.quantize and f"--quantize {options.quantize}"
+            raise refuse_determinism(self, kind or f"--dtype {dtype_name(dtype)}")
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device: they fit."""

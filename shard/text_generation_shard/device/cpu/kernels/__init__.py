@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from text_generation_shard.device.cpu.kernels.processor import are_vectors_wide as are_vectors_wide
+
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_DIM = 256
@@ -29,18 +31,8 @@ class Place(NamedTuple):
 
 
 def are_used(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether models of this kind are computed by these kernels rather than by torch's operators.
-
-    Not on processors with a matrix unit for bfloat16 (AMX), whose products only oneDNN makes.
-    """
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
-        return False
-    return dtype is torch.float32 or not torch.cpu._is_amx_tile_supported()
-
-
-def are_vectors_wide() -> bool:
-    """Whether the processor has AVX-512; weights of 8 and 4 bits are multiplied only there."""
-    return torch.cpu._is_avx512_supported()
+    """Whether models of this kind are computed by these kernels, not by torch's operators."""
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
 def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int, free_bytes: int) -> None:

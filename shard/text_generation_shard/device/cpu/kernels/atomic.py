@@ -4,17 +4,14 @@ Words are int64 at addresses. What a thread wrote before it put a word is there 
 that word.
 """
 
-import platform
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from text_generation_shard.device.cpu.kernels import processor
 from text_generation_shard.device.cpu.kernels.llvm import INT32, INT64, call, fetch_line
-
-_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 @intrinsic
@@ -67,9 +64,9 @@ def pause(typingctx: Any) -> Any:
     """Say that this is a loop that waits for a word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if _IS_X86:
+        if processor.is_x86():
             call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-        elif _IS_ARM:
+        elif processor.is_arm():
             # What others wait with there: as long as a pause, where a hint to yield is nothing.
             call(builder, "llvm.aarch64.isb", ir.VoidType(), INT32(15))
         return context.get_dummy_value()

@@ -2,10 +2,10 @@
 
 from typing import Any, Final
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-HAS_BFLOAT16: Final = bool(binding.get_host_cpu_features().get("avx512bf16"))
-"""Whether this processor rounds to bfloat16 and multiplies pairs of them (AVX512_BF16)."""
+from text_generation_shard.device.cpu.kernels import processor
+
 LANES: Final = 16
 """Outputs, tokens or features that lie side by side in a vector."""
 VECTOR_BYTES: Final = 64
@@ -79,7 +79,7 @@ def add_product(builder: Any, total: Any, left: Any, right: Any) -> Any:
 def round_vector(builder: Any, value: Any) -> Any:
     """16 float32, none of them NaN, as the bits of bfloat16 (to nearest, ties to even)."""
     short = ir.VectorType(INT16, LANES)
-    if HAS_BFLOAT16:
+    if processor.has_bfloat16_products():
         name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
         return builder.bitcast(call(builder, name, ir.VectorType(_BFloat(), LANES), value), short)
     bits = builder.bitcast(value, INTS)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from text_generation_shard.device.cpu.kernels import bfloat12
+from text_generation_shard.device.cpu.kernels import bfloat12, processor
 from text_generation_shard.device.cpu.kernels.llvm import (
     BFLOATS,
     FLOAT,
@@ -34,11 +34,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     load,
 )
 from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES
-
-# Whether this processor multiplies pairs of bfloat16 (AVX512_BF16).
-_HAS_BFLOAT16_PRODUCTS = bool(binding.get_host_cpu_features().get("avx512bf16"))
-# Whether it looks up bytes in tables of 128 (AVX512_VBMI).
-_HAS_BYTE_TABLES = bool(binding.get_host_cpu_features().get("avx512vbmi"))
 
 BYTES = ir.VectorType(INT8, VECTOR_BYTES)
 
@@ -322,7 +317,7 @@ def _add_floats(builder: Any, total: Any, column: Any, value: Any) -> Any:
 
 def add_pairs(builder: Any, total: Any, column: Any, value: Any) -> Any:
     """total + the products of pairs of bfloat16, lane by lane."""
-    if _HAS_BFLOAT16_PRODUCTS:
+    if processor.has_bfloat16_products():
         column, value = builder.bitcast(column, BFLOATS), builder.bitcast(value, BFLOATS)
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         return call(builder, name, FLOATS, total, column, value)
@@ -344,7 +339,7 @@ def _load_bytes(builder: Any, address: Any) -> list[Any]:
     """64 whole numbers of a byte, as `linear.pack` lays them out, in two vectors of pairs of
     bfloat16, which hold them exactly."""
     numbers = load(builder, address, BYTES, VECTOR_BYTES)
-    lower, upper = (_look_up if _HAS_BYTE_TABLES else _convert)(builder, numbers)
+    lower, upper = (_look_up if processor.has_byte_tables() else _convert)(builder, numbers)
     # The lower and the upper bytes of the first 8 of every 16 numbers, then of the others.
     halves = []
     for first in (0, 8):
