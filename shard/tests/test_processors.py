@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.cpu import device, linear
 from text_generation_shard.device.cpu.kernels import processor
 
+from shard.tests.driver import open_cpu
 from shard.tests.processors import (
     ARM,
     HASWELL,
@@ -101,3 +105,19 @@ def test_kernels_compute_the_same_as_on(told: Processor, work: Work) -> None:
     # Weights of 8, 4 and 12 bits are multiplied with AVX-512 alone.
     assert all("AVX-512" in reason for reason in reasons)
     assert bool(reasons) == (told is HASWELL)
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(2.0, 1.0), (1.0, 2.0)])
+def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
+    ours: float, torchs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {linear.PackedFloatMatrix: ours, linear.OneDnnMatrix: torchs}
+    monkeypatch.setattr(device, "has_bfloat16_tiles", lambda: True)
+    # Measured for real once: both forms run here, whichever is faster.
+    assert all(device._milliseconds(kind) > 0 for kind in times)
+    monkeypatch.setattr(device, "_milliseconds", times.__getitem__)
+    taken = type(open_cpu("bfloat16"))
+    assert taken is (device.KernelDevice if ours < torchs else device.CpuDevice)
+    assert type(open_cpu("float32")) is device.KernelDevice
+    options = DeviceOptions("bfloat16", "float32", deterministic=True)
+    assert open_device("cpu", options).is_deterministic

@@ -1,6 +1,8 @@
 """The processor. The only place that asks whether our kernels are used."""
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -24,12 +26,15 @@ from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
+from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
 from text_generation_shard.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 # Share of the machine's free memory that the KV cache may take when nobody says how much.
 _CACHE_SHARE = 0.5
@@ -40,8 +45,32 @@ def open_device(options: DeviceOptions) -> Device:
     can not do what the options ask for."""
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
     dtype = DTYPES[name]
-    kind = KernelDevice if kernels.are_used(dtype, torch.device("cpu")) else CpuDevice
-    return kind(dtype, options)
+    if not kernels.are_used(dtype, torch.device("cpu")):
+        return CpuDevice(dtype, options)
+    device = KernelDevice(dtype, options)
+    may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
+    if may_choose and has_bfloat16_tiles():
+        ours, torchs = (
+            _milliseconds(kind) for kind in (linear.PackedFloatMatrix, linear.OneDnnMatrix)
+        )
+        logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
+        if torchs < ours:
+            return CpuDevice(dtype, options)
+    return device
+
+
+def _milliseconds(kind: Callable[[Tensor], Matrix]) -> float:
+    """Milliseconds of products as a request of 512 prompt tokens and 64 new ones has them, by a
+    form of a weight, at the best of three tries."""
+    matrix, total = kind(torch.randn(2048, 1024).bfloat16()), 0.0
+    for rows, times in ((512, 1), (1, 64)):
+        hidden, tries = torch.randn(rows, 1024).bfloat16(), []
+        for _ in range(3):
+            began = time.perf_counter()
+            matrix(hidden)
+            tries.append(time.perf_counter() - began)
+        total += times * min(tries)
+    return total * 1000
 
 
 class CpuDevice(TorchDevice):

@@ -43,6 +43,11 @@ def has_byte_tables() -> bool:
     return are_vectors_wide() and "avx512vbmi" in features()
 
 
+def has_bfloat16_tiles() -> bool:
+    """Whether it multiplies whole tiles of bfloat16 (AMX), which torch's products do."""
+    return features() >= {"amx-tile", "amx-bf16"}
+
+
 @cache
 def features() -> frozenset[str]:
     """The features it has: of each name the last mention counts, with a plus or a minus."""
