@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
-from text_generation_shard.device.cpu.kernels.narrow import narrow
+from text_generation_shard.device.cpu.kernels.bfloat12 import narrow
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from torch import Tensor
 

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from numba import njit, typeof
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, layers, linear
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
 from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items, sum_groups
+from text_generation_shard.device.cpu.kernels.llvm import BYTES, address_of, call, load, store
 from text_generation_shard.device.cpu.kernels.product import Product
+from text_generation_shard.device.cpu.kernels.tile import convert_magnitudes
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 
@@ -37,6 +38,23 @@ def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
     out = weight(torch.eye(255, dtype=torch.bfloat16))
     assert torch.equal(out.T.float(), numbers.bfloat16().float() / 2)
     assert torch.equal(weight.rows(torch.tensor([0, 16])), numbers[:2])
+
+
+def test_bytes_on_a_processor_without_tables_of_them() -> None:
+    """Where AVX512_VBMI is missing: the same bits for every magnitude, whatever the sign."""
+
+    @njit
+    def convert(numbers, lower, upper):  # type: ignore[no-untyped-def]
+        parts = convert_magnitudes(load(BYTES, numbers))
+        store(parts[0], lower)
+        store(parts[1], upper)
+
+    for first in range(-128, 128, 64):
+        numbers = torch.arange(first, first + 64, dtype=torch.int8)
+        halves = torch.zeros(2, 64, dtype=torch.int8)
+        convert(numbers.data_ptr(), halves[0].data_ptr(), halves[1].data_ptr())
+        expected = (numbers & 127).bfloat16().view(torch.int8).view(64, 2)
+        assert torch.equal(halves.T, expected)
 
 
 @njit

@@ -12,7 +12,7 @@ from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
-from text_generation_shard.device.cpu.kernels.rows import plan_rows
+from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.rotation import TorchRotation

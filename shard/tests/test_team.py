@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 from numba import int64, njit, typeof
-from text_generation_shard.device.cpu.kernels import team
-from text_generation_shard.device.cpu.kernels.atomic import exchange_word, get_word, give_way, pause
-from text_generation_shard.device.cpu.kernels.calls import address_of
+from text_generation_shard.device.cpu.kernels import thread_pool
+from text_generation_shard.device.cpu.kernels.llvm import (
+    address_of,
+    exchange_word,
+    get_word,
+    give_way,
+    pause,
+)
 from text_generation_shard.device.cpu.kernels.vector import aligned
 
 LOOKS = 200_000_000
@@ -55,7 +60,7 @@ def _follow(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
             if values[1 - own, place] != number - 1:
                 value = np.int64(-1)
     _dawdle(state)
-    if not phases[phase].is_short or team.may_put(ticket):
+    if not phases[phase].is_short or thread_pool.may_put(ticket):
         _dawdle(state)
         values[own, item] = value
         if value != number:
@@ -74,7 +79,7 @@ def _stop(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
                 values[3, 0] = 1
                 break
             pause()
-    if team.may_put(ticket):
+    if thread_pool.may_put(ticket):
         _count(counts.ctypes.data + (phase * counts.shape[1] + item) * 8)
         if phase == len(phases) - 1:
             _count(values[2].ctypes.data)
@@ -82,7 +87,7 @@ def _stop(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
 
 def _given(items: list[int], is_short: bool) -> Any:
     """How often each item's results were put, what is written, and the phases."""
-    phases = np.zeros(len(items), team.PHASE)
+    phases = np.zeros(len(items), thread_pool.PHASE)
     phases["items"], phases["is_short"] = items, is_short
     size = max(4, len(items)), max(2, len(items) + 1, *items)
     return (np.zeros(size, np.int64), np.zeros(size, np.int64)), phases
@@ -92,12 +97,14 @@ def _go(
     function: Any, given: Any, num_threads: int, coming: int, words: torch.Tensor | None = None
 ) -> None:
     """So many threads are expected, and so many come; words: those of the board."""
-    words = aligned(team.board_words(num_threads), torch.int64) if words is None else words
+    words = aligned(thread_pool.board_words(num_threads), torch.int64) if words is None else words
     arrays, phases = given
     code = address_of(function, (typeof(arrays), typeof(phases), int64, int64, int64))
-    work = team.Work(code, arrays, phases, words.data_ptr(), num_threads)
-    team.begin(work)
-    comers = [threading.Thread(target=team.take_part, args=(work, me)) for me in range(coming)]
+    work = thread_pool.Work(code, arrays, phases, words.data_ptr(), num_threads)
+    thread_pool.begin(work)
+    comers = [
+        threading.Thread(target=thread_pool.take_part, args=(work, me)) for me in range(coming)
+    ]
     for comer in comers:
         comer.start()
     for comer in comers:
@@ -110,7 +117,7 @@ def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
     """However many threads come, wherever they dawdle, on a board that is used again and again.
     Phases without items are passed over, the last ones too."""
     draw = np.random.default_rng(seed)
-    words = aligned(team.board_words(13), torch.int64)
+    words = aligned(thread_pool.board_words(13), torch.int64)
     for _ in range(600):
         num_threads = int(draw.choice([1, 2, 3, 5, 13]))
         coming = int(draw.integers(1, min(num_threads, 3) + 1))

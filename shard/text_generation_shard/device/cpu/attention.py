@@ -18,8 +18,8 @@ from text_generation_shard.device.base import (
 )
 from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import attention
+from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
-from text_generation_shard.device.cpu.kernels.rows import plan_rows
 from text_generation_shard.device.cpu.kernels.vector import marker
 
 # Tokens whose pages are written when a cache is made, for the passes that are measured then: a page

@@ -25,6 +25,7 @@ from text_generation_shard.device.cpu.attention import KernelRotation, PackedAtt
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
+from text_generation_shard.device.cpu.kernels.compile import prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
@@ -151,7 +152,7 @@ class KernelDevice(CpuDevice):
         elif options.quantize is not None:
             self.is_deterministic = False
         super().__init__(dtype, options)
-        kernels.prepare(dtype, options.quantize, torch.get_num_threads(), host.free_bytes())
+        prepare(dtype, options.quantize, torch.get_num_threads(), host.free_bytes())
         # The threads of a pass do not wait for one whose core is taken.
         self.spares_core = num_cores() > 1
         self._weights: list[tuple[int, int]] = []

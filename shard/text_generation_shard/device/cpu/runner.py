@@ -26,7 +26,7 @@ from text_generation_shard.device.cpu.attention import PackedAttention, PackedPl
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.kernels import layers
 from text_generation_shard.device.cpu.kernels.linear import weights_marker
-from text_generation_shard.device.cpu.kernels.team import board_words
+from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.threads import Threads
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker
 from text_generation_shard.device.cpu.linear import PackedMatrix

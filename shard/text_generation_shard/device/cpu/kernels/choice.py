@@ -7,20 +7,58 @@ vocabulary. Nothing of a row depends on another one.
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numba import int64, njit, prange
+from numba import float32, int64, njit, prange, types
 
-from text_generation_shard.device.cpu.kernels.block import BLOCK, largest, weigh
-from text_generation_shard.device.cpu.kernels.calls import (
+from text_generation_shard.device.cpu.kernels.llvm import (
+    Vector,
+    address_of,
+    array_at,
+    call,
+    chosen,
+    load,
+    reinterpreted,
+    scratch,
+    store,
+)
+from text_generation_shard.device.cpu.kernels.structs import (
     FlagRows,
     Ints,
     RealRows,
     Reals,
     ShortRows,
-    address_of,
-    call,
     struct_type,
 )
-from text_generation_shard.device.cpu.kernels.vector import FLOAT32, array_at, scratch
+from text_generation_shard.device.cpu.kernels.vector import FLOAT32
+from text_generation_shard.device.cpu.kernels.vector_code import (
+    fma,
+    largest_number,
+    nearest,
+    polynomial,
+    sum_of_lanes,
+)
+
+BLOCK: Final = 128
+"""Neighbouring scores that are looked at together."""
+_BLOCK: Final = Vector(float32, BLOCK)
+_INTS: Final = Vector(types.int32, BLOCK)
+
+_LOG2_E: Final = 1.4426950408889634
+# ln 2 in two parts, the first with so few bits that its products with small whole numbers are
+# exact (Cody & Waite 1980).
+_LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.42860677e-6
+# Below it a weight is 0: 2 ** (it / ln 2) is near the smallest normal number.
+_FARTHEST: Final = -87.0
+# The lowest bits of this and a small whole number are that number.
+_WHOLE: Final = 1.5 * 2.0**23
+# The series of e ** f for f in [-ln 2 / 2, ln 2 / 2] behind 1 + f, highest power first (Cephes).
+_SERIES: Final = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 
 # How far below the best score tokens are looked at first; almost always that is enough.
 _DEPTH: Final = 8.0
@@ -175,7 +213,7 @@ def best_of(scores: Any) -> Any:
     spare = scratch(8)
     highest, first = _NOTHING, 0
     for start in range(0, len(scores), BLOCK):
-        top = largest(_block_at(scores, start, spare))
+        top = largest_number(load(_BLOCK, _block_at(scores, start, spare)))
         if top > highest:
             highest, first = top, start
     for place in range(first, min(first + BLOCK, len(scores))):
@@ -203,8 +241,26 @@ def _mass(scores: Any, highest: Any) -> Any:
     spare, weights = scratch(8), scratch(8)
     total = 0.0
     for start in range(0, len(scores), BLOCK):
-        total += weigh(_block_at(scores, start, spare), highest, weights)
+        total += _weigh(_block_at(scores, start, spare), highest, weights)
     return total
+
+
+@njit(**_INNER)
+def _weigh(scores: int, highest: Any, weights: int) -> Any:
+    """e ** (score - highest) of the 128 scores at one address, put to another; returns their sum.
+    No score is above `highest`; what is far below it weighs 0, and NaN weighs NaN."""
+    value = load(_BLOCK, scores) - highest
+    is_far = value < _FARTHEST
+    value = chosen(is_far, _FARTHEST, value)
+    whole = nearest(value * _LOG2_E)
+    part = fma(fma(value, whole, -_LN2_HIGH), whole, -_LN2_LOW)
+    rest = fma(part, polynomial(part, _SERIES), part * part)
+    # No conversion: what LLVM makes of NaN there is undefined.
+    powers = reinterpreted(_INTS, whole + (_WHOLE + 127.0)) << 23
+    weight = (rest + 1.0) * reinterpreted(_BLOCK, powers)
+    weight = chosen(is_far, 0.0, weight)
+    store(weight, weights)
+    return sum_of_lanes(weight)
 
 
 @njit(**_INNER)
@@ -221,7 +277,7 @@ def _weigh_all(scores: Any, weights: Any, sums: Any) -> None:
     for block in range(len(sums)):
         start = block * BLOCK
         scores_at = _block_at(scores, start, spare)
-        sums[block] = weigh(scores_at, np.float32(0.0), address + 4 * start)
+        sums[block] = _weigh(scores_at, np.float32(0.0), address + 4 * start)
 
 
 @njit(**_INNER)

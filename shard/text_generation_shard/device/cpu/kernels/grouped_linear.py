@@ -1,4 +1,12 @@
-"""Products with weights of 4 bits: `linear` with a scale and a zero for each group of inputs."""
+"""Products with weights of 4 bits: `linear` with a scale and a zero for each group of 32 inputs.
+
+16 outputs of two groups are a block: a vector of zeros, one of scales, and of each group four
+vectors of numbers, four in each 16 bits. A number becomes a bfloat16 by a table of 16, which takes
+one shift and one permutation for 32 of them; all that is needed of a block lies side by side.
+
+What the zeros contribute is a product of pairs as well, with the sums of two groups of inputs.
+These are rounded to bfloat16 like the inputs themselves: that matters as little as it does there.
+"""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -10,22 +18,28 @@ from numba.extending import overload
 from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import Place
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
-from text_generation_shard.device.cpu.kernels.grouped import (
-    BLOCK_BYTES,
-    GROUP,
-    PLACES,
-    STEPS,
-    VECTORS,
-    grouped_tile,
-    sum_group,
-)
 from text_generation_shard.device.cpu.kernels.linear import (
     item_bytes,
     item_signature,
     num_items,
 )
-from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
+from text_generation_shard.device.cpu.kernels.llvm import (
+    FLOATS,
+    INTS,
+    LANES,
+    SHORTS,
+    VECTOR_BYTES,
+    WORDS,
+    Table,
+    address_of,
+    array_at,
+    call,
+    load,
+    outlined,
+    reinterpreted,
+    rounded,
+    scratch,
+)
 from text_generation_shard.device.cpu.kernels.product import (
     ROWS_AT_ONCE,
     SUMS_BYTES,
@@ -34,16 +48,44 @@ from text_generation_shard.device.cpu.kernels.product import (
     Product,
     put_rows,
 )
-from text_generation_shard.device.cpu.kernels.team import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_put
 from text_generation_shard.device.cpu.kernels.vector import (
     BFLOAT16,
     INT4,
     STEP_BYTES,
     aligned,
-    array_at,
-    rounded,
-    scratch,
+    inlined,
+    widen,
 )
+from text_generation_shard.device.cpu.kernels.vector_code import (
+    add_scaled,
+    add_steps,
+    look_up,
+    no_sums,
+    store_sums,
+    sum_of_lanes,
+)
+
+GROUP: Final = 32
+"""Inputs that share a scale and a zero."""
+STEPS: Final = GROUP // 2
+"""Pairs of inputs of a group."""
+NUMBERS_PER_WORD: Final = 4
+"""Numbers in 16 bits: those of as many steps, the first of them lowest."""
+VECTORS: Final = STEPS // NUMBERS_PER_WORD
+"""Of the numbers of a group."""
+BLOCK_BYTES: Final = 2 * (1 + VECTORS) * VECTOR_BYTES
+
+# In a block, and of a group in it.
+_SCALES_AT: Final = VECTOR_BYTES
+_NUMBERS_AT: Final = 2 * VECTOR_BYTES
+_SCALE_BYTES: Final = LANES * 2
+_NUMBER_BYTES: Final = VECTORS * VECTOR_BYTES
+_BITS: Final = 4
+
+# Of each 16 bits the lowest 5 count: a number, and one bit of its neighbour that may be anything.
+_NUMBERS: Final = np.tile(np.arange(-8, 8, dtype=np.float32), 2).view(np.uint32) >> 16
+_TABLE: Final = Table(WORDS, _NUMBERS.tolist())
 
 # Rows whose groups are summed by all threads.
 _SHARED_ROWS: Final = 8
@@ -85,8 +127,8 @@ class GroupedWeight:
         )
         blocks[:, :, 0] = zeros.transpose(1, 2).flatten(2)
         blocks[:, :, 1] = scales.permute(0, 2, 3, 1).flatten(2)
-        places = numbers.view(panels, LANES, groups, VECTORS, PLACES, 2)
-        shifts = 4 * torch.arange(PLACES, dtype=torch.int32)[:, None]
+        places = numbers.view(panels, LANES, groups, VECTORS, NUMBERS_PER_WORD, 2)
+        shifts = 4 * torch.arange(NUMBERS_PER_WORD, dtype=torch.int32)[:, None]
         words = (places.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
         words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, extra))
         blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
@@ -123,6 +165,73 @@ class GroupedWeight:
         return out
 
 
+@inlined
+def _sum_group(inputs: int) -> Any:
+    """The sum of the 32 bfloat16 at an address, always in the same order."""
+    pairs = load(INTS, inputs)
+    # A bfloat16 is the upper half of a float32.
+    lower, upper = reinterpreted(FLOATS, pairs << 16), reinterpreted(FLOATS, pairs & -(2**16))
+    return sum_of_lanes(lower + upper)
+
+
+def _tile(rows: int) -> Any:
+    """The function of `tile` of one column, of so many rows, for blocks of 4 bits: w = scale *
+    number + zero. source: address and stride of the inputs, then of the sums of their groups.
+
+    Products of a group and sums are both kept in registers, and so of many rows only one column is
+    computed at a time: with 12 rows, making bfloat16 of the numbers takes no longer than the
+    products beside it.
+    """
+
+    @njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
+        inputs, stride, input_sums, input_sums_stride = source
+        totals = no_sums(rows, 1)
+        for group in range(groups):
+            pair, member = group >> 1, group & 1
+            block = blocks + pair * BLOCK_BYTES
+            if member == 0:
+                # With the first of two groups, what the zeros of both contribute.
+                at = input_sums + pair * STEP_BYTES
+                zeros = (block,)
+                totals = add_steps(BFLOAT16, totals, _load_step, zeros, (), at, input_sums_stride)
+            numbers = block + _NUMBERS_AT + member * _NUMBER_BYTES
+            at = inputs + group * STEPS * STEP_BYTES
+            products = no_sums(rows, 1)
+            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (0,), at, stride)
+            at += NUMBERS_PER_WORD * STEP_BYTES
+            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (1,), at, stride)
+            at += NUMBERS_PER_WORD * STEP_BYTES
+            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (2,), at, stride)
+            at += NUMBERS_PER_WORD * STEP_BYTES
+            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (3,), at, stride)
+            scales = widen(load(SHORTS, block + _SCALES_AT + member * _SCALE_BYTES))
+            totals = add_scaled(totals, scales, products)
+        store_sums(totals, sums, SUMS_BYTES)
+
+    return multiply_blocks
+
+
+@inlined
+def _load_step(kind: Any, start: int) -> Any:
+    return (load(INTS, start),)
+
+
+@inlined
+def _look_up(kind: Any, numbers: int, vector: int) -> Any:
+    """The numbers of one of a group's vectors, as pairs of bfloat16."""
+    words = load(WORDS, numbers + vector * VECTOR_BYTES)
+    return (
+        reinterpreted(INTS, look_up(_TABLE, words)),
+        reinterpreted(INTS, look_up(_TABLE, words >> _BITS)),
+        reinterpreted(INTS, look_up(_TABLE, words >> (2 * _BITS))),
+        reinterpreted(INTS, look_up(_TABLE, words >> (3 * _BITS))),
+    )
+
+
+_TILE_1, _TILE_2, _TILE_4, _TILE_8, _TILE_12 = _tile(1), _tile(2), _tile(4), _tile(8), _tile(12)
+
+
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
     """The sums of a row's groups as bfloat16, in pairs, for `multiply_grouped_item`."""
@@ -130,7 +239,7 @@ def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
     sums = array_at(BFLOAT16, input_sums + row * width * 2)
     sums[width - 1] = BFLOAT16
     for group in range(groups):
-        total = sum_group(inputs + (row * groups + group) * STEPS * STEP_BYTES)
+        total = _sum_group(inputs + (row * groups + group) * STEPS * STEP_BYTES)
         sums[group] = rounded(BFLOAT16, total)
 
 
@@ -185,19 +294,19 @@ def multiply_grouped_item(
             put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, 0, num_rows)
 
 
-@njit(inline="always")
+@inlined
 def _num_items(product: Product) -> Any:
     return -(-(product.num_outputs // LANES) // _panels_of_item(product))
 
 
-@njit(inline="always")
+@inlined
 def _panels_of_item(product: Product) -> Any:
     # To take an item takes as long as to read a kilobyte.
     size = (2 if product.is_gated else 1) * panel_bytes(product.steps // STEPS)
     return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if product.num_rows <= TILE_ROWS else 1
 
 
-@njit(inline="always")
+@inlined
 def _tile_rows(num_rows: int) -> int:
     # More rows to a tile take a sixteenth less, but some may be computed twice.
     are_many = num_rows >= _MANY_ROWS and (
@@ -209,13 +318,13 @@ def _tile_rows(num_rows: int) -> int:
     return _MANY_ROWS if are_many else rows
 
 
-@njit(inline="always")
+@inlined
 def sums_bytes(groups: int) -> int:
     """What the sums of a row's groups take."""
     return -(-groups // 2) * STEP_BYTES
 
 
-@njit(inline="always")
+@inlined
 def panel_bytes(groups: int) -> int:
     """What a panel of so many groups takes."""
     return groups // 2 * BLOCK_BYTES + groups % 2 * (BLOCK_BYTES - VECTORS * VECTOR_BYTES)
@@ -224,15 +333,15 @@ def panel_bytes(groups: int) -> int:
 @njit(inline="always")
 def _multiply_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) -> None:
     if rows == 12:
-        grouped_tile(12, blocks, source, groups, sums, SUMS_BYTES)
+        outlined(_TILE_12, (blocks, source, groups, sums))
     elif rows == 8:
-        grouped_tile(8, blocks, source, groups, sums, SUMS_BYTES)
+        outlined(_TILE_8, (blocks, source, groups, sums))
     elif rows == 4:
-        grouped_tile(4, blocks, source, groups, sums, SUMS_BYTES)
+        outlined(_TILE_4, (blocks, source, groups, sums))
     elif rows == 2:
-        grouped_tile(2, blocks, source, groups, sums, SUMS_BYTES)
+        outlined(_TILE_2, (blocks, source, groups, sums))
     else:
-        grouped_tile(1, blocks, source, groups, sums, SUMS_BYTES)
+        outlined(_TILE_1, (blocks, source, groups, sums))
 
 
 # A name for compiled code: numba puts what `overload` returns in its place.

@@ -3,7 +3,7 @@
 Why it is fast: called one after another from Python, the kernels of a layer and the allocations
 between them cost 1.3 to 1.8 ms of a decode step of the 125 M checkpoint; from here they cost next
 to nothing, and the interpreter is free for other threads meanwhile. What lies between two phases:
-see `team`. The kernels are the same as elsewhere, and so are the numbers.
+see `thread_pool`. The kernels are the same as elsewhere, and so are the numbers.
 """
 
 from typing import Annotated, Any, Final, NamedTuple
@@ -17,33 +17,32 @@ from text_generation_shard.device.cpu.kernels.attention import (
     store_token,
     task_signature,
 )
-from text_generation_shard.device.cpu.kernels.calls import (
-    Address,
-    Count,
-    IntRows,
-    Ints,
-    RealRows,
-    address_of,
-    struct_type,
-)
-from text_generation_shard.device.cpu.kernels.grouped import GROUP
 from text_generation_shard.device.cpu.kernels.grouped_linear import (
+    GROUP,
     multiply_grouped_item,
     sum_groups,
 )
 from text_generation_shard.device.cpu.kernels.linear import item_signature, multiply_item
+from text_generation_shard.device.cpu.kernels.llvm import address_of, itemsize
 from text_generation_shard.device.cpu.kernels.pointwise import (
     NORM,
     ROTATION,
     add_bias,
-    normalize_row_of,
+    normalize_row,
     rotate_row,
     scale_row,
     widen_row,
 )
 from text_generation_shard.device.cpu.kernels.steps import compute_item, num_phases, write_phases
-from text_generation_shard.device.cpu.kernels.team import PHASE, PHASES, go_through
-from text_generation_shard.device.cpu.kernels.vector import itemsize
+from text_generation_shard.device.cpu.kernels.structs import (
+    Address,
+    Count,
+    IntRows,
+    Ints,
+    RealRows,
+    struct_type,
+)
+from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, go_through
 
 FIELDS: Final = {
     "attention_norm": "address: weights of the norm before attention, [hidden_size] float32",
@@ -74,7 +73,7 @@ CODES: Final = {
     "multiply_head": "of what multiplies with the weights of the head",
     "sum_groups": "of `sum_groups`; 0 where the weights do not ask for it",
     "embed": "of `scale_row`",
-    "normalize": "of `normalize_row_of`",
+    "normalize": "of `normalize_row`",
     "rotate": "of `rotate_row`",
     "store": "of `store_token`",
     "attend": "of `attend_task`",
@@ -92,7 +91,7 @@ SIZES: Final = {
 }
 """What the layers have alike."""
 OTHERS: Final = {
-    "board": "address: where threads tell each other what is done, see `team`",
+    "board": "address: where threads tell each other what is done, see `thread_pool`",
     "embedding": "address: the tokens' vectors, [vocab_size, hidden_size]; 0: the hidden states "
     "are given",
     "head": "address: packed weight of the head; 0: others make the logits",
@@ -173,7 +172,7 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
         "multiply": (multiply, item_signature(weight_kind, kind)),
         "rotate": (rotate_row, (kind, ROTATION, int64, int64)),
         "store": (store_token, (kind, ATTENTION, int64, int64)),
-        "normalize": (normalize_row_of, (kind, NORM, int64)),
+        "normalize": (normalize_row, (kind, NORM, int64)),
         "add_bias": (add_bias, (kind, int64, int64, int64)),
         "embed": (scale_row, (kind, int64, float32, int64, int64)),
         "widen": (widen_row, (kind, int64, int64, int64)),

@@ -19,10 +19,16 @@ from numba import int64, njit, prange, typeof
 from torch import Tensor
 
 from text_generation_shard.device.cpu.kernels import Place, are_vectors_wide, bfloat12
-from text_generation_shard.device.cpu.kernels.calls import address_of, call
-from text_generation_shard.device.cpu.kernels.exceptions import add_exceptions
-from text_generation_shard.device.cpu.kernels.llvm import LANES, VECTOR_BYTES
-from text_generation_shard.device.cpu.kernels.narrow import narrow
+from text_generation_shard.device.cpu.kernels.bfloat12 import add_exceptions, narrow
+from text_generation_shard.device.cpu.kernels.llvm import (
+    LANES,
+    VECTOR_BYTES,
+    address_of,
+    array_at,
+    call,
+    outlined,
+    scratch,
+)
 from text_generation_shard.device.cpu.kernels.product import (
     PRODUCT,
     ROWS_AT_ONCE,
@@ -34,12 +40,13 @@ from text_generation_shard.device.cpu.kernels.product import (
     clear,
     put_rows,
 )
-from text_generation_shard.device.cpu.kernels.team import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_put
 from text_generation_shard.device.cpu.kernels.tile import (
+    Pages,
     bytes_per_step,
     dequantize,
-    outlined_tile,
     paged_tile,
+    tile,
 )
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
@@ -47,11 +54,11 @@ from text_generation_shard.device.cpu.kernels.vector import (
     INT8,
     STEP_BYTES,
     aligned,
-    array_at,
+    inlined,
     marker,
     numbers_per_step,
-    scratch,
 )
+from text_generation_shard.device.cpu.kernels.vector_code import spaced
 
 # Of a tile of weights in 12 bits. One column for up to two tiles of rows, each of which makes
 # bfloat16 of it beside its products for nothing; for more rows three columns, which have fewer
@@ -64,6 +71,11 @@ _MANY_ROWS: Final = 32
 # ... this many steps at a time, which with all rows stay in the second-level cache.
 _DEQUANTIZED_STEPS: Final = 768
 _DEQUANTIZED_VECTORS: Final = SUMS_WIDTH * _DEQUANTIZED_STEPS
+
+_TILE_1_1, _TILE_2_1, _TILE_4_1, _TILE_8_1 = tile(1, 1), tile(2, 1), tile(4, 1), tile(8, 1)
+_TILE_1_3, _TILE_2_3, _TILE_4_3, _TILE_8_3 = tile(1, 3), tile(2, 3), tile(4, 3), tile(8, 3)
+_TILE_16_1, _TILE_6_3 = tile(_TALL_ROWS, 1), tile(_WIDE_ROWS, 3)
+_PAGED_8_1, _PAGED_8_3 = paged_tile(8, 1), paged_tile(8, 3)
 
 
 def weights_marker(dtype: torch.dtype) -> Any:
@@ -211,19 +223,19 @@ def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
     return weight_kind, kind, PRODUCT, int64, int64, int64
 
 
-@njit(inline="always")
+@inlined
 def num_items(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     """How many items the product has for at most ROWS_AT_ONCE of so many rows."""
     return -(-num_panels(num_outputs) // _tile_columns(weight_kind, num_rows, num_outputs))
 
 
-@njit(inline="always")
+@inlined
 def num_panels(num_outputs: int) -> int:
     """Outputs lie side by side in panels."""
     return -(-num_outputs // LANES)
 
 
-@njit(inline="always")
+@inlined
 def item_bytes(weight_kind: Any, product: Product) -> Any:
     """Of the weights, what an item reads; they lie one behind the other."""
     columns = _tile_columns(weight_kind, product.num_rows, product.num_outputs)
@@ -231,13 +243,13 @@ def item_bytes(weight_kind: Any, product: Product) -> Any:
     return halves * columns * product.steps * bytes_per_step(weight_kind)
 
 
-@njit(inline="always")
+@inlined
 def _is_narrow(weight_kind: Any) -> Any:
     """Whether weights are BFLOAT12."""
     return bytes_per_step(weight_kind) == bfloat12.STEP_BYTES
 
 
-@njit(inline="always")
+@inlined
 def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
     """Rows of the next tile if so many are left, of at most all rows."""
     rows = TILE_ROWS
@@ -254,7 +266,7 @@ def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
     return rows
 
 
-@njit(inline="always")
+@inlined
 def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     # Where memory is the limit, one panel after another is one stream from front to back.
     is_stream = num_rows < (2 * _TALL_ROWS + 1 if _is_narrow(weight_kind) else 4)
@@ -299,7 +311,7 @@ def multiply_item(
         wanted = row + rows
         if _is_narrow(weight_kind):
             panels = halves * panel, halves * columns, halves * num_panels(product.num_outputs)
-            add_exceptions(product.beside, panels, source, row_bytes, rows, at)
+            add_exceptions(product.beside, panels, source, row_bytes, rows, (at, SUMS_BYTES))
         if not ticket:
             put_rows(weight_kind, kind, product, panel, columns, at, row, rows)
     if ticket and may_put(ticket):
@@ -327,7 +339,7 @@ def _multiply_dequantized(
         count = min(_DEQUANTIZED_STEPS, steps - begin)
         for column in range(halves * columns):
             source = weights + column * panel_bytes + begin * bytes_per_step(weight_kind)
-            dequantize(weight_kind, source, count, numbers + column * count * VECTOR_BYTES)
+            dequantize(source, count, numbers + column * count * VECTOR_BYTES)
         for wanted in range(first, last, TILE_ROWS):
             row = min(wanted, product.num_rows - TILE_ROWS)
             source = product.inputs + row * row_bytes + begin * STEP_BYTES
@@ -347,13 +359,13 @@ def _add_dequantized(
     kind: Any, columns: int, numbers: int, inputs: int, row_bytes: int, steps: int, sums: int
 ) -> None:
     """Sums of many rows grow by the products of what is dequantized."""
-    stride, panel_bytes = SUMS_BYTES, steps * VECTOR_BYTES
-    pages = scratch(1)
-    array_at(ADDRESS, pages)[0] = numbers
+    address = scratch(1)
+    array_at(ADDRESS, address)[0] = numbers
+    pages = Pages(address, 1, 0, steps * VECTOR_BYTES, steps)
     if columns == 3:
-        paged_tile(kind, 8, 3, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
+        outlined(_PAGED_8_3, (kind, pages, inputs, row_bytes, sums, SUMS_BYTES))
     else:
-        paged_tile(kind, 8, 1, pages, 1, 0, panel_bytes, inputs, row_bytes, steps, sums, stride)
+        outlined(_PAGED_8_1, (kind, pages, inputs, row_bytes, sums, SUMS_BYTES))
 
 
 @njit(inline="always")
@@ -368,40 +380,35 @@ def _multiply_tile(
     steps: int,
     sums: int,
 ) -> None:
-    stride = SUMS_BYTES
-    three = (weights, weights + panel_bytes, weights + 2 * panel_bytes)
-    if _is_narrow(kind):
-        if columns == 1 and rows == _TALL_ROWS:
-            outlined_tile(kind, 16, 1, (weights,), inputs, row_bytes, steps, sums, stride)
-        elif columns == 1:
-            _multiply_column(kind, rows, weights, inputs, row_bytes, steps, sums)
-        else:
-            for row in range(0, rows, _WIDE_ROWS):
-                at, to = inputs + row * row_bytes, sums + row * stride
-                outlined_tile(kind, 6, 3, three, at, row_bytes, steps, to, stride)
-        return
+    given = inputs, row_bytes, steps, sums, SUMS_BYTES
     if columns == 1:
-        _multiply_column(kind, rows, weights, inputs, row_bytes, steps, sums)
+        _multiply_column(kind, rows, (weights,), given)
+        return
+    starts = spaced(3, weights, panel_bytes)
+    if _is_narrow(kind):
+        for row in range(0, rows, _WIDE_ROWS):
+            at, to = inputs + row * row_bytes, sums + row * SUMS_BYTES
+            outlined(_TILE_6_3, (kind, starts, at, row_bytes, steps, to, SUMS_BYTES))
     elif rows == 8:
-        outlined_tile(kind, 8, 3, three, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_8_3, (kind, starts, *given))
     elif rows == 4:
-        outlined_tile(kind, 4, 3, three, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_4_3, (kind, starts, *given))
     elif rows == 2:
-        outlined_tile(kind, 2, 3, three, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_2_3, (kind, starts, *given))
     else:
-        outlined_tile(kind, 1, 3, three, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_1_3, (kind, starts, *given))
 
 
 @njit(inline="always")
-def _multiply_column(
-    kind: Any, rows: int, weights: int, inputs: int, row_bytes: int, steps: int, sums: int
-) -> None:
-    one, stride = (weights,), SUMS_BYTES
-    if rows == 8:
-        outlined_tile(kind, 8, 1, one, inputs, row_bytes, steps, sums, stride)
+def _multiply_column(kind: Any, rows: int, starts: Any, given: Any) -> None:
+    if rows == _TALL_ROWS:
+        # Only of weights in 12 bits.
+        outlined(_TILE_16_1, (kind, starts, *given))
+    elif rows == 8:
+        outlined(_TILE_8_1, (kind, starts, *given))
     elif rows == 4:
-        outlined_tile(kind, 4, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_4_1, (kind, starts, *given))
     elif rows == 2:
-        outlined_tile(kind, 2, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_2_1, (kind, starts, *given))
     else:
-        outlined_tile(kind, 1, 1, one, inputs, row_bytes, steps, sums, stride)
+        outlined(_TILE_1_1, (kind, starts, *given))

@@ -11,22 +11,28 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels.calls import Address, Count, Real, struct_type
-from text_generation_shard.device.cpu.kernels.norm import normalize_row
-from text_generation_shard.device.cpu.kernels.vector import (
-    ADDRESS,
-    FLOAT32,
+from text_generation_shard.device.cpu.kernels.llvm import (
+    FLOATS,
+    LANES,
     array_at,
+    filled,
     itemsize,
-    marker,
     rounded,
     widened,
 )
+from text_generation_shard.device.cpu.kernels.structs import Address, Count, Real, struct_type
+from text_generation_shard.device.cpu.kernels.vector import (
+    ADDRESS,
+    FLOAT32,
+    inlined,
+    load_numbers,
+    marker,
+    store_numbers,
+)
+from text_generation_shard.device.cpu.kernels.vector_code import fma, sum_of_lanes
 
 # Below this many numbers starting another thread costs more than it saves (about 2 us).
 _SMALL: Final = 8192
-# May be added in any order: what is summed is split over the lanes of a vector.
-_REORDER: Final = {"reassoc", "contract", "nsz", "arcp"}
 
 
 class Norm(NamedTuple):
@@ -68,31 +74,57 @@ def add_norm(
     return out
 
 
-@njit(inline="always", fastmath=_REORDER)
+@inlined
 def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
     total = np.float32(0.0)
-    for place in range(size):
-        value = widened(kind, numbers[place])
+    for index in range(size):
+        value = widened(kind, numbers[index])
         total += value * value
     return np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def normalize_row_of(kind: Any, norm: Norm, row: int) -> None:
-    """`normalize` for one row of several."""
-    offset = row * norm.size * itemsize(kind)
-    hidden, delta, out = norm.hidden + offset, norm.delta + offset, norm.out + offset
-    multiplier, weight, eps = norm.multiplier, norm.weight, norm.eps
+def normalize_row(kind: Any, norm: Norm, row: int) -> None:
+    """`normalize` for one row of several. A vector at a time: number by number it took four cycles
+    for each. Squares are summed lane by lane, in the order of the numbers."""
+    whole = norm.size // LANES * LANES
+    rest, offset = norm.size - whole, row * norm.size * itemsize(kind)
+    total = filled(FLOATS, np.float32(0.0))
+    for start in range(0, whole, LANES):
+        total = _add_squares(kind, norm, total, offset, start, LANES)
+    if rest:
+        total = _add_squares(kind, norm, total, offset, whole, rest)
+    mean = sum_of_lanes(total) / np.float32(norm.size)
+    factor = np.float32(1.0) / np.sqrt(mean + norm.eps)
+    for start in range(0, whole, LANES):
+        _scale(kind, norm, factor, offset, start, LANES)
+    if rest:
+        _scale(kind, norm, factor, offset, whole, rest)
+
+
+@inlined
+def _add_squares(kind: Any, norm: Norm, total: Any, offset: int, start: int, count: int) -> Any:
+    """The sum of squares grows by those of up to 16 hidden states, which take in their delta."""
+    at = offset + start * itemsize(kind)
+    value = load_numbers(kind, norm.hidden + at, count)
     if norm.delta != 0:
-        normalize_row(kind, 1, hidden, delta, multiplier, weight, eps, out, norm.size)
-    else:
-        normalize_row(kind, 0, hidden, delta, multiplier, weight, eps, out, norm.size)
+        value = value + load_numbers(kind, norm.delta + at, count) * norm.multiplier
+        value = store_numbers(kind, value, norm.hidden + at, count)
+    return fma(total, value, value)
+
+
+@inlined
+def _scale(kind: Any, norm: Norm, factor: Any, offset: int, start: int, count: int) -> None:
+    at = offset + start * itemsize(kind)
+    value = load_numbers(kind, norm.hidden + at, count) * factor
+    value = value * load_numbers(FLOAT32, norm.weight + start * 4, count)
+    store_numbers(kind, value, norm.out + at, count)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _normalize_many(kind: Any, norm: Norm, rows: int) -> None:
     for row in prange(rows):
-        normalize_row_of(kind, norm, row)
+        normalize_row(kind, norm, row)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -102,7 +134,7 @@ def normalize(kind: Any, norm: Norm, rows: int) -> None:
         _normalize_many(kind, norm, rows)
     else:
         for row in range(rows):
-            normalize_row_of(kind, norm, row)
+            normalize_row(kind, norm, row)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

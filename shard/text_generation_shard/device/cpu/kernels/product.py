@@ -1,29 +1,34 @@
 """What a product with packed weights is given, and what becomes of the sums of a tile: scaled, sent
 through a gate, rounded and stored.
 
-A vector at a time, in the processor's own terms: the same written number by number took a tenth of
-the time of a product of many rows.
+A vector at a time: the same number by number took a tenth of the time of a product of many rows.
 """
 
 from typing import Any, Final, NamedTuple
 
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
-from text_generation_shard.device.cpu.kernels.calls import Address, Count, Flag, struct_type
 from text_generation_shard.device.cpu.kernels.llvm import (
     FLOATS,
-    INT64,
+    INTS,
     LANES,
     VECTOR_BYTES,
-    call,
+    array_at,
+    chosen,
+    constant_of_type,
+    itemsize,
     load,
-    round_vector,
+    reinterpreted,
+    scratch,
 )
-from text_generation_shard.device.cpu.kernels.softmax import exponential_vector
-from text_generation_shard.device.cpu.kernels.vector import FLOAT32, array_at, itemsize, scratch
+from text_generation_shard.device.cpu.kernels.structs import Address, Count, Flag, struct_type
+from text_generation_shard.device.cpu.kernels.vector import (
+    FLOAT32,
+    exponential,
+    inlined,
+    store_numbers,
+)
 
 # A tile keeps its sums in registers: 8 x 3 of the 32 of AVX-512; what is narrower needs two and has
 # fewer.
@@ -34,6 +39,8 @@ ROWS_AT_ONCE: Final = 240
 # Vectors of sums of a row: for gates, and what they let through, of a tile.
 SUMS_WIDTH: Final = 2 * TILE_COLUMNS
 SUMS_BYTES: Final = SUMS_WIDTH * VECTOR_BYTES
+# Of a float32.
+_SIGN: Final = -(2**31)
 
 
 class Product(NamedTuple):
@@ -55,87 +62,8 @@ class Product(NamedTuple):
 
 PRODUCT: Final = struct_type(Product)
 
-_ONES = ir.Constant(FLOATS, [1.0] * LANES)
 
-
-@intrinsic(prefer_literal=True)
-def put(
-    typingctx: Any,
-    weight_kind: Any,
-    kind: Any,
-    columns: Any,
-    sums: Any,
-    scales: Any,
-    target: Any,
-) -> Any:
-    """`columns` (a literal) vectors of 16 sums at an address become outputs at another: rounded if
-    kind is the marker of bfloat16; before, multiplied by as many scales, float32, if weight_kind is
-    that of INT8 or BFLOAT12."""
-    if not isinstance(columns, types.IntegerLiteral):
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, scales, target = arguments[3:]
-        for column in range(columns.literal_value):
-            value = _scaled(builder, weight_kind, sums, scales, column)
-            _store(builder, kind, value, target, column)
-        return context.get_dummy_value()
-
-    return types.void(weight_kind, kind, columns, *(types.int64,) * 3), generate
-
-
-@intrinsic(prefer_literal=True)
-def put_gated(
-    typingctx: Any,
-    weight_kind: Any,
-    kind: Any,
-    columns: Any,
-    sums: Any,
-    scales: Any,
-    target: Any,
-) -> Any:
-    """`put` of silu(gate) * up: for each vector of outputs, 16 sums of gates and behind them those
-    of what they let through; likewise the scales."""
-    if not isinstance(columns, types.IntegerLiteral):
-        return None
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, scales, target = arguments[3:]
-        for column in range(columns.literal_value):
-            gate, up = (
-                _scaled(builder, weight_kind, sums, scales, 2 * column + half) for half in range(2)
-            )
-            _store(builder, kind, builder.fmul(_silu(builder, kind, gate), up), target, column)
-        return context.get_dummy_value()
-
-    return types.void(weight_kind, kind, columns, *(types.int64,) * 3), generate
-
-
-def _scaled(builder: Any, weight_kind: Any, sums: Any, scales: Any, vector: int) -> Any:
-    offset = INT64(vector * VECTOR_BYTES)
-    value = load(builder, builder.add(sums, offset), FLOATS, 4)
-    if weight_kind in (types.int8, types.int16):
-        value = builder.fmul(value, load(builder, builder.add(scales, offset), FLOATS, 4))
-    return value
-
-
-def _silu(builder: Any, kind: Any, gate: Any) -> Any:
-    """gate / (1 + e ** -gate), by an exponent that is never above 0."""
-    size = call(builder, f"llvm.fabs.v{LANES}f32", FLOATS, gate)
-    small = exponential_vector(builder, kind, builder.fneg(size))
-    is_positive = builder.fcmp_ordered(">=", gate, ir.Constant(FLOATS, [0.0] * LANES))
-    part = builder.select(is_positive, gate, builder.fmul(gate, small))
-    return builder.fdiv(part, builder.fadd(_ONES, small))
-
-
-def _store(builder: Any, kind: Any, value: Any, target: Any, vector: int) -> None:
-    number = round_vector(builder, value) if kind == types.uint16 else value
-    size = 2 if kind == types.uint16 else 4
-    address = builder.add(target, INT64(vector * LANES * size))
-    builder.store(number, builder.inttoptr(address, number.type.as_pointer()), align=size)
-
-
-@njit(inline="always")
+@inlined
 def clear(sums: int, rows: int, columns: int) -> None:
     """Sums of a tile begin with 0."""
     for row in range(rows):
@@ -171,16 +99,32 @@ def put_rows(
                 numbers[lane] = source[lane]
 
 
-@njit(inline="always")
+@inlined
 def _put_row(
     weight_kind: Any, kind: Any, columns: int, halves: int, sums: int, scales: int, target: int
 ) -> None:
-    if columns == 3:
-        if halves == 1:
-            put(weight_kind, kind, 3, sums, scales, target)
-        else:
-            put_gated(weight_kind, kind, 3, sums, scales, target)
-    elif halves == 1:
-        put(weight_kind, kind, 1, sums, scales, target)
-    else:
-        put_gated(weight_kind, kind, 1, sums, scales, target)
+    """Vectors of sums become outputs; for each vector of them, if there are two halves, sums of
+    gates and behind them those of what they let through, and likewise scales."""
+    for column in range(columns):
+        offset = halves * column * VECTOR_BYTES
+        value = _scaled(weight_kind, sums + offset, scales + offset)
+        if halves == 2:
+            offset += VECTOR_BYTES
+            value = _silu(kind, value) * _scaled(weight_kind, sums + offset, scales + offset)
+        store_numbers(kind, value, target + column * LANES * itemsize(kind), LANES)
+
+
+@inlined
+def _scaled(weight_kind: Any, sums: int, scales: int) -> Any:
+    value = load(FLOATS, sums)
+    return value * load(FLOATS, scales) if _has_scales(weight_kind) else value
+
+
+_has_scales = constant_of_type(lambda kind: kind in (types.int8, types.int16))
+
+
+@inlined
+def _silu(kind: Any, gate: Any) -> Any:
+    """gate / (1 + e ** -gate), by an exponent that is never above 0."""
+    small = exponential(kind, reinterpreted(FLOATS, reinterpreted(INTS, gate) | _SIGN))
+    return chosen(gate >= 0.0, gate, gate * small) / (small + 1.0)

@@ -9,12 +9,11 @@ import numpy as np
 from numba import njit
 
 from text_generation_shard.device.cpu.kernels.attention import Attention
-from text_generation_shard.device.cpu.kernels.calls import call
-from text_generation_shard.device.cpu.kernels.grouped import STEPS
-from text_generation_shard.device.cpu.kernels.grouped_linear import cost_of_items
+from text_generation_shard.device.cpu.kernels.grouped_linear import STEPS, cost_of_items
+from text_generation_shard.device.cpu.kernels.llvm import call, itemsize
 from text_generation_shard.device.cpu.kernels.pointwise import Norm, Rotation
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
-from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES, itemsize
+from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES
 
 # Products of many rows are several phases each, for ROWS_AT_ONCE of them.
 _NORM_BEFORE_ATTENTION: Final = 0
@@ -46,15 +45,13 @@ def num_phases(given: Any) -> int:
 @njit(inline="always")
 def write_phases(given: Any, phases: Any) -> None:
     """The phases of all layers, and of what comes behind them."""
-    end = 0
+    end, last = 0, len(given.layers) - 1
     for layer in range(len(given.layers)):
         for step in range(_NUM_STEPS):
             end = _write_step(given, phases, end, layer, step)
-    last = len(given.layers) - 1
-    end = _write_step(given, phases, end, last, _NORM_BEFORE_HEAD)
-    if len(given.logits):
-        end = _write_step(given, phases, end, last, _HEAD)
-        _write_step(given, phases, end, last, _WIDEN)
+    # Numba compiles a function anew for each literal that it is called with, and so they are none.
+    for step in range(_NORM_BEFORE_HEAD, _WIDEN + 1 if len(given.logits) else _HEAD):
+        end = _write_step(given, phases, end, last, step)
 
 
 @njit

@@ -1,25 +1,39 @@
-"""Numbers of two kinds under the same code.
+"""Numbers of several kinds under the same code.
 
-bfloat16 and float32 are told apart by the numba type of a marker: uint16 stands for bfloat16,
-float32 for itself. LLVM code as intrinsics for numba's compiler.
+Kinds are told apart by the numba type of a marker: uint16 stands for bfloat16, float32 for itself;
+those of weights have more. Rows are of one of these two kinds.
 """
 
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import intrinsic
+from numba import njit
 from torch import Tensor
 
+from text_generation_shard.device.cpu.kernels import are_vectors_wide
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
 from text_generation_shard.device.cpu.kernels.llvm import (
-    FLOAT,
-    INT16,
-    INT32,
-    INT64,
+    FLOATS,
     INTS,
+    LANES,
+    SHORTS,
     VECTOR_BYTES,
+    chosen,
+    converted,
+    itemsize,
+    load,
+    load_first,
+    reinterpreted,
+    store,
+    store_first,
+)
+from text_generation_shard.device.cpu.kernels.vector_code import (
+    above_floor,
+    floor,
+    polynomial,
+    round_to_bfloat16,
+    scaled,
 )
 
 # Here, because numba asks when it meets a function to be kept, and all of them import this module.
@@ -34,9 +48,36 @@ ADDRESS: Final = np.int64(0)
 INT8: Final = np.int8(0)
 """As weights of a bfloat16 product: whole numbers, a byte each."""
 INT4: Final = np.uint8(0)
-"""Likewise: see `grouped`."""
+"""Likewise: see `grouped_linear`."""
 BFLOAT12: Final = np.int16(0)
 """Likewise: bfloat16 in 12 bits, see `bfloat12`."""
+
+inlined: Any = njit(
+    forceinline=True,
+    nogil=True,
+    boundscheck=False,
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+)
+"""For functions that become a part of whatever compiled function calls them."""
+
+_IS_WIDE: Final = are_vectors_wide()
+_LOG2_E: Final = 1.4426950408889634
+# Where 2 ** x is the smallest normal number.
+_LOWEST: Final = -126.0
+# The series of 2 ** f for f in [0, 1], highest power first; exact at 0, else fitted so that the
+# largest relative error is smallest: 9e-5 (a bfloat16 is rounded by up to 2e-3) and 2e-9.
+_SHORT_SERIES: Final = (0.07706706865913662, 0.22764496183962538, 0.6951167931865881, 1.0)
+_LONG_SERIES: Final = (
+    2.161291914548068e-4,
+    1.2467845340325193e-3,
+    9.675451674202822e-3,
+    5.548528057202427e-2,
+    2.4022930556094527e-1,
+    6.93147044442802e-1,
+    1.0,
+)
 
 
 def marker(dtype: torch.dtype) -> Any:
@@ -56,75 +97,55 @@ def numbers_per_step(dtype: torch.dtype) -> int:
     return STEP_BYTES // dtype.itemsize
 
 
-@intrinsic(prefer_literal=True)
-def array_at(typingctx: Any, kind: Any, address: Any) -> Any:
-    """A view of numbers of the marker's own type, to be indexed from 0 like a C pointer."""
-    pointer = types.CPointer(kind)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[1], context.get_value_type(pointer))
-
-    return pointer(kind, types.int64), generate
+@inlined
+def widen(shorts: Any) -> Any:
+    """16 bfloat16, which are the upper halves of float32, as these."""
+    return reinterpreted(FLOATS, converted(INTS, shorts) << 16)
 
 
-@intrinsic(prefer_literal=True)
-def rounded(typingctx: Any, kind: Any, value: Any) -> Any:
-    """A float32 as a number of this kind: rounded to bfloat16 bits (to nearest, ties to even; not
-    for NaN with other than the usual bits), or as it is."""
-    is_pairs = kind == types.uint16
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = arguments[1]
-        if not is_pairs:
-            return value
-        bits = builder.bitcast(value, INT32)
-        last = builder.and_(builder.lshr(bits, INT32(16)), INT32(1))
-        bits = builder.add(bits, builder.add(last, INT32(0x7FFF)))
-        return builder.trunc(builder.lshr(bits, INT32(16)), INT16)
-
-    number = types.uint16 if is_pairs else types.float32
-    return number(kind, types.float32), generate
+@inlined
+def load_numbers(kind: Any, address: int, count: int) -> Any:
+    """The first `count` of 16 numbers of a kind as float32; the others are 0."""
+    if itemsize(kind) == 2:
+        return widen(
+            load(SHORTS, address) if count == LANES else load_first(SHORTS, address, count)
+        )
+    return load(FLOATS, address) if count == LANES else load_first(FLOATS, address, count)
 
 
-@intrinsic(prefer_literal=True)
-def widened(typingctx: Any, kind: Any, number: Any) -> Any:
-    """A number of this kind as float32."""
-    is_pairs = kind == types.uint16
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not is_pairs:
-            return arguments[1]
-        wide = builder.shl(builder.zext(arguments[1], INT32), INT32(16))
-        return builder.bitcast(wide, FLOAT)
-
-    return types.float32(kind, types.uint16 if is_pairs else types.float32), generate
-
-
-@intrinsic
-def itemsize(typingctx: Any, kind: Any) -> Any:
-    """Bytes of a number of this kind."""
-    size = 2 if kind == types.uint16 else 4
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return INT64(size)
-
-    return types.int64(kind), generate
+@inlined
+def store_numbers(kind: Any, value: Any, address: int, count: int) -> Any:
+    """Put the first `count` of 16 float32 to an address as numbers of a kind, rounded to it;
+    returns what these are."""
+    if itemsize(kind) == 2:
+        numbers = round_to_bfloat16(value)
+        if count == LANES:
+            store(numbers, address)
+        else:
+            store_first(numbers, address, count)
+        return widen(numbers)
+    if count == LANES:
+        store(value, address)
+    else:
+        store_first(value, address, count)
+    return value
 
 
-@intrinsic(prefer_literal=True)
-def scratch(typingctx: Any, num_vectors: Any) -> Any:
-    """The address of so many vectors (a literal) on the stack of the function that calls this.
+@inlined
+def exponential(kind: Any, value: Any) -> Any:
+    """e ** value for a vector of values <= 0, as exact as the kind; exactly 1 for 0."""
+    value = value * _LOG2_E
+    if _IS_WIDE:
+        return scaled(_power(kind, above_floor(value)), value)
+    value = chosen(value > _LOWEST, value, _LOWEST)
+    whole = floor(value)
+    exponent = (converted(INTS, whole) + 127) << 23
+    return _power(kind, value - whole) * reinterpreted(FLOATS, exponent)
 
-    They are the same ones whenever that call is repeated, and begin as anything.
-    """
-    if not isinstance(num_vectors, types.IntegerLiteral):
-        return None
-    count = num_vectors.literal_value
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        with builder.goto_entry_block():
-            memory = builder.alloca(INTS, size=INT32(count))
-            memory.align = VECTOR_BYTES
-        return builder.ptrtoint(memory, INT64)
-
-    return types.int64(num_vectors), generate
+@inlined
+def _power(kind: Any, part: Any) -> Any:
+    """2 ** part for a vector of numbers from 0 to 1."""
+    if itemsize(kind) == 2:
+        return polynomial(part, _SHORT_SERIES)
+    return polynomial(part, _LONG_SERIES)

@@ -17,7 +17,9 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, prange
 
-from text_generation_shard.device.cpu.kernels.atomic import (
+from text_generation_shard.device.cpu.kernels.llvm import (
+    array_at,
+    call,
     exchange_word,
     fence,
     fetch,
@@ -25,9 +27,10 @@ from text_generation_shard.device.cpu.kernels.atomic import (
     give_way,
     pause,
     put_word,
+    scratch,
 )
-from text_generation_shard.device.cpu.kernels.calls import Address, Count, call
-from text_generation_shard.device.cpu.kernels.vector import ADDRESS, array_at, scratch
+from text_generation_shard.device.cpu.kernels.structs import Address, Count
+from text_generation_shard.device.cpu.kernels.vector import ADDRESS
 
 PHASE: Final = np.dtype(
     [

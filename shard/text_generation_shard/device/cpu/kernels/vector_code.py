@@ -1,0 +1,324 @@
+"""Vectors of float32 and of bfloat16: arithmetic beyond operators, and the steps of a tile, whose
+sums stay in registers. A file of its own because, with `llvm`, there would be too much in one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, register_model
+
+from text_generation_shard.device.cpu.kernels import processor
+from text_generation_shard.device.cpu.kernels.llvm import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    SHORTS,
+    VECTOR_BYTES,
+    WORDS,
+    CodeModel,
+    Vector,
+    call_llvm,
+    fill,
+    instruction,
+    pointer_to,
+    rounded_bits,
+    suffix,
+)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class Sums(types.Type):
+    """A grid of vectors of 16 float32, all of which stay in registers: the sums of a tile."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.code = ir.ArrayType(FLOATS.code, rows * columns)
+        super().__init__(f"sums({rows} x {columns})")
+
+
+register_model(Sums)(CodeModel)
+
+
+@instruction(lambda total, left, right: total)
+def fma(builder: Any, kinds: Any, total: Any, left: Any, right: Any) -> Any:
+    """total + left * right, rounded once; right may be a number."""
+    return _fma(builder, kinds.return_type, total, left, right)
+
+
+def _fma(builder: Any, kind: Vector, total: Any, left: Any, right: Any) -> Any:
+    name = f"llvm.fma.{suffix(kind)}"
+    return call_llvm(builder, name, kind.code, left, fill(builder, kind, right), total)
+
+
+@instruction(lambda vector, factors: vector)
+def polynomial(builder: Any, kinds: Any, vector: Any, factors: Any) -> Any:
+    """The sum of factors times powers of a vector, highest power first; by `fma`."""
+    kind, count = kinds.return_type, kinds.args[1].count
+    first, *others = cgutils.unpack_tuple(builder, factors, count)
+    total = fill(builder, kind, first)
+    for factor in others:
+        total = _fma(builder, kind, fill(builder, kind, factor), total, vector)
+    return total
+
+
+def _define_unary(name: str, llvm_name: str) -> Any:
+    """An intrinsic for one of LLVM's functions, from a vector to a vector of its type."""
+
+    def write(builder: Any, kinds: Any, vector: Any) -> Any:
+        kind = kinds.return_type
+        return call_llvm(builder, f"llvm.{llvm_name}.{suffix(kind)}", kind.code, vector)
+
+    write.__name__ = name
+    return instruction(lambda vector: vector)(write)
+
+
+floor, nearest = _define_unary("floor", "floor"), _define_unary("nearest", "rint")
+swap_bytes = _define_unary("swap_bytes", "bswap")
+
+
+@instruction(lambda vector: vector.number)
+def first_lane(builder: Any, kinds: Any, vector: Any) -> Any:
+    """The number in the first lane."""
+    return builder.extract_element(vector, INT32(0))
+
+
+def _halved(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """What halves combined with halves leave: the same order for any processor's vectors."""
+    count = vector.type.count
+    while count > 1:
+        count //= 2
+        code = ir.VectorType(INT32, count)
+        left, right = (
+            builder.shuffle_vector(vector, vector, ir.Constant(code, list(range(at, at + count))))
+            for at in (0, count)
+        )
+        vector = combine(left, right)
+    return builder.extract_element(vector, INT32(0))
+
+
+@instruction(lambda vector: vector.number)
+def sum_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
+    """Halves added to halves."""
+    return _halved(builder, vector, builder.fadd)
+
+
+@instruction(lambda vector: vector.number)
+def largest_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
+    """Of halves and halves the larger; of two that can not be compared, the latter."""
+
+    def larger(left: Any, right: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+    return _halved(builder, vector, larger)
+
+
+@instruction(lambda vector: vector.number)
+def largest_number(builder: Any, kinds: Any, vector: Any) -> Any:
+    """The largest lane of those that are not NaN."""
+    kind = kinds.args[0]
+    return call_llvm(builder, f"llvm.vector.reduce.fmax.{suffix(kind)}", FLOAT, vector)
+
+
+@instruction(types.boolean)
+def is_any(builder: Any, kinds: Any, mask: Any) -> Any:
+    """Whether a mask is set anywhere."""
+    bits = ir.IntType(kinds.args[0].lanes)
+    return builder.icmp_unsigned("!=", builder.bitcast(mask, bits), bits(0))
+
+
+def _avx512(builder: Any, name: str, left: Any, right: Any) -> Any:
+    every_lane, as_usual = ir.Constant(ir.IntType(LANES), -1), INT32(4)
+    arguments = left, right, FLOATS.all(0.0), every_lane, as_usual
+    return call_llvm(builder, f"llvm.x86.avx512.mask.{name}.ps.512", FLOATS.code, *arguments)
+
+
+@instruction(FLOATS)
+def above_floor(builder: Any, kinds: Any, vector: Any) -> Any:
+    """What is left above the next whole numbers below; of AVX-512, without exceptions."""
+    return _avx512(builder, "reduce", vector, INT32(0b1001))
+
+
+@instruction(FLOATS)
+def scaled(builder: Any, kinds: Any, vector: Any, exponents: Any) -> Any:
+    """vector * 2 ** floor(exponents); of AVX-512."""
+    return _avx512(builder, "scalef", vector, exponents)
+
+
+@instruction(WORDS)
+def look_up(builder: Any, kinds: Any, table: Any, indices: Any) -> Any:
+    """Words of a table of 32 by the lowest 5 bits of each index; of AVX-512."""
+    return call_llvm(builder, "llvm.x86.avx512.permvar.hi.512", WORDS.code, table, indices)
+
+
+@instruction(BYTES)
+def look_up_bytes(builder: Any, kinds: Any, lower: Any, indices: Any, upper: Any) -> Any:
+    """Bytes of a table of two vectors by the lowest 7 bits of each index; of AVX512_VBMI."""
+    name = "llvm.x86.avx512.vpermi2var.qi.512"
+    return call_llvm(builder, name, BYTES.code, lower, indices, upper)
+
+
+@instruction(INTS)
+def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) -> Any:
+    """Of the lower and the upper bytes of words, those of the first 8 of every 16 words, or of the
+    last 8: `half`, a literal."""
+    first = 8 * kinds.args[2].literal_value
+    order = [
+        side * VECTOR_BYTES + quarter + number
+        for quarter in range(0, VECTOR_BYTES, 16)
+        for number in range(first, first + 8)
+        for side in (0, 1)
+    ]
+    places = ir.Constant(ir.VectorType(INT32, VECTOR_BYTES), order)
+    return builder.bitcast(builder.shuffle_vector(lower, upper, places), INTS.code)
+
+
+@instruction(SHORTS)
+def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
+    """16 float32, none of them NaN, as the bits of bfloat16 (to nearest, ties to even)."""
+    if processor.has_bfloat16_products():
+        code = ir.VectorType(_BFloat(), LANES)
+        rounded = call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
+        return builder.bitcast(rounded, SHORTS.code)
+    bits = rounded_bits(builder, builder.bitcast(vector, INTS.code), INTS.all)
+    return builder.trunc(bits, SHORTS.code)
+
+
+def _add_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    """total + the products of pairs of bfloat16, lane by lane."""
+    if processor.has_bfloat16_products():
+        code = ir.VectorType(_BFloat(), 2 * LANES)
+        pairs = builder.bitcast(left, code), builder.bitcast(right, code)
+        return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS.code, total, *pairs)
+    # A bfloat16 is the upper half of a float32.
+    for half, constant in ((builder.shl, 16), (builder.and_, -(2**16))):
+        numbers = (half(pair, INTS.all(constant)) for pair in (left, right))
+        total = _add_floats(builder, total, *numbers)
+    return total
+
+
+def _add_floats(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    left, right = builder.bitcast(left, FLOATS.code), builder.bitcast(right, FLOATS.code)
+    return _fma(builder, FLOATS, total, left, right)
+
+
+@instruction(lambda rows, columns: Sums(rows.literal_value, columns.literal_value))
+def no_sums(builder: Any, kinds: Any, rows: Any, columns: Any) -> Any:
+    """Sums of 0; rows and columns: literals."""
+    return ir.Constant(kinds.return_type.code, None)
+
+
+def _grid(builder: Any, sums: Sums, address: Any, stride: Any) -> list[Any]:
+    """Where the vectors of sums lie in rows of `stride` bytes."""
+    rows = (builder.mul(stride, INT64(row)) for row in range(sums.rows))
+    starts = [builder.add(address, row) for row in rows]
+    return [
+        pointer_to(builder, builder.add(start, INT64(column * VECTOR_BYTES)), FLOATS.code)
+        for start in starts
+        for column in range(sums.columns)
+    ]
+
+
+@instruction(lambda rows, columns, *_: Sums(rows.literal_value, columns.literal_value))
+def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, stride: Any) -> Any:
+    """Sums that lie at an address, in rows of so many bytes; rows and columns: literals."""
+    sums = kinds.return_type
+    pointers = _grid(builder, sums, address, stride)
+    return _joined(builder, sums, [builder.load(pointer, align=4) for pointer in pointers])
+
+
+@instruction(types.void)
+def store_sums(builder: Any, kinds: Any, sums: Any, address: Any, stride: Any) -> None:
+    """Put sums to an address, in rows of so many bytes."""
+    for place, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
+        builder.store(builder.extract_value(sums, place), pointer, align=4)
+
+
+def _joined(builder: Any, kind: Sums, vectors: list[Any]) -> Any:
+    value = ir.Constant(kind.code, ir.Undefined)
+    for place, vector in enumerate(vectors):
+        value = builder.insert_value(value, vector, place)
+    return value
+
+
+@intrinsic
+def add_steps(
+    typingctx: Any,
+    kind: Any,
+    sums: Any,
+    unpack: Any,
+    columns: Any,
+    others: Any,
+    inputs: Any,
+    stride: Any,
+) -> Any:
+    """Sums and the products of the next steps. columns: the address of each column's vectors, of
+    which `unpack`, of (the kind, an address, *others), makes a tuple of INTS, one of each step.
+    inputs: the address of the first row's; rows lie `stride` bytes apart. Of each step and row, 4
+    bytes are multiplied with every lane: two bfloat16, or one float32 if that is the kind."""
+    one = unpack.get_call_type(typingctx, (kind, types.int64, *others), {})
+    multiply = _add_floats if kind == types.float32 else _add_pairs
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        apply = context.get_function(unpack, one)
+        more = cgutils.unpack_tuple(builder, values[4], len(others))
+        vectors = [
+            cgutils.unpack_tuple(builder, apply(builder, [values[0], start, *more]))
+            for start in cgutils.unpack_tuple(builder, values[3], sums.columns)
+        ]
+        places = range(sums.rows * sums.columns)
+        totals = [builder.extract_value(values[1], place) for place in places]
+        rows = [
+            builder.add(values[5], builder.mul(values[6], INT64(row))) for row in range(sums.rows)
+        ]
+        for step in range(one.return_type.count):
+            for row, start in enumerate(rows):
+                at = pointer_to(builder, builder.add(start, INT64(4 * step)), INT32)
+                value = fill(builder, INTS, builder.load(at, align=4))
+                for place, column in enumerate(vectors, row * sums.columns):
+                    totals[place] = multiply(builder, totals[place], column[step], value)
+        return _joined(builder, sums, totals)
+
+    return sums(kind, sums, unpack, columns, others, types.int64, types.int64), generate
+
+
+@instruction(lambda totals, factor, sums: totals)
+def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) -> Any:
+    """Totals and a vector times sums, each rounded once."""
+    kind = kinds.return_type
+    pairs = (
+        (builder.extract_value(totals, place), builder.extract_value(sums, place))
+        for place in range(kind.rows * kind.columns)
+    )
+    return _joined(builder, kind, [_fma(builder, FLOATS, *pair, factor) for pair in pairs])
+
+
+@intrinsic(prefer_literal=True)
+def spaced(typingctx: Any, count: Any, start: Any, distance: Any) -> Any:
+    """The tuple of so many (a literal) addresses, from `start` on."""
+    result = types.UniTuple(types.int64, count.literal_value)
+
+    def generate(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
+        offsets = (builder.mul(values[2], INT64(index)) for index in range(result.count))
+        addresses = [builder.add(values[1], offset) for offset in offsets]
+        return context.make_tuple(builder, result, addresses)
+
+    return result(count, types.int64, types.int64), generate
