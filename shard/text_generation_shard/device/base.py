@@ -150,8 +150,7 @@ class Attention(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """One layer of `DecoderWeights`. Norms are [size] in float32; a bias may be missing."""
 
     attention_norm: Tensor
@@ -173,16 +172,11 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """A whole model of Llama's shape, for devices that compute it as one."""
+class DecoderSizes:
+    """What a model of Llama's shape has of what."""
 
-    embedding: EmbeddingTable
-    layers: Sequence[LayerWeights]
-    norm: Tensor
-    head: Matrix
     hidden_size: int
-    # Of the matrices gate_up and down, the numbers between them.
-    inner_size: int
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -194,6 +188,16 @@ class DecoderWeights:
     embedding_multiplier: float
     residual_multiplier: float
     logits_divisor: float
+
+
+class DecoderWeights(NamedTuple):
+    """A whole model of Llama's shape, for devices that compute it as one."""
+
+    sizes: DecoderSizes
+    embedding: EmbeddingTable
+    layers: Sequence[LayerWeights]
+    norm: Tensor
+    head: Matrix
 
 
 class Angles(NamedTuple):

@@ -55,21 +55,19 @@ class Block:
     def weights(self) -> LayerWeights:
         """For devices that compute all layers as one."""
         attention, mlp = self._attention, self._mlp
-        query_norm, key_norm = attention.query_norm, attention.key_norm
+        query_norm, key_norm = (
+            None if norm is None else norm.weight
+            for norm in (attention.query_norm, attention.key_norm)
+        )
         return LayerWeights(
-            attention_norm=self._attention_norm.weight,
-            qkv=attention.qkv.matrix,
-            qkv_bias=attention.qkv.bias,
-            query_norm=None if query_norm is None else query_norm.weight,
-            key_norm=None if key_norm is None else key_norm.weight,
-            out=attention.out.matrix,
-            out_bias=attention.out.bias,
-            mlp_norm=self._mlp_norm.weight,
-            gate_up=mlp.gate_up.matrix,
-            down=mlp.down.matrix,
-            down_bias=mlp.down.bias,
-            uses_rope=attention.uses_rope,
-            window=attention.window,
+            self._attention_norm.weight,
+            *(attention.qkv.matrix, attention.qkv.bias),
+            *(query_norm, key_norm),
+            *(attention.out.matrix, attention.out.bias),
+            self._mlp_norm.weight,
+            mlp.gate_up.matrix,
+            *(mlp.down.matrix, mlp.down.bias),
+            *(attention.uses_rope, attention.window),
         )
 
 
@@ -136,22 +134,6 @@ class LlamaModel:
         """See Model."""
         if self._world.size > 1:
             return None
-        config = self.config
-        return DecoderWeights(
-            embedding=self._embedding.table,
-            layers=[block.weights() for block in self._blocks],
-            norm=self._norm.weight,
-            head=self._head.matrix,
-            hidden_size=config.hidden_size,
-            inner_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rotary_dim=config.rope.rotary_dim,
-            vocab_size=config.vocab_size,
-            norm_eps=config.norm_eps,
-            attention_scale=config.attention_scale,
-            embedding_multiplier=config.embedding_multiplier,
-            residual_multiplier=config.residual_multiplier,
-            logits_divisor=config.logits_divisor,
-        )
+        layers = [block.weights() for block in self._blocks]
+        own = self._embedding.table, layers, self._norm.weight, self._head.matrix
+        return DecoderWeights(self.config, *own)

@@ -89,13 +89,19 @@ class FusedDecoder:
 
     def _constants(self, head: Any) -> Any:
         """What is the same in all passes: [1] of `layers.PASS`."""
-        own = self._weights
-        sizes = own.hidden_size, own.inner_size, own.num_heads, own.num_kv_heads, own.head_dim
+        own = self._weights.sizes
+        sizes = (
+            own.hidden_size,
+            own.intermediate_size,
+            own.num_heads,
+            own.num_kv_heads,
+            own.head_dim,
+        )
         scales = own.attention_scale, own.norm_eps, own.residual_multiplier
         at_head = (head.weight, head.scales) if self._has_head else (0, 0)
         others = (
             *(self._board.data_ptr(), self._embedding, *at_head),
-            *(own.norm.data_ptr(), own.vocab_size),
+            *(self._weights.norm.data_ptr(), own.vocab_size),
         )
         values: dict[str, float] = {}
         values |= layers.codes(*(typeof(kind) for kind in self._kinds))
@@ -118,7 +124,7 @@ class FusedDecoder:
         hidden = self._embedded(ids)
         if hidden is None:
             # Uninitialized on entry: the kernels look it up.
-            hidden = torch.empty(len(ids), self._weights.hidden_size, dtype=self._dtype)
+            hidden = torch.empty(len(ids), self._weights.sizes.hidden_size, dtype=self._dtype)
         plan = self._attention.plan(replace(batch, logits_indices=None))
         self._compute(ids.numpy(), self._model.angles(batch), plan, hidden, _NO_LOGITS)
         return hidden
@@ -142,7 +148,7 @@ class FusedDecoder:
         return self._logits(ids, angles, tokens)
 
     def _logits(self, ids: Ints, angles: Angles, plan: PackedPlan) -> Floats:
-        own = self._weights
+        own = self._weights.sizes
         logits: Floats = np.empty((len(plan.wanted), own.vocab_size), dtype=np.float32)
         self._compute(ids, angles, plan, self._embedded(ids), logits)
         if own.logits_divisor != 1.0:
@@ -154,7 +160,7 @@ class FusedDecoder:
         if self._embedding:
             return None
         hidden = self._weights.embedding.lookup(torch.as_tensor(ids))
-        multiplier = self._weights.embedding_multiplier
+        multiplier = self._weights.sizes.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
     def _compute(
