@@ -8,7 +8,7 @@ HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 UV := .venv-clients/uv/bin/uv
 
-.PHONY: install serve test hostile fuzz conformance container-test check format proto gpu-test bench
+.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-test bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -17,6 +17,9 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
 	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) $(ARGS)
+
+processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
+	$(BIN)/python -m shard.tests.processors
 
 hostile: .venv/.installed-dev ## attacks on a real server, and 2,000 random requests; needs root
 	$(BIN)/pytest $(HOSTILE) $(ARGS)

@@ -1,4 +1,4 @@
-"""This tree beside an earlier commit, in turn: tokens served, the router by itself, the start.
+"""This tree beside an earlier commit, in turn: tokens served, memory, the router, the start.
 
 Both servers are up at the same time and are asked in turn, in short runs, since a host's speed
 changes within minutes; the order changes too. The models are the random checkpoint of 125 M
@@ -81,8 +81,8 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", required=True, help="the commit to compare with")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loads", nargs="*", choices=LOADS, default=["c1", "c32"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--streams", type=int, nargs="*", default=[512])
     parser.add_argument("--starts", type=int, default=5)
     day = f"{datetime.now(UTC):%Y-%m-%d}"
@@ -143,6 +143,9 @@ def _served(
                     both = {"before": values[trees[0].name], "now": values["now"]}
                     found.setdefault(f"{model} {load}: tokens/s", []).append(both)
                     print(model, load, both, file=sys.stderr)
+                held = {name: handle.pss_mb() for name, handle in handles.items()}
+                both = {"before": held[trees[0].name], "now": held["now"]}
+                found.setdefault(f"{model}: memory of all processes, MB", []).append(both)
     return found
 
 

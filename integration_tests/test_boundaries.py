@@ -1,10 +1,17 @@
 """What each package may pull into its process (ARCHITECTURE, section 4), found by importing it."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -78,13 +85,63 @@ def test_forbidden_modules_stay_out(package: str, forbidden: set[str]) -> None:
         ("text_generation_router.scheduler", ("api", "app", "cli", "infer", "client")),
         ("text_generation_router.client", ("api", "app", "cli", "infer")),
         ("text_generation_shard.models", ("engine", "service", "server", "cli")),
-        ("text_generation_shard.layers", ("models.llama", "engine", "service")),
-        (
-            "text_generation_shard.device",
-            ("layers.attention", "models.llama", "engine"),
-        ),
+        ("text_generation_shard.layers", ("models", "engine", "service")),
+        ("text_generation_shard.device", ("checkpoint", "layers", "models", "engine", "grammars")),
+        ("text_generation_shard.sampling", ("device", "engine", "grammars")),
     ],
 )
 def test_imports_go_down(package: str, above: tuple[str, ...]) -> None:
     top = package.partition(".")[0]
     assert imported_by(package) & {f"{top}.{name}" for name in above} == set()
+
+
+def imports_of(path: Path, package: str) -> Iterator[str]:
+    """What a file imports of its own package, wherever in it: modules, and names that may be."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == package:
+            yield str(node.module)
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (item.name for item in node.names if item.name.split(".")[0] == package)
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Module → modules of the same package that it imports."""
+    paths = {
+        ".".join((root.name, *path.relative_to(root).with_suffix("").parts)): path
+        for path in root.rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    return {
+        name: {item for item in imports_of(path, root.name) if item in modules and item != name}
+        for name, path in modules.items()
+    }
+
+
+@pytest.mark.parametrize("root", ["router/text_generation_router", "shard/text_generation_shard"])
+@pytest.mark.parametrize("depth", [2, 3, 9])
+def test_nothing_imports_what_imports_it(root: str, depth: int) -> None:
+    """Neither files nor folders, whatever is taken for one room: raises CycleError with the way."""
+    graph = import_graph(ROOT / root)
+    assert len(graph) > 50
+    rooms: dict[str, set[str]] = {}
+    for name, others in graph.items():
+        room = ".".join(name.split(".")[:depth])
+        found = {".".join(other.split(".")[:depth]) for other in others}
+        rooms.setdefault(room, set()).update(found - {room})
+    assert tuple(TopologicalSorter(rooms).static_order())
+
+
+def test_a_request_goes_through_few_files() -> None:
+    """Those that CONTRIBUTING draws, which are there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    drawn = text.partition("## One request")[2].split("```")[1]
+    files, folder = [], ROOT
+    for line in drawn.splitlines():
+        if line.startswith(("router/", "shard/")):
+            folder = ROOT / line.split()[0]
+        files += [folder / name for name in re.findall(r"[\w/]+\.py", line)]
+        if kernels := re.search(r"([\w/]+)/ +\{(.*)\}", line):
+            files += [folder / kernels[1] / f"{name}.py" for name in kernels[2].split(", ")]
+    assert [path for path in files if not path.is_file()] == []
+    assert 15 < len(set(files)) == len(files) <= 24

@@ -27,7 +27,7 @@ from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.request import (
     FinishReason,
     Request,
-    SamplingParams,
+    Sampling,
     StoppingCriteria,
     TokenOutput,
 )
@@ -74,7 +74,7 @@ def written(
 ) -> list[TokenOutput]:
     """The outputs of a generation of these tokens, up to the one that ends it."""
     stopping = StoppingCriteria(len(ids), stop_sequences=stops, keeps_stop_sequence=keeps_stops)
-    answer = Answer(Request((1,), SamplingParams(), stopping), TOKENIZER)
+    answer = Answer(Request((1,), Sampling(), stopping), TOKENIZER)
     outputs: list[TokenOutput] = []
     for place, token_id in enumerate(ids, 1):
         reason = FinishReason.LENGTH if place == len(ids) else None

@@ -12,7 +12,7 @@ from text_generation_router.request import (
     GeneratedText,
     PrefillOutput,
     Request,
-    SamplingParams,
+    Sampling,
     StoppingCriteria,
     TokenOutput,
 )
@@ -61,7 +61,7 @@ def make_request(
 ) -> Request:
     """A greedy request; `options` are fields of Request."""
     stopping = StoppingCriteria(max_new_tokens, stop_sequences=stop)
-    return replace(Request(tuple(prompt), SamplingParams(), stopping), **options)
+    return replace(Request(tuple(prompt), Sampling(), stopping), **options)
 
 
 @dataclass(frozen=True)

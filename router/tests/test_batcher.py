@@ -9,7 +9,7 @@ from text_generation_router.errors import (
     ShuttingDownError,
     UnhealthyError,
 )
-from text_generation_router.request import FinishReason, SamplingParams
+from text_generation_router.request import FinishReason, Sampling
 from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.scheduling import (
@@ -121,8 +121,8 @@ async def test_top_tokens_belong_to_their_request() -> None:
 
 async def test_a_seed_is_reported_only_when_it_was_used() -> None:
     async with running() as rig:
-        drawn = await rig.outcome(sampling=SamplingParams(do_sample=True, seed=7))
-        best = await rig.outcome(sampling=SamplingParams(seed=7))
+        drawn = await rig.outcome(sampling=Sampling(do_sample=True, seed=7))
+        best = await rig.outcome(sampling=Sampling(seed=7))
     assert (drawn.generated.seed, best.generated.seed) == (7, None)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduler.pace import StepCosts
+from text_generation_router.scheduler.chunked_prefill import StepCosts
 
 from router.tests.scheduling import (
     EOS_ID,

@@ -11,7 +11,7 @@ from text_generation_router.benchmark.display import display
 from text_generation_router.benchmark.measure import Bench, BenchmarkError, Choice, Run, Shape
 from text_generation_router.benchmark.report import Figures, Spread, as_csv, markdown
 from text_generation_router.errors import GenerationError
-from text_generation_router.request import SamplingParams
+from text_generation_router.request import Sampling
 from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.serving import VOCAB_SIZE, ScriptedShards, script_of, write_tokenizer
@@ -21,7 +21,7 @@ def make_bench(folder: Path, num_blocks: int = 64) -> tuple[Bench, ScriptedShard
     """A bench on shards with blocks of 16 tokens."""
     write_tokenizer(folder)
     shards = ScriptedShards(script_of("hello "))
-    choice = Choice(SamplingParams(), top_n_tokens=2)
+    choice = Choice(Sampling(), top_n_tokens=2)
     tokenizer = Tokenizer.load(folder)
     return Bench(shards, tokenizer, num_blocks, 16, VOCAB_SIZE, choice), shards
 

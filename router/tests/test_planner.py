@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.pace import StepCosts
 from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
 from text_generation_router.scheduler.shards import StepResult
 

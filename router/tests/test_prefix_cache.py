@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
-from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache, Promises
+from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache
 
 BLOCK_SIZE = 2
 
@@ -25,19 +25,19 @@ class Shelf:
         self.cache = PrefixCache(self.allocator)
         self.tables: list[BlockTable] = []
 
-    def match(self, tokens: Sequence[int], realm: str = "") -> list[int]:
+    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
         """The blocks that hold its beginning."""
-        return self.cache.match(realm, blocks_of(tokens), Promises())[0]
+        return self.cache.match(salt, blocks_of(tokens), PendingBlocks())[0]
 
-    def fits(self, tokens: Sequence[int], realm: str = "") -> bool:
+    def fits(self, tokens: Sequence[int], salt: str = "") -> bool:
         """Whether there is room for a text and one token."""
-        shared = self.match(tokens, realm)
+        shared = self.match(tokens, salt)
         num_new = self.allocator.num_blocks_for(len(tokens) + 1) - len(shared)
         return num_new <= self.allocator.num_free - self.allocator.num_idle(shared)
 
-    def write(self, tokens: Sequence[int], realm: str = "") -> BlockTable:
+    def write(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
         """A table with the text, all of it published."""
-        shared, chain = self.cache.match(realm, blocks_of(tokens), Promises())
+        shared, chain = self.cache.match(salt, blocks_of(tokens), PendingBlocks())
         table = self.allocator.allocate(len(tokens) + 1, shared)
         self.tables.append(table)
         unknown = blocks_of(tokens)[chain.num_blocks :]
@@ -73,7 +73,7 @@ def test_a_text_finds_what_is_written_of_it() -> None:
     assert shelf.match([1, 2, 3, 4]) == [first, second] and shelf.allocator.num_used == 0
 
 
-def test_realms_share_nothing() -> None:
+def test_salts_share_nothing() -> None:
     shelf = Shelf(10)
     shelf.write([1, 2, 3, 4], "an adapter")
     assert shelf.match([1, 2, 3, 4]) == [] and len(shelf.match([1, 2, 3, 4], "an adapter")) == 2
@@ -179,30 +179,30 @@ def test_without_retention_only_what_is_in_use_is_known() -> None:
 
 
 def test_promised_blocks_are_shared_behind_those_that_are_known() -> None:
-    shelf, promises = Shelf(10), Promises()
+    shelf, pending = Shelf(10), PendingBlocks()
     shelf.write([1, 2])
-    shared, chain = shelf.cache.match("", blocks_of([1, 2, 3, 4, 5, 6]), promises)
+    shared, chain = shelf.cache.match("", blocks_of([1, 2, 3, 4, 5, 6]), pending)
     table = shelf.allocator.allocate(7, shared)
     shelf.tables.append(table)
-    shelf.cache.promise(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:], promises)
-    found, second = shelf.cache.match("", blocks_of([1, 2, 3, 4, 7, 8]), promises)
+    shelf.cache.expect(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:], pending)
+    found, second = shelf.cache.match("", blocks_of([1, 2, 3, 4, 7, 8]), pending)
     assert found == table.block_ids[:2] and second.num_blocks == 1
     assert shelf.match([1, 2, 3, 4]) == found[:1], "nothing is written yet"
     # Both are known once their step is done.
     shelf.cache.publish(chain, blocks_of([3, 4, 5, 6]), table.block_ids[1:])
     shelf.cache.publish(second, blocks_of([3, 4]), found[1:])
     assert shelf.match([1, 2, 3, 4, 5, 6]) == table.block_ids[:3]
-    assert second.tail == shelf.cache.match("", blocks_of([1, 2, 3, 4]), Promises())[1].tail
+    assert second.tail == shelf.cache.match("", blocks_of([1, 2, 3, 4]), PendingBlocks())[1].tail
 
 
 def test_a_promise_goes_on_behind_what_is_known_already() -> None:
     """Who computes a prompt again, for its log-probabilities, promises its own end all the same."""
-    shelf, promises = Shelf(10), Promises()
+    shelf, pending = Shelf(10), PendingBlocks()
     known = shelf.write([1, 2])
     table = shelf.allocator.allocate(5)
     shelf.tables.append(table)
-    shelf.cache.promise(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids, promises)
-    found, _ = shelf.cache.match("", blocks_of([1, 2, 3, 4]), promises)
+    shelf.cache.expect(Chain(""), blocks_of([1, 2, 3, 4]), table.block_ids, pending)
+    found, _ = shelf.cache.match("", blocks_of([1, 2, 3, 4]), pending)
     assert found == [known.block_ids[0], table.block_ids[1]]
 
 

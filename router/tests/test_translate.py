@@ -5,7 +5,7 @@ import math
 from google.protobuf.message import Message
 from text_generation_proto import pb
 from text_generation_router.client import translate
-from text_generation_router.request import FinishReason, Request, SamplingParams, StoppingCriteria
+from text_generation_router.request import FinishReason, Request, Sampling, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.entry import Entry
@@ -15,7 +15,7 @@ from router.tests.scheduling import make_tokenizer
 
 REQUEST = Request(
     input_ids=(5, 6, 7),
-    sampling=SamplingParams(
+    sampling=Sampling(
         temperature=0.5,
         top_k=3,
         top_p=0.25,

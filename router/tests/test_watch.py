@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler import watch
-from text_generation_router.scheduler.pace import StepCosts
+from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.shards import Advance, LostStepError
 from text_generation_router.scheduler.watch import STUCK_S, WatchedShards, longest_call_s
 

@@ -53,9 +53,10 @@ class _Metric:
     """A named family of series, one per label value; all exist from the start."""
 
     kind: str
+    # Given by `Metrics`.
+    name: str
 
-    def __init__(self, name: str, description: str, label: Label = _NO_LABEL) -> None:
-        self.name = name
+    def __init__(self, description: str, label: Label = _NO_LABEL) -> None:
         self._description = description
         self._label = label.name
 
@@ -87,8 +88,8 @@ class Counter(_Metric):
 
     kind = "counter"
 
-    def __init__(self, name: str, description: str, label: Label = _NO_LABEL) -> None:
-        super().__init__(name, description, label)
+    def __init__(self, description: str, label: Label = _NO_LABEL) -> None:
+        super().__init__(description, label)
         self._totals = dict.fromkeys(label.values, 0)
 
     def inc(self, amount: int = 1, **labels: str) -> None:
@@ -109,8 +110,8 @@ class Reading(_Metric):
 
     kind = "counter"
 
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(name, description)
+    def __init__(self, description: str) -> None:
+        super().__init__(description)
         self.read: Callable[[], int] = int
 
     def _samples(self) -> Iterator[str]:
@@ -122,8 +123,8 @@ class Gauge(_Metric):
 
     kind = "gauge"
 
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(name, description)
+    def __init__(self, description: str) -> None:
+        super().__init__(description)
         self.value: float = 0
         """The present reading."""
 
@@ -148,10 +149,8 @@ class Histogram(_Metric):
 
     kind = "histogram"
 
-    def __init__(
-        self, name: str, description: str, bounds: Sequence[float], label: Label = _NO_LABEL
-    ) -> None:
-        super().__init__(name, description, label)
+    def __init__(self, description: str, bounds: Sequence[float], label: Label = _NO_LABEL) -> None:
+        super().__init__(description, label)
         self._bounds = tuple(bounds)
         self._series = {v: _Distribution([0] * (len(bounds) + 1)) for v in label.values}
 
@@ -185,9 +184,9 @@ class Summary(_Metric):
 
     kind = "summary"
 
-    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
-        super().__init__(name, description)
-        self._buckets = _Buckets(f"{name}_bucket", description, bounds)
+    def __init__(self, description: str, bounds: Sequence[float]) -> None:
+        super().__init__(description)
+        self._buckets = _Buckets(description, bounds)
         self._recent: deque[float] = deque(maxlen=1024)
         self._sum: float = 0
         self._count = 0
@@ -202,6 +201,7 @@ class Summary(_Metric):
     def render(self) -> Iterator[str]:
         """Both families."""
         yield from super().render()
+        self._buckets.name = f"{self.name}_bucket"
         yield from self._buckets.render()
 
     def _samples(self) -> Iterator[str]:
@@ -218,8 +218,8 @@ class _Buckets(_Metric):
 
     kind = "counter"
 
-    def __init__(self, name: str, description: str, bounds: Sequence[float]) -> None:
-        super().__init__(name, description)
+    def __init__(self, description: str, bounds: Sequence[float]) -> None:
+        super().__init__(description)
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
 
@@ -233,130 +233,85 @@ class _Buckets(_Metric):
             yield self._sample(total, "", extra=f'le="{bound}"')
 
 
-def _duration(name: str, description: str, label: Label = _NO_LABEL) -> Histogram:
-    return Histogram(name, f"{description} (seconds)", _DURATION_BOUNDS, label)
+def _duration(description: str, label: Label = _NO_LABEL) -> Histogram:
+    return Histogram(f"{description} (seconds)", _DURATION_BOUNDS, label)
 
 
-def _tokens(name: str, description: str, max_tokens: int) -> Histogram:
-    return Histogram(name, description, [max_tokens / 100 * step for step in range(1, 101)])
+def _tokens(description: str, max_tokens: int) -> Histogram:
+    return Histogram(description, [max_tokens / 100 * step for step in range(1, 101)])
 
 
 class Metrics:
-    """Every series of the router, all present from the start; attributes are named without `tgi_`.
+    """Every series of the router, all present from the start, by their names without `tgi_`.
 
     Changed from the event loop only, read (`render`) from any thread.
     """
 
     def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
-        # Requests.
-        self.request_count = Counter("tgi_request_count", "Requests that arrived")
-        self.request_success = Counter("tgi_request_success", "Generations that were completed")
-        self.request_failure = Counter("tgi_request_failure", "Requests that failed", _ERR)
-        self.request_unauthorized = Counter(
-            "tgi_request_unauthorized", "Requests without a good API key"
-        )
+        self.request_count = Counter("Requests that arrived")
+        self.request_success = Counter("Generations that were completed")
+        self.request_failure = Counter("Requests that failed", _ERR)
+        self.request_unauthorized = Counter("Requests without a good API key")
         self.request_key_limit = Counter(
-            "tgi_request_key_limit", "Requests refused because of a limit per API key", _KEY_LIMIT
+            "Requests refused because of a limit per API key", _KEY_LIMIT
         )
         self.request_preempted = Counter(
-            "tgi_request_preempted", "Times a request gave its KV blocks back and was queued again"
+            "Times a request gave its KV blocks back and was queued again"
         )
-        self.request_duration = _duration("tgi_request_duration", "Arrival to end")
-        self.request_validation_duration = _duration(
-            "tgi_request_validation_duration", "Arrival to queued"
-        )
-        self.request_queue_duration = _duration("tgi_request_queue_duration", "Queued to batched")
-        self.request_inference_duration = _duration(
-            "tgi_request_inference_duration", "Batched to end"
-        )
-        self.request_mean_time_per_token_duration = _duration(
-            "tgi_request_mean_time_per_token_duration", "Inference time per generated token"
-        )
-        self.request_time_to_first_token_duration = _duration(
-            "tgi_request_time_to_first_token_duration", "Queued to first token"
-        )
+        self.request_duration = _duration("Arrival to end")
+        self.request_validation_duration = _duration("Arrival to queued")
+        self.request_queue_duration = _duration("Queued to batched")
+        self.request_inference_duration = _duration("Batched to end")
+        self.request_mean_time_per_token_duration = _duration("Inference time per generated token")
+        self.request_time_to_first_token_duration = _duration("Queued to first token")
         self.request_inter_token_latency_duration = _duration(
-            "tgi_request_inter_token_latency_duration", "One token to the next of its request"
+            "One token to the next of its request"
         )
-        self.request_generated_tokens = _tokens(
-            "tgi_request_generated_tokens", "Tokens generated per request", max_total_tokens
-        )
-        self.request_input_length = _tokens(
-            "tgi_request_input_length", "Prompt tokens per request", max_input_tokens
-        )
-        self.request_max_new_tokens = _tokens(
-            "tgi_request_max_new_tokens", "Tokens asked for per request", max_total_tokens
-        )
+        self.request_generated_tokens = _tokens("Tokens generated per request", max_total_tokens)
+        self.request_input_length = _tokens("Prompt tokens per request", max_input_tokens)
+        self.request_max_new_tokens = _tokens("Tokens asked for per request", max_total_tokens)
         self.request_skipped_tokens = Summary(
-            "tgi_request_skipped_tokens",
             "Tokens gained by speculation per request and step",
             [float(n) for n in range(17)],
         )
-        self.connections_refused = Counter(
-            "tgi_connections_refused", "Connections that were refused or cut off", _REFUSED
-        )
-        # Queue and batches.
-        self.queue_size = Gauge("tgi_queue_size", "Requests waiting for a place in the batch")
-        self.batch_next_size = Histogram(
-            "tgi_batch_next_size", "Requests admitted together", [float(n) for n in range(1, 1025)]
-        )
-        self.batch_current_size = Gauge("tgi_batch_current_size", "Requests running")
-        self.batch_current_max_tokens = Gauge(
-            "tgi_batch_current_max_tokens", "Tokens the running requests have KV room for"
-        )
-        self.batch_max_total_tokens = Gauge(
-            "tgi_batch_max_total_tokens", "Tokens there is KV room for in all"
-        )
-        self.batch_concat = Counter(
-            "tgi_batch_concat", "Times new requests joined a running batch", _REASON
-        )
-        # Steps on the shard.
-        self.batch_inference_count = Counter(
-            "tgi_batch_inference_count", "Steps asked of the shards", _METHOD
-        )
-        self.batch_inference_success = Counter(
-            "tgi_batch_inference_success", "Steps that succeeded", _METHOD
-        )
-        self.batch_inference_failure = Counter(
-            "tgi_batch_inference_failure", "Steps that failed", _METHOD
-        )
-        self.batch_inference_duration = _duration(
-            "tgi_batch_inference_duration", "A step as the router sees it", _METHOD
-        )
-        self.batch_forward_duration = _duration(
-            "tgi_batch_forward_duration", "The forward passes of a step", _METHOD
-        )
-        self.batch_decode_duration = _duration(
-            "tgi_batch_decode_duration", "Choosing the tokens of a step", _METHOD
-        )
-        self.batch_filter_duration = _duration(
-            "tgi_batch_filter_duration", "Delivering a step and dropping what ended", _METHOD
-        )
-        self.batch_concat_duration = _duration(
-            "tgi_batch_concat_duration", "Joining new requests to a batch", _JOINING
-        )
+        self.connections_refused = Counter("Connections that were refused or cut off", _REFUSED)
+        self._add_batches()
         # What every Prometheus client tells of its process: CPU, memory, file descriptors, start.
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        # KV blocks.
-        self.kv_blocks_used = Gauge("tgi_kv_blocks_used", "KV blocks held by requests")
-        self.kv_blocks_free = Gauge("tgi_kv_blocks_free", "KV blocks that can be given out")
-        # The prefix cache.
-        self.prefix_cache_blocks = Gauge(
-            "tgi_prefix_cache_blocks", "KV blocks whose tokens are known, in use or idle"
+        self.log_lines_dropped = Reading("Log lines that nobody read in time")
+        for name, metric in self._families():
+            metric.name = f"tgi_{name}"
+
+    def _add_batches(self) -> None:
+        """Of the queue, the steps of the shards, and the KV blocks."""
+        self.queue_size = Gauge("Requests waiting for a place in the batch")
+        self.batch_next_size = Histogram(
+            "Requests admitted together", [float(n) for n in range(1, 1025)]
         )
-        self.prefix_cache_queried_tokens = Counter(
-            "tgi_prefix_cache_queried_tokens", "Prompt tokens of all requests that were let in"
-        )
-        self.prefix_cache_hit_tokens = Counter(
-            "tgi_prefix_cache_hit_tokens", "Prompt tokens that had been computed for others"
-        )
-        self.log_lines_dropped = Reading(
-            "tgi_log_lines_dropped", "Log lines that nobody read in time"
-        )
+        self.batch_current_size = Gauge("Requests running")
+        self.batch_current_max_tokens = Gauge("Tokens the running requests have KV room for")
+        self.batch_max_total_tokens = Gauge("Tokens there is KV room for in all")
+        self.batch_concat = Counter("Times new requests joined a running batch", _REASON)
+        self.batch_inference_count = Counter("Steps asked of the shards", _METHOD)
+        self.batch_inference_success = Counter("Steps that succeeded", _METHOD)
+        self.batch_inference_failure = Counter("Steps that failed", _METHOD)
+        self.batch_inference_duration = _duration("A step as the router sees it", _METHOD)
+        self.batch_forward_duration = _duration("The forward passes of a step", _METHOD)
+        self.batch_decode_duration = _duration("Choosing the tokens of a step", _METHOD)
+        self.batch_filter_duration = _duration("Delivering a step and dropping what ended", _METHOD)
+        self.batch_concat_duration = _duration("Joining new requests to a batch", _JOINING)
+        self.kv_blocks_used = Gauge("KV blocks held by requests")
+        self.kv_blocks_free = Gauge("KV blocks that can be given out")
+        self.prefix_cache_blocks = Gauge("KV blocks whose tokens are known, in use or idle")
+        self.prefix_cache_queried_tokens = Counter("Prompt tokens of all requests that were let in")
+        self.prefix_cache_hit_tokens = Counter("Prompt tokens that had been computed for others")
+
+    def _families(self) -> Iterator[tuple[str, _Metric]]:
+        return ((name, item) for name, item in vars(self).items() if isinstance(item, _Metric))
 
     def render(self) -> bytes:
         """All series in Prometheus' text format (`CONTENT_TYPE`)."""
-        families = [value for name, value in vars(self).items() if not name.startswith("_")]
-        ours = "".join(f"{line}\n" for family in families for line in family.render()).encode()
+        lines = (line for _, family in self._families() for line in family.render())
+        ours = "".join(f"{line}\n" for line in lines).encode()
         return ours + generate_latest(self._process)

@@ -14,7 +14,7 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class Sampling:
     """How the next token is chosen; defaults change nothing. Ranges are checked by `validation`."""
 
     temperature: float = 1.0
@@ -66,7 +66,7 @@ class Request:
     """One validated request. `input_ids` is never empty and already truncated."""
 
     input_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     stopping: StoppingCriteria
     prefill_logprobs: bool = False
     top_n_tokens: int = 0

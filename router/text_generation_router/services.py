@@ -22,7 +22,7 @@ from text_generation_router.infer import Infer
 from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
-from text_generation_router.scheduler.pace import DEFAULT_STRETCH, StepCosts
+from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import WatchedShards, longest_call_s
 from text_generation_router.tokenizer import Tokenizer

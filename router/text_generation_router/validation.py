@@ -14,7 +14,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
     Grammar,
     Request,
-    SamplingParams,
+    Sampling,
     StoppingCriteria,
 )
 from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
@@ -366,7 +366,7 @@ class Validation:
         return grammar.text
 
 
-# Called the same by users and by `SamplingParams`.
+# Called the same by users and by `Sampling`.
 _NUMBERS = (
     "temperature",
     "top_k",
@@ -378,10 +378,10 @@ _NUMBERS = (
 )
 
 
-def _sampling(asked: GenerateParameters) -> SamplingParams:
-    """The given values, `SamplingParams`' own defaults for the others, and a seed of 64 bits."""
+def _sampling(asked: GenerateParameters) -> Sampling:
+    """The given values, `Sampling`' own defaults for the others, and a seed of 64 bits."""
     given = {name: value for name in _NUMBERS if (value := getattr(asked, name)) is not None}
-    return SamplingParams(
+    return Sampling(
         **given,
         do_sample=asked.do_sample,
         seed=random.getrandbits(64) if asked.seed is None else asked.seed,

@@ -1,24 +1,40 @@
 """Drives an Engine as a router would: gives out blocks, joins, steps, filters."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Advance, StepResult, WarmupLimits
-from text_generation_shard.engine.warmup import StepCosts
+from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
+from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.server import load_engine as load
+from text_generation_shard.server import load_on
 
 NUM_BLOCKS = 400
 
 
-def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> Engine:
+def load_engine(
+    path: Path,
+    max_prefill_tokens: int = 4096,
+    device: Device | str = "cpu",
+    world: World | None = None,
+    **config: Any,
+) -> Engine:
     """An engine that is warm, with room for 64 rows and NUM_BLOCKS blocks."""
-    engine = Engine(ShardConfig(model_path=path, **{"device": "cpu", "dtype": "float32", **config}))
+    settings = ShardConfig(model_path=path, **{"dtype": "float32", **config})
+    if isinstance(device, str):
+        engine = load(replace(settings, device=device))
+    else:
+        engine = load_on(device, settings, world or World())
     engine.warmup(
         WarmupLimits(
             max_prefill_tokens=max_prefill_tokens,
@@ -28,8 +44,20 @@ def load_engine(path: Path, max_prefill_tokens: int = 4096, **config: Any) -> En
         )
     )
     # Guesses pay nearly always, however fast this machine is.
-    engine._costs = StepCosts(10**6, 10**6, 1, 0)
+    engine._planner.costs = Costs(10**6, 10**6, 1, 0)
     return engine
+
+
+def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
+    """The processor, for weights of these forms."""
+    return open_device("cpu", DeviceOptions(dtype, "float32", quantize))
+
+
+def reference_device(
+    kind: type[TorchDevice] = TorchDevice, dtype: torch.dtype = torch.float32
+) -> TorchDevice:
+    """The specification, on the processor."""
+    return kind(torch.device("cpu"), dtype, DeviceOptions(None, "float32"))
 
 
 @dataclass
@@ -49,10 +77,8 @@ class Driver:
     # The longest a request can become.
     longest: dict[int, int] = field(default_factory=dict)
     running: list[int] = field(default_factory=list)
-    batch_id: int | None = None
-    next_batch_id: int = 1
 
-    def request(self, request_id: int, ids: Sequence[int], **options: Any) -> RowRequest:
+    def request(self, request_id: int, ids: Sequence[int], **options: Any) -> NewRequest:
         """A request with blocks for its ids and the token after them."""
         size = self.engine.block_size
         self.tables[request_id] = [self.free.pop() for _ in range((len(ids) + size) // size)]
@@ -60,7 +86,7 @@ class Driver:
         self.tokens.setdefault(request_id, [])
         self.logprobs.setdefault(request_id, [])
         sampling = SamplingParams(**options.pop("sampling", {}))
-        request = RowRequest(
+        request = NewRequest(
             id=request_id,
             input_ids=list(ids),
             num_prompt_tokens=options.pop("num_prompt_tokens", len(ids)),
@@ -72,21 +98,20 @@ class Driver:
         self.longest[request_id] = request.num_prompt_tokens + request.max_new_tokens
         return request
 
-    def add(self, requests: Sequence[RowRequest], advance: Advance | None = None) -> StepResult:
+    def add(self, requests: Sequence[NewRequest], advance: StepInput | None = None) -> StepOutput:
         """Prefill, joining what runs, which `advance` lets go on in the same pass."""
-        self.next_batch_id += 1
-        result = self.engine.prefill(self.next_batch_id, requests, self.batch_id, advance)
+        step = StepInput(runs_on=False) if advance is None else advance
+        result = self.engine.step(replace(step, new_requests=requests))
         for request in requests:
             self.left[request.id] = len(request.input_ids) - request.first_end
-        return self._take(result, advance)
+        return self._take(result, step)
 
-    def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> StepResult:
+    def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> StepOutput:
         """Decode everything that runs; `chunks`: how many more tokens of which inputs."""
-        assert self.batch_id is not None
         advance = self.advance(chunks or {}, speculate)
-        return self._take(self.engine.decode([self.batch_id], advance), advance)
+        return self._take(self.engine.step(advance), advance)
 
-    def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> Advance:
+    def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> StepInput:
         """How what runs goes on, with the blocks that takes."""
         grown = []
         for request_id in self.running:
@@ -97,17 +122,16 @@ class Driver:
             while tokens > len(table) * self.engine.block_size:
                 table.append(self.free.pop())
                 grown.append((request_id, table[-1]))
-        return Advance(grown, list(chunks.items()), speculate)
+        return StepInput(grown=grown, chunks=list(chunks.items()), speculate=speculate)
 
     def drop(self, request_id: int) -> list[int]:
         """Filter a request out; what it knew, for coming back."""
-        assert self.batch_id is not None
         keep = [item for item in self.running if item != request_id]
         if keep:
-            self.running = self.engine.filter(self.batch_id, keep)
+            self.running = self.engine.filter(keep)
         else:
-            self.engine.clear(self.batch_id)
-            self.running, self.batch_id = [], None
+            self.engine.clear()
+            self.running = []
         self.free += self.tables.pop(request_id)
         return self.known.pop(request_id)
 
@@ -116,8 +140,8 @@ class Driver:
         while self.running:
             self.step()
 
-    def _take(self, result: StepResult, advance: Advance | None) -> StepResult:
-        for request_id, count in advance.chunks if advance else ():
+    def _take(self, result: StepOutput, advance: StepInput) -> StepOutput:
+        for request_id, count in advance.chunks:
             self.left[request_id] -= count
         tokens = iter(zip(result.token_ids, result.logprobs, strict=True))
         counts = result.token_counts or [1] * len(result.request_ids)
@@ -134,5 +158,4 @@ class Driver:
         assert next(tokens, None) is None, "every token belongs to a request"
         self.prefill_logprobs.update(result.prefill_logprobs)
         self.running = list(result.running_ids)
-        self.batch_id = result.batch_id if self.running else None
         return result

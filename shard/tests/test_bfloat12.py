@@ -5,13 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numba import njit
 from safetensors.torch import load_file
-from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, vector_code
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear
 from text_generation_shard.device.cpu.kernels.bfloat12 import narrow
-from text_generation_shard.device.cpu.kernels.llvm import outlined
-from text_generation_shard.device.cpu.kernels.tile import tile
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, BFLOAT16
+from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="12 bits need AVX-512")
@@ -86,23 +83,6 @@ def test_exceptions_are_added_alike_in_any_batch(form: type[linear.PackedWeight]
         exact = hidden.double() @ weight.double().T
         scale = hidden.double().abs() @ weight.double().abs().T
         assert ((together.double() - exact).abs() <= 0.005 * scale).all()
-
-
-def test_on_a_processor_without_products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop, compiled as where AVX512_BF16 is missing."""
-    monkeypatch.setattr(vector_code, "_HAS_BFLOAT16", False)
-    tile_4_1 = tile(4, 1)
-
-    @njit
-    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        outlined(tile_4_1, (BFLOAT12, (vectors,), inputs, row_bytes, steps, sums, 64))
-
-    weight, hidden = torch.rand(16, 48).add(0.001).bfloat16(), torch.randn(4, 48).bfloat16()
-    (numbers, beside), sums = narrow(linear.pack(weight, 4)), torch.empty(4, 16)
-    multiply(numbers.data_ptr(), hidden.data_ptr(), 96, 24, sums.data_ptr())
-    assert "vdpbf16ps" not in next(iter(multiply.inspect_asm().values()))
-    sums *= beside[:8].view(torch.float32)
-    torch.testing.assert_close(sums, hidden.float() @ weight.float().T, rtol=2e-5, atol=1e-4)
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.device.cpu import cgroup
 from text_generation_shard.device.cpu.cgroup import MemoryLimit, memory_limit
 from text_generation_shard.errors import ModelError
-from text_generation_shard.weights import Held, Parameters
+from text_generation_shard.parallel import World
+
+from shard.tests.driver import open_cpu
 
 GB = 10**9
 STAT = "anon 5\ninactive_file 300000000\nactive_file 100000000\ntotal_inactive_file 7\n"
@@ -63,9 +65,9 @@ def half_a_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parameters(quantize: str | None, rows: int) -> Parameters:
     """Of one matrix, read in two parts; rows x 1000 numbers."""
-    made = Parameters(torch.bfloat16, torch.device("cpu"), quantize)
-    held = Held("bfloat16", 0)
-    made.add_matrix({"a": rows // 2, "b": rows // 2}, 1000, lambda _: held)
+    made = Parameters(open_cpu("bfloat16"), World(), quantize)
+    sections = {"a": (rows // 2,), "b": (rows // 2,)}
+    made.add_matrix(sections, 1000, Split.NONE, made.device.matrix)  # type: ignore[arg-type]
     return made
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.base import ForwardBatch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.device.cpu.runner import FusedDecoder
+from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import StepResult
-from text_generation_shard.layers.rotary import RotaryEmbedding
-from text_generation_shard.models.config import RopeConfig
+from text_generation_shard.engine.step import StepOutput
 from torch import Tensor
 
 from integration_tests.checkpoints import write_checkpoint
@@ -48,9 +47,10 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
     # Sizes that int4 can have.
     path = write_checkpoint(family, tmp_path, mlp_bias=False, intermediate_size=128)
     engine = load_engine(path, **form)
-    assert ("quantize" in form and not are_vectors_wide()) == (engine._model._compiled is None)
+    runner: Any = engine._runner
+    assert ("quantize" in form and not are_vectors_wide()) == (runner._decoder is None)
     compiled = answers(engine)
-    engine._model._compiled = None
+    runner._forward, runner._decoder = EagerForward(engine.model), None
     one_by_one = answers(engine)
     if family != "qwen3":
         assert compiled == one_by_one
@@ -96,9 +96,9 @@ def test_what_is_not_wanted_of_the_last_layer_changes_nothing(
     with monkeypatch.context() as patch:
         # All tokens through all layers.
         patch.setattr(
-            type(engine._model),
-            "score",
-            lambda model, batch: model.logits(model.forward(batch)[wanted_of(batch)]),
+            FusedDecoder,
+            "scores",
+            lambda own, batch: engine.model.logits(own.hidden(batch)[wanted_of(batch)]),
         )
         assert mixed_answers(engine) == narrowed
     alone = []
@@ -133,18 +133,19 @@ def test_the_short_way_of_a_decode_is_the_long_one(
     path = write_checkpoint(family, tmp_path, intermediate_size=128)
     engine = load_engine(path, **form)
 
-    def run() -> tuple[Driver, list[StepResult]]:
+    def run() -> tuple[Driver, list[StepOutput]]:
         driver = Driver(engine)
         for number, sampling in enumerate(SAMPLINGS):
             ids = range(3, 9 + 17 * number)
             driver.add([driver.request(number, ids, sampling=sampling, top_n_tokens=number)])
         return driver, [driver.step() for _ in range(6)]
 
-    assert engine._model.scores_rows
+    runner: Any = engine._runner
+    assert (runner._decoder is not None) == ("quantize" not in form or are_vectors_wide())
     short, results = run()
-    engine.clear(None)
+    engine.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._model), "scores_rows", False)
+        patch.setattr(runner, "_decoder", None)
         long, expected = run()
     assert (short.tokens, short.logprobs) == (long.tokens, long.logprobs)
     for one, other in zip(results, expected, strict=True):
@@ -152,36 +153,25 @@ def test_the_short_way_of_a_decode_is_the_long_one(
         assert one.top_token_logprobs == other.top_token_logprobs
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
 def test_rotation_by_length_takes_the_long_way(
-    kind: str, checkpoint: Callable[[str], Path]
+    family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    rotary = RotaryEmbedding(
-        RopeConfig(
-            kind,
-            1e4,
-            16,
-            64,
-            32,
-            {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-        ),
-        torch.device("cpu"),
-    )
-    engine = load_engine(checkpoint("llama3"))
-    assert engine._model.scores_rows
-    engine._model.rotary = rotary
-    assert not engine._model.scores_rows
+    runner: Any = load_engine(checkpoint(family))._runner
+    assert isinstance(runner._forward, FusedDecoder)
+    assert runner._decoder is None
 
 
 def test_a_gate_with_a_bias_runs_one_by_one(checkpoint: Callable[[str], Path]) -> None:
-    assert load_engine(checkpoint("llama-bias"))._model._compiled is None
+    runner: Any = load_engine(checkpoint("llama-bias"))._runner
+    assert isinstance(runner._forward, EagerForward)
 
 
 def test_the_buffers_of_a_pass_are_kept(tmp_path: Path) -> None:
     """Only a larger pass than all before has the system give memory."""
     engine = load_engine(write_checkpoint("llama3", tmp_path), **FLOAT32)
-    driver, compiled = Driver(engine), engine._model._compiled
-    assert compiled is not None
+    runner: Any = engine._runner
+    driver, compiled = Driver(engine), runner._decoder
     driver.add([driver.request(0, range(3, 90))])
     kept, num_bytes = compiled._memory, len(compiled._memory)
     driver.add([driver.request(1, range(3, 50))])

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from text_generation_shard import download
-from text_generation_shard.download import DownloadError, resolve_model
+from text_generation_shard.checkpoint import download
+from text_generation_shard.checkpoint.download import DownloadError, resolve_model
 
 from integration_tests.hub import COMMIT, FakeHub, serving
 
@@ -34,7 +34,7 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="text_generation_shard.download")
+    caplog.set_level(logging.INFO, logger="text_generation_shard.checkpoint.download")
     return caplog
 
 
@@ -74,7 +74,7 @@ def test_a_local_directory_is_used_as_it_is(tmp_path, log):
 def test_a_local_directory_needs_neither_torch_nor_the_hub(tmp_path):
     model = local_model(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
     script = (
-        "import sys; from text_generation_shard.download import resolve_model\n"
+        "import sys; from text_generation_shard.checkpoint.download import resolve_model\n"
         f"resolve_model({str(model)!r})\n"
         "print([m for m in ('torch', 'huggingface_hub', 'transformers') if m in sys.modules])"
     )
@@ -243,7 +243,8 @@ def test_a_killed_download_is_resumed(hub, tmp_path):
     hub.files["model.safetensors"] = WEIGHTS * 40
     hub.chunk_delay_s = 0.005
     script = (
-        "from pathlib import Path; from text_generation_shard.download import resolve_model\n"
+        "from pathlib import Path\n"
+        "from text_generation_shard.checkpoint.download import resolve_model\n"
         f"resolve_model('some/model', None, Path({str(tmp_path)!r}), {hub.endpoint!r})"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
@@ -308,7 +309,7 @@ def test_no_network(hub, tmp_path):
 def test_offline(hub, tmp_path):
     script = (
         "import logging; logging.basicConfig(level='INFO', format='%(message)s')\n"
-        "from pathlib import Path; from text_generation_shard.download import *\n"
+        "from pathlib import Path; from text_generation_shard.checkpoint.download import *\n"
         f"try: resolve_model('some/model', None, Path({str(tmp_path)!r}), {hub.endpoint!r})\n"
         "except DownloadError as error: print(error)"
     )

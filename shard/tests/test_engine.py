@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Advance, FinishReason, StepResult, WarmupLimits
+from text_generation_shard.engine.step import FinishReason, StepInput, WarmupLimits
 from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.server import load_engine as load
+from text_generation_shard.service import Batch
 
 from shard.tests.driver import NUM_BLOCKS, Driver, load_engine
 
@@ -27,7 +30,7 @@ def engine(tiny_model_path: Path) -> Engine:
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    engine.clear(None)
+    engine.clear()
     return Driver(engine)
 
 
@@ -108,8 +111,7 @@ def test_top_tokens_only_for_who_asked(driver: Driver) -> None:
 
 def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
     driver.add([driver.request(n, [n + 3] * 4, max_new_tokens=20) for n in range(4)])
-    assert driver.batch_id is not None
-    driver.running = driver.engine.filter(driver.batch_id, [3, 0])
+    driver.running = driver.engine.filter([3, 0])
     assert driver.running == [3, 0]
     assert driver.engine.num_rows_taken == 2
     driver.run()
@@ -118,70 +120,56 @@ def test_filter_keeps_the_order_asked_for(driver: Driver) -> None:
 
 def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     engine = driver.engine
-    with pytest.raises(BatchError, match="Batch ID 77 not found in cache"):
-        engine.decode([77], Advance())
-    with pytest.raises(BatchError, match="at least one batch"):
-        engine.decode([], Advance())
-    with pytest.raises(BatchError, match="Batch ID 78 not found"):
-        engine.prefill(1, [driver.request(0, [3])], 78)
+    with pytest.raises(BatchError, match="there is nothing to compute"):
+        engine.step(StepInput())
     driver.add([driver.request(1, [3], max_new_tokens=40)])
-    assert driver.batch_id is not None
     with pytest.raises(BatchError, match="Batch must have at least one request"):
-        engine.filter(driver.batch_id, [])
-    with pytest.raises(BatchError, match=r"\[9\] are not in batch"):
-        engine.filter(driver.batch_id, [1, 9])
+        engine.filter([])
+    with pytest.raises(BatchError, match=r"\[9\] are not running"):
+        engine.filter([1, 9])
     with pytest.raises(BatchError, match="is running already"):
-        engine.prefill(7, [driver.request(1, [3])], None)
+        driver.add([driver.request(1, [3])])
     with pytest.raises(BatchError, match="not running"):
-        engine.decode([driver.batch_id], Advance(grown=[(55, 3)]))
+        engine.step(StepInput(grown=[(55, 3)]))
+    with pytest.raises(BatchError, match="not running"):
+        engine.step(StepInput(chunks=[(55, 3)]))
     with pytest.raises(BatchError, match="exceed 400"):
-        engine.prefill(7, [driver.request(2, [3], max_new_tokens=500)], None)
+        driver.add([driver.request(2, [3], max_new_tokens=500)])
     # Beyond the cache there is memory that belongs to something else.
     with pytest.raises(BatchError, match="request 1: there is no block 400, the cache has 400"):
-        engine.decode([driver.batch_id], Advance(grown=[(1, NUM_BLOCKS)]))
-    stranger = driver.request(3, [3])
-    stranger = type(stranger)(**{**fields(stranger), "block_table": [NUM_BLOCKS]})
+        engine.step(StepInput(grown=[(1, NUM_BLOCKS)]))
+    stranger = replace(driver.request(3, [3]), block_table=[NUM_BLOCKS])
     with pytest.raises(BatchError, match="request 3: there is no block 400"):
-        engine.prefill(7, [stranger], None)
-    engine.clear(None)
+        driver.add([stranger])
+    engine.clear()
     assert engine.num_rows_taken == 0
-    engine.clear(12345)
 
 
 def test_a_step_sent_ahead_passes_over_who_has_ended(driver: Driver) -> None:
     short = driver.request(1, [5, 6, 7], max_new_tokens=3, ignore_eos_token=True)
     driver.add([short, driver.request(2, [8, 9], ignore_eos_token=True)])
-    engine, batch_id = driver.engine, driver.batch_id
-    assert batch_id is not None
-    first, second = driver.advance({}), Advance([(1, driver.free.pop())], is_ahead=True)
-    assert engine.decode([batch_id], first).running_ids == [1, 2]
-    assert engine.decode([batch_id], Advance(is_ahead=True)).running_ids == [2]
+    engine = driver.engine
+    first = driver.advance({})
+    second = StepInput(grown=[(1, driver.free.pop())], is_ahead=True)
+    assert engine.step(first).running_ids == [1, 2]
+    assert engine.step(StepInput(is_ahead=True)).running_ids == [2]
     # Request 1 ended meanwhile, and its table can not grow any more.
-    result = engine.decode([batch_id], second)
+    result = engine.step(second)
     assert result.request_ids == [2] and result.running_ids == [2]
     with pytest.raises(BatchError, match="request 1 is not running, its table can not grow"):
-        engine.decode([batch_id], Advance(second.grown))
-    engine.clear(batch_id)
-    assert engine.decode([batch_id], Advance(is_ahead=True)) == StepResult([], [], [], [])
-    with pytest.raises(BatchError, match=f"Batch ID {batch_id} not found in cache."):
-        engine.decode([batch_id], Advance())
+        engine.step(StepInput(grown=second.grown))
 
 
 def test_a_row_without_a_block_is_refused_and_runs_on_once_it_has_one(driver: Driver) -> None:
     ids = [3] * driver.engine.block_size
     request = driver.request(0, ids, max_new_tokens=4)
-    bare = driver.engine.prefill(
-        1, [type(request)(**{**fields(request), "block_table": request.block_table[:1]})], None
-    )
+    bare = driver.add([replace(request, block_table=request.block_table[:1])])
     with pytest.raises(BatchError, match=r"\[0\] have no block"):
-        driver.engine.decode([1], Advance())
-    assert driver.engine.decode([1], Advance(grown=[(0, driver.tables[0][1])])).running_ids == [0]
+        driver.engine.step(StepInput())
+    grown = [(0, driver.tables[0][1])]
+    assert driver.engine.step(StepInput(grown=grown)).running_ids == [0]
     assert bare.running_ids == [0]
-    driver.engine.clear(None)
-
-
-def fields(request: Any) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in type(request).__dataclass_fields__}
+    driver.engine.clear()
 
 
 def test_a_failed_prefill_leaves_everything_as_it_was(
@@ -194,8 +182,7 @@ def test_a_failed_prefill_leaves_everything_as_it_was(
         raise RuntimeError("the device says no")
 
     with monkeypatch.context() as patch:
-        for name in ("score", "score_rows"):
-            patch.setattr(driver.engine._model, name, fail)
+        patch.setattr(type(driver.engine._runner), "_scores", fail)
         with pytest.raises(RuntimeError, match="says no"):
             driver.add([driver.request(2, [4] * 50)])
         with pytest.raises(RuntimeError, match="says no"):
@@ -216,14 +203,11 @@ def test_a_request_that_makes_no_sense_takes_no_row(driver: Driver) -> None:
         ({"input_ids": []}, "0 tokens"),
     ]:
         with pytest.raises(BatchError, match=sentence):
-            driver.engine.prefill(1, [type(request)(**{**fields(request), **changes})], None)
+            driver.add([replace(request, **changes)])
     assert driver.engine.num_rows_taken == 0
     driver.add([request])
-    assert driver.batch_id is not None
     with pytest.raises(BatchError, match="named twice"):
-        driver.engine.filter(driver.batch_id, [0, 0])
-    with pytest.raises(BatchError, match="is running already"):
-        driver.engine.prefill(driver.batch_id, [driver.request(1, [3])], None)
+        driver.engine.filter([0, 0])
     driver.run()
 
 
@@ -237,23 +221,47 @@ def test_a_step_that_fails_in_sampling_can_be_repeated(
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("text_generation_shard.engine.output.Chooser.choose", fail)
+        patch.setattr("text_generation_shard.engine.engine.verify", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             driver.step()
     driver.run()
     assert driver.tokens[1] == wanted
 
 
-def test_two_batches_become_one(driver: Driver) -> None:
-    first = driver.engine.prefill(1, [driver.request(1, [4, 5, 6])], None)
-    second = driver.engine.prefill(2, [driver.request(2, [7, 8])], None)
-    assert first.running_ids == [1] and second.running_ids == [2]
-    joined = driver.engine.decode([1, 2], Advance())
-    assert (joined.batch_id, joined.running_ids) == (1, [1, 2])
-    assert joined.concat_ns is not None
-    with pytest.raises(BatchError, match="Batch ID 2"):
-        driver.engine.decode([2], Advance())
-    driver.engine.clear(None)
+def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
+    """As the service has it: what runs is called by the number of the batch that began it."""
+    batch = Batch(driver.engine)
+    first, second = driver.request(1, [4, 5, 6]), driver.request(2, [7, 8])
+    resting = StepInput([second], runs_on=False)
+    with pytest.raises(BatchError, match="Batch ID 77 not found in cache"):
+        batch.decode([77], StepInput())
+    with pytest.raises(BatchError, match="Must provide at least one batch"):
+        batch.decode([], StepInput())
+    with pytest.raises(BatchError, match="Batch ID 78 not found in cache"):
+        batch.prefill(1, 78, resting)
+    with pytest.raises(BatchError, match="no cached batch that could advance"):
+        batch.prefill(1, None, StepInput([first]))
+    answer = batch.prefill(1, None, StepInput([first], runs_on=False))
+    assert (answer.batch.id, list(answer.batch.request_ids)) == (1, [1])
+    assert not answer.HasField("concat_ns")
+    with pytest.raises(BatchError, match="batch 1 is running"):
+        batch.prefill(2, None, resting)
+    with pytest.raises(BatchError, match="at least one request"):
+        batch.prefill(2, 1, StepInput())
+    joined = batch.prefill(2, 1, resting)
+    assert (joined.batch.id, list(joined.batch.request_ids)) == (1, [1, 2])
+    assert joined.HasField("concat_ns")
+    assert list(batch.decode([1], StepInput()).generations.request_ids) == [1, 2]
+    with pytest.raises(BatchError, match="Batch ID 2 not found"):
+        batch.decode([2], StepInput())
+    batch.clear(2)
+    assert batch.filter(1, [2]) == [2]
+    batch.clear(1)
+    assert driver.engine.num_rows_taken == 0
+    # A step that was sent ahead of that comes too late, and is no failure.
+    assert not batch.decode([1], StepInput(is_ahead=True)).HasField("batch")
+    with pytest.raises(BatchError, match="Batch ID 1 not found in cache"):
+        batch.decode([1], StepInput())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -306,7 +314,7 @@ def test_a_config_that_does_not_fit_is_one_sentence(
 ) -> None:
     path = copy_of(tiny_model_path, tmp_path / "model", **changes)
     with pytest.raises(ModelError, match=sentence) as caught:
-        Engine(ShardConfig(model_path=path, device="cpu"))
+        load(ShardConfig(model_path=path, device="cpu"))
     assert "\n" not in str(caught.value)
 
 
@@ -316,15 +324,15 @@ def test_weights_that_can_not_be_read_are_one_sentence(
     corrupt = copy_of(tiny_model_path, tmp_path / "corrupt")
     (corrupt / "model.safetensors").write_bytes(b"\xff" * 400)
     with pytest.raises(ModelError, match="not a readable safetensors file"):
-        Engine(ShardConfig(model_path=corrupt, device="cpu"))
+        load(ShardConfig(model_path=corrupt, device="cpu"))
     (corrupt / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
-        Engine(ShardConfig(model_path=corrupt, device="cpu"))
+        load(ShardConfig(model_path=corrupt, device="cpu"))
     partial = copy_of(checkpoint("llama-sharded"), tmp_path / "partial")
     gone = sorted(partial.glob("model-*.safetensors"))[1]
     gone.unlink()
     with pytest.raises(ModelError, match=gone.name):
-        Engine(ShardConfig(model_path=partial, device="cpu"))
+        load(ShardConfig(model_path=partial, device="cpu"))
 
 
 def test_limits_that_do_not_fit_name_the_numbers(engine: Engine) -> None:

@@ -11,7 +11,7 @@ from text_generation_shard.device.cpu.kernels.llvm import BYTES, address_of, cal
 from text_generation_shard.device.cpu.kernels.product import Product
 from text_generation_shard.device.cpu.kernels.tile import convert_magnitudes
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
-from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
+from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 
 pytestmark = pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
 
@@ -24,8 +24,8 @@ def _seed() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 40, 300])
 def test_gated_in_4_bits(rows: int) -> None:
     weight, hidden = torch.randn(160, 96), torch.randn(rows, 96, dtype=torch.bfloat16)
-    gate, up = TiledInt4Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
-    gated = TiledInt4Matrix(weight, torch.bfloat16, is_gated=True)
+    gate, up = PackedInt4Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
+    gated = PackedInt4Matrix(weight, torch.bfloat16, is_gated=True)
     out = gated(hidden)
     torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=0.03, atol=0.1)
     assert torch.equal(gated(hidden[-1:]), out[-1:])
@@ -65,11 +65,11 @@ def _multiply(code, weight_kind, product):  # type: ignore[no-untyped-def]
     return items, size
 
 
-@pytest.mark.parametrize("form", [TiledInt8Matrix, TiledInt4Matrix])
+@pytest.mark.parametrize("form", [PackedInt8Matrix, PackedInt4Matrix])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_compiled_code_multiplies_by_any_kind(
-    form: type[TiledInt8Matrix | TiledInt4Matrix], is_gated: bool, rows: int
+    form: type[PackedInt8Matrix | PackedInt4Matrix], is_gated: bool, rows: int
 ) -> None:
     """Item by item; together they read all of the weight."""
     matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
@@ -78,7 +78,7 @@ def test_compiled_code_multiplies_by_any_kind(
     assert place is not None
     out, sums = torch.zeros_like(expected), torch.empty(rows, 4, dtype=torch.bfloat16)
     beside = place.scales
-    if form is TiledInt4Matrix:
+    if form is PackedInt4Matrix:
         beside = sums.data_ptr()
         for row in range(rows):
             sum_groups(hidden.data_ptr(), beside, row, 4)
@@ -87,4 +87,4 @@ def test_compiled_code_multiplies_by_any_kind(
     product = Product(*addresses, rows, 64, out.shape[1], is_gated)
     items, size = _multiply(code, place.kind, product)
     assert torch.equal(out, expected)
-    assert (items - 1) * size < matrix._weight._packed.nbytes <= items * size
+    assert (items - 1) * size < matrix._packed._packed.nbytes <= items * size

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from text_generation_shard.device.cpu import first_touch
-from text_generation_shard.device.cpu.first_touch import FirstTouch, Parts
-from text_generation_shard.device.reference.kv_cache import untouched
+from text_generation_shard.device.cpu.first_touch import FirstTouch, Parts, Passes
 
 from shard.tests.driver import Driver, load_engine
 
@@ -52,47 +51,53 @@ def test_regions_are_the_pages_of_some_blocks() -> None:
 
 @pytest.mark.usefixtures("some_ahead")
 def test_pages_are_there_as_far_ahead_as_they_should_be_and_no_further() -> None:
-    memory = untouched(COUNT * NUM_BLOCKS * BLOCK_BYTES)
-    parts, size = Parts(memory.data_ptr(), COUNT, NUM_BLOCKS, BLOCK_BYTES), len(memory)
-    memory[5], memory[-1] = 7, 9
     touch = FirstTouch(lambda: False)
     touch.catch_up()  # there is nothing
-    touch.follow(parts)
+    memory = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
+    address, size = memory.data_ptr(), len(memory)
+    memory[5], memory[-1] = 7, 9
     there = []
     for num_used in (0, 2000, 2010, 2904, NUM_BLOCKS - 1100, NUM_BLOCKS - 1000, NUM_BLOCKS):
         touch.note_use(num_used)
         touch.catch_up()
-        there.append(resident_bytes(parts.address, size) - PAGE)
+        there.append(resident_bytes(address, size) - PAGE)
     blocks = [1024, 3024, 3024, 3928, 3928, NUM_BLOCKS, NUM_BLOCKS]
     assert there[:-2] == [COUNT * count * BLOCK_BYTES for count in blocks[:-2]]
     assert there[-2:] == [size - PAGE] * 2
     assert (memory[5], memory[-1], int(memory.sum())) == (7, 9, 16)
     # The next cache begins anew, and the last is left alone.
-    other = untouched(size)
-    touch.follow(Parts(other.data_ptr(), COUNT, NUM_BLOCKS, BLOCK_BYTES))
+    other = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
     touch.catch_up()
     assert resident_bytes(other.data_ptr(), size) == COUNT * 1024 * BLOCK_BYTES
-    touch.follow(None)
-    touch.note_use(NUM_BLOCKS)
-    touch.catch_up()
-    assert resident_bytes(other.data_ptr(), size) == COUNT * 1024 * BLOCK_BYTES
+    # Of another, some at once, without the thread.
+    third = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES, num_first=100)
+    assert resident_bytes(third.data_ptr(), size) == COUNT * 100 * BLOCK_BYTES
+
+
+def test_passes_are_computed_until_none_has_begun_since_the_last_question() -> None:
+    passes = Passes()
+    assert not passes.are_computed()
+    with passes:
+        assert passes.are_computed() and passes.are_computed()
+    assert not passes.are_computed()
+    with passes:
+        pass
+    assert passes.are_computed() and not passes.are_computed()
 
 
 @pytest.mark.usefixtures("some_ahead")
 def test_whoever_computes_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each part it asks; once busy, it waits until nothing was computed for some looks."""
-    memory = untouched(COUNT * NUM_BLOCKS * BLOCK_BYTES)
-    parts, size = Parts(memory.data_ptr(), COUNT, NUM_BLOCKS, BLOCK_BYTES), len(memory)
     answers = iter([True, True, False, False, True, False, False, False, False, True])
     there, looks = [], []
 
     def is_busy() -> bool:
-        there.append(resident_bytes(parts.address, size))
+        there.append(resident_bytes(memory.data_ptr(), len(memory)))
         return next(answers, False)
 
     monkeypatch.setattr(first_touch.time, "sleep", looks.append)
     touch = FirstTouch(is_busy)
-    touch.follow(parts)
+    memory = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
     touch.catch_up()
     part = 8 * BLOCK_BYTES
     # Nothing until the third free look in a row; then a part a question, until it is busy again.
@@ -102,20 +107,18 @@ def test_whoever_computes_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("some_ahead")
 def test_a_cache_may_go_while_its_pages_are_brought() -> None:
-    memory = untouched(COUNT * NUM_BLOCKS * BLOCK_BYTES)
-    parts, size = Parts(memory.data_ptr(), COUNT, NUM_BLOCKS, BLOCK_BYTES), len(memory)
     questions = []
 
     def is_busy() -> bool:
         questions.append(None)
         if len(questions) == 10:
-            touch.follow(None)
+            touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
         return False
 
     touch = FirstTouch(is_busy)
-    touch.follow(parts)
+    memory = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
     touch.catch_up()
-    assert resident_bytes(parts.address, size) == 9 * 8 * BLOCK_BYTES
+    assert resident_bytes(memory.data_ptr(), len(memory)) == 9 * 8 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -126,13 +129,14 @@ def test_an_engine_tells_where_its_blocks_are(
     answers = []
     for is_brought in (False, True):
         engine = load_engine(checkpoint("llama3"), dtype=dtype)
-        parts = engine.first_touch._parts
+        touch = engine.device.pages
+        parts = touch._parts
         assert parts is not None
         size = parts.count * parts.num_blocks * parts.block_bytes
         # But for what steps were measured with.
         assert resident_bytes(parts.address, size) < size / 2
         if is_brought:
-            engine.first_touch.catch_up()
+            touch.catch_up()
             assert resident_bytes(parts.address, size) >= size
         driver = Driver(engine)
         driver.add([driver.request(0, range(3, 90), max_new_tokens=4)])
@@ -144,7 +148,6 @@ def test_an_engine_tells_where_its_blocks_are(
 def test_a_thread_brings_them_until_the_system_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = untouched(2**20)
     brought = threading.Event()
 
     def bring(address: int, size: int) -> None:
@@ -156,13 +159,11 @@ def test_a_thread_brings_them_until_the_system_does_not(
     touch = FirstTouch(lambda: False)
     thread = threading.Thread(target=touch.run, daemon=True)
     thread.start()
-    touch.follow(Parts(memory.data_ptr(), 1, 16, 2**16))
+    touch.allocate(1, 16, 2**16)
     assert brought.wait(10)
     monkeypatch.setattr(first_touch, "_POPULATE_WRITE", 12345)
     with caplog.at_level("INFO"):
-        other = untouched(2**20)
-        touch.follow(Parts(other.data_ptr(), 1, 16, 2**16))
+        other = touch.allocate(1, 16, 2**16, num_first=16)
         thread.join(10)
-    assert not thread.is_alive() and "not brought beforehand: [Errno 22]" in caplog.text
+    assert not thread.is_alive() and "not written beforehand: [Errno 22]" in caplog.text
     assert resident_bytes(other.data_ptr(), 2**20) == 0
-    first_touch.bring_first(Parts(other.data_ptr(), 1, 16, 2**16), 16)

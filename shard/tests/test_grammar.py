@@ -43,7 +43,7 @@ def engine(tiny_model_path: Path) -> Engine:
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    engine.clear(None)
+    engine.clear()
     return Driver(engine)
 
 

@@ -82,11 +82,11 @@ def test_nothing_is_tried_for_long_where_it_can_not_be(monkeypatch: pytest.Monke
 
 def test_the_weights_that_every_pass_reads_are_known(checkpoint: Callable[[str], Path]) -> None:
     engine = load_engine(checkpoint("llama3"), dtype="bfloat16")
-    config = engine.model_config
+    config = engine.model.config
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = config.hidden_size * (heads + config.num_heads * config.head_dim)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     numbers = config.num_layers * layer + config.vocab_size * config.hidden_size
     nbytes = (1.5 if are_vectors_wide() else 2) * numbers
     # Outputs are filled up to whole vectors.
-    assert 0 <= sum(size for _, size in engine.weight_regions) - nbytes < 0.1 * numbers
+    assert 0 <= sum(size for _, size in engine.device._weights) - nbytes < 0.1 * numbers

@@ -6,25 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numba import njit
-from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.checkpoint.config import RopeConfig
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
-from text_generation_shard.device.cpu.kernels import (
-    are_vectors_wide,
-    linear,
-    pointwise,
-    vector_code,
-)
+from text_generation_shard.device.cpu.first_touch import FirstTouch
+from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
-from text_generation_shard.device.cpu.kernels.llvm import outlined
-from text_generation_shard.device.cpu.kernels.tile import tile
-from text_generation_shard.device.cpu.kernels.vector import BFLOAT16
+from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
-from text_generation_shard.device.cpu.tiled import TiledInt4Matrix, TiledInt8Matrix
-from text_generation_shard.device.reference.kv_cache import CacheShape
-from text_generation_shard.layers.rotary import KernelRotation, RotaryEmbedding, TorchRotation
-from text_generation_shard.models.config import RopeConfig
+from text_generation_shard.device.reference.rotation import TorchRotation
+from text_generation_shard.layers.rotary import RotaryEmbedding
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,7 +53,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) ->
 
 
 @pytest.mark.skipif(not are_vectors_wide(), reason="8 and 4 bits need AVX-512")
-@pytest.mark.parametrize("forms", [(TiledInt8Matrix, Int8Matrix), (TiledInt4Matrix, Int4Matrix)])
+@pytest.mark.parametrize("forms", [(PackedInt8Matrix, Int8Matrix), (PackedInt4Matrix, Int4Matrix)])
 @pytest.mark.parametrize("size", [(960, 576), (48, 64), (16, 32), (64, 96), (80, 128), (64, 3200)])
 def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]) -> None:
     tiled, reference = forms
@@ -80,24 +72,8 @@ def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]
 def test_rows_of_an_int8_weight() -> None:
     weight = torch.randn(50, 64)
     ids = torch.tensor([0, 17, 49, 17])
-    tiled, reference = (form(weight, torch.bfloat16) for form in (TiledInt8Matrix, Int8Matrix))
+    tiled, reference = (form(weight, torch.bfloat16) for form in (PackedInt8Matrix, Int8Matrix))
     assert torch.equal(tiled.lookup(ids), reference.lookup(ids))
-
-
-def test_products_of_a_processor_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop, compiled as where AVX512_BF16 is missing."""
-    monkeypatch.setattr(vector_code, "_HAS_BFLOAT16", False)
-    tile_4_1 = tile(4, 1)
-
-    @njit
-    def multiply(vectors, inputs, row_bytes, steps, sums):  # type: ignore[no-untyped-def]
-        outlined(tile_4_1, (BFLOAT16, (vectors,), inputs, row_bytes, steps, sums, 64))
-
-    weight, hidden = (torch.randn(size, 50).bfloat16() for size in (16, 4))
-    packed, sums = linear.pack(weight), torch.empty(4, 16)
-    multiply(packed.data_ptr(), hidden.data_ptr(), 100, 25, sums.data_ptr())
-    assert "vdpbf16ps" not in next(iter(multiply.inspect_asm().values()))
-    torch.testing.assert_close(sums, hidden.float() @ weight.float().T, rtol=2e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,8 +108,8 @@ def test_gated(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 40])
 def test_gated_in_8_bits(rows: int) -> None:
     weight, hidden = torch.randn(160, 64), torch.randn(rows, 64, dtype=torch.bfloat16)
-    gate, up = TiledInt8Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
-    out = TiledInt8Matrix(weight, torch.bfloat16, is_gated=True)(hidden)
+    gate, up = PackedInt8Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
+    out = PackedInt8Matrix(weight, torch.bfloat16, is_gated=True)(hidden)
     torch.testing.assert_close(out.float(), F.silu(gate) * up, rtol=0.03, atol=0.1)
 
 
@@ -143,12 +119,10 @@ def test_gated_in_8_bits(rows: int) -> None:
 def test_rotation(dtype: torch.dtype, rows: int, rotary_dim: int) -> None:
     heads = torch.randn(rows, 7, 32).to(dtype)
     angles = torch.rand(rows, rotary_dim // 2) * 6
-    cos, sin = angles.cos(), angles.sin()
+    table = Angles(torch.stack((angles.cos(), angles.sin()), dim=1), torch.arange(len(heads)))
     expected = heads.float()
-    TorchRotation(
-        torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
-    ).turn_(expected, 5, 3, 0.25)
-    pointwise.rotate_(heads, 5, 3, 0.25, torch.stack((cos, sin), dim=1), torch.arange(len(heads)))
+    TorchRotation(table, torch.float32).rotate_(expected, 5, 3, 0.25)
+    packed.KernelRotation(table).rotate_(heads, 5, 3, 0.25)
     torch.testing.assert_close(heads.float(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
 
 
@@ -162,9 +136,11 @@ class Sequences:
         self.tables = [[blocks.pop() for _ in range(-(-length // 16))] for length in lengths]
         width = self.num_heads + 2 * self.num_kv_heads
         self.heads = [torch.randn(length, width, self.head_dim).to(dtype) for length in lengths]
-        self.attention = PackedAttention(self.num_heads, self.num_kv_heads)
+        self.attention = PackedAttention(
+            self.num_heads, self.num_kv_heads, FirstTouch(lambda: True)
+        )
         cache = CacheShape(2, self.num_kv_heads, self.head_dim, 16, dtype)
-        self.attention.allocate(cache, count + 2, torch.device("cpu"))
+        self.attention.allocate(cache, count + 2)
 
     def run(self, spans: list[tuple[int, int, int]], window: int | None = None) -> list[Tensor]:
         """One pass over (sequence, start, end); what attention answers to each."""
@@ -258,11 +234,10 @@ def test_angles_are_looked_up_however_far_a_position_is() -> None:
     frequencies = 1.0 / 1e4 ** (torch.arange(0, 16, 2).float() / 16)
     for places in ([0, 5], [1023, 1024], [0, 4095, 4096], [3, 1]):
         positions = torch.tensor(places)
-        rotation = rotary(positions, None, torch.float32, max(places) + 1)
+        found = rotary.table(max(places) + 1)[positions]
         angles = positions.float()[:, None] * frequencies
-        assert isinstance(rotation, KernelRotation)
         expected = torch.stack((angles.cos(), angles.sin()), dim=1)
-        torch.testing.assert_close(rotation.angles[rotation.positions], expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from text_generation_shard import pickles
+from text_generation_shard.checkpoint import pickles
+from text_generation_shard.checkpoint.download import DownloadError, resolve_model
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.download import DownloadError, resolve_model
-from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import ModelError
+from text_generation_shard.server import load_engine
 
 from integration_tests.checkpoints import write_checkpoint
 from integration_tests.hub import FakeHub, serving
@@ -117,11 +117,11 @@ def test_what_is_converted_is_served(tmp_path: Path, family: str) -> None:
     torch.save(state, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="download-weights"):
-        Engine(ShardConfig(model_path=directory, device="cpu"))
+        load_engine(ShardConfig(model_path=directory, device="cpu"))
     resolve_model(str(directory))
     converted = load_file(directory / "model.safetensors")
     assert same({name: converted[name] for name in wanted}, wanted)
-    Engine(ShardConfig(model_path=directory, device="cpu"))
+    load_engine(ShardConfig(model_path=directory, device="cpu"))
 
 
 def test_serving_refuses_with_the_command_that_converts(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_serving_refuses_with_the_command_that_converts(tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     torch.save({"a": Evil(trace)}, directory / "pytorch_model.bin")
     with pytest.raises(ModelError) as caught:
-        Engine(ShardConfig(model_path=directory, device="cpu"))
+        load_engine(ShardConfig(model_path=directory, device="cpu"))
     assert f"{directory} holds pytorch_model.bin, which is a pickle" in str(caught.value)
     assert f"`text-generation-server download-weights {directory}`" in str(caught.value)
     assert not trace.exists()
@@ -241,7 +241,7 @@ def test_what_was_half_written_is_never_used(tmp_path: Path) -> None:
     directory = model_in(tmp_path / "m", pytorch_model__bin=WEIGHTS)
     (directory / "model.safetensors.partial").write_bytes(b"x" * 100_000)
     with pytest.raises(ModelError, match="is a pickle"):
-        from text_generation_shard.weights import _weight_files
+        from text_generation_shard.checkpoint.weights import _weight_files
 
         _weight_files(directory)
     resolve_model(str(directory))
@@ -289,7 +289,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
     directory = model_in(tmp_path / "m", pytorch_model__bin=weights)
     script = (
         "import re, sys, torch\n"
-        "from text_generation_shard import pickles\n"
+        "from text_generation_shard.checkpoint import pickles\n"
         "from pathlib import Path\n"
         "def anonymous():\n"
         "    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"

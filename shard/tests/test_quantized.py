@@ -8,21 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import DeviceOptions, Matrix
 from text_generation_shard.device.cpu import kernels
-from text_generation_shard.device.cpu.matrix import Matrix, hold
-from text_generation_shard.device.cpu.quantized import GROUP, Int4Matrix, Int8Matrix
+from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.reference.quantized import GROUP
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
-from text_generation_shard.weights import Parameters
+from text_generation_shard.parallel import World
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, load_engine, open_cpu
 
 LAUNCHER = Path(__file__).parents[2] / "launcher"
 EMBEDDED = LAUNCHER / "text_generation_launcher" / "embedded_model"
 QUESTIONS = LAUNCHER / "embedded_model_training" / "questions.json"
-CPU = torch.device("cpu")
 
 
 def weight_of(outputs: int, inputs: int, seed: int = 0) -> Tensor:
@@ -37,7 +39,7 @@ def inputs_of(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inputs, generator=generator).to(dtype)
 
 
-def spelled_by(matrix: Matrix, inputs: int) -> Tensor:
+def dequantized_by(matrix: Matrix, inputs: int) -> Tensor:
     """The weight [N, K] that the matrix multiplies with, found by multiplying."""
     return matrix(torch.eye(inputs)).t()
 
@@ -48,7 +50,7 @@ SHAPES = [(16, 32), (64, 64), (80, 96), (130, 48), (576, 224)]
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_is_off_by_half_a_scale_at_most(shape: tuple[int, int]) -> None:
     weight = weight_of(*shape)
-    spelled = spelled_by(Int8Matrix(weight, torch.float32), shape[1])
+    spelled = dequantized_by(Int8Matrix(weight, torch.float32), shape[1])
     bound = weight.abs().amax(dim=1, keepdim=True) / 254
     assert ((spelled - weight).abs() <= bound * 1.001).all()
 
@@ -56,7 +58,7 @@ def test_int8_is_off_by_half_a_scale_at_most(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(16, 32), (64, 64), (80, 96), (576, 224)])
 def test_int4_is_closer_than_rounding_between_least_and_largest(shape: tuple[int, int]) -> None:
     weight = weight_of(*shape)
-    spelled = spelled_by(Int4Matrix(weight, torch.float32), shape[1])
+    spelled = dequantized_by(Int4Matrix(weight, torch.float32), shape[1])
     groups = weight.view(shape[0], -1, GROUP)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     plain = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low
@@ -99,7 +101,7 @@ def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -
     for form in (Int8Matrix, Int4Matrix):
         matrix = form(weight_of(336, 64), torch.bfloat16)
         whole = matrix(hidden)
-        monkeypatch.setattr("text_generation_shard.device.cpu.quantized._SPELLED_NUMBERS", 5000)
+        monkeypatch.setattr("text_generation_shard.device.cpu.quantized._DEQUANTIZED_NUMBERS", 5000)
         assert torch.equal(matrix(hidden), whole)
         monkeypatch.undo()
 
@@ -107,14 +109,14 @@ def test_a_vocabulary_is_spelled_out_in_parts(monkeypatch: pytest.MonkeyPatch) -
 def test_lookup_gives_rows_of_the_matrix() -> None:
     matrix = Int8Matrix(weight_of(50, 32), torch.float32)
     ids = torch.tensor([3, 49, 3, 0])
-    assert torch.equal(matrix.lookup(ids), spelled_by(matrix, 32)[ids])
+    assert torch.equal(matrix.lookup(ids), dequantized_by(matrix, 32)[ids])
 
 
 def test_zeros_and_equal_weights_are_kept() -> None:
     weight = torch.zeros(64, 64)
     weight[1], weight[2, :32], weight[3, 5] = 0.25, -3.0, 1e-30
     for form in (Int8Matrix, Int4Matrix):
-        spelled = spelled_by(form(weight, torch.float32), 64)
+        spelled = dequantized_by(form(weight, torch.float32), 64)
         assert torch.allclose(spelled[:3], weight[:3], rtol=1e-5) and not spelled[4:].any()
         assert spelled.isfinite().all()
 
@@ -136,13 +138,13 @@ def test_what_a_matrix_becomes(
     shape: tuple[int, int], quantize: str | None, kind: str, obstacle: str
 ) -> None:
     weight = weight_of(*shape)
-    matrix, held = hold(weight, torch.bfloat16, quantize)
-    assert (held.kind, held.obstacle) == (kind, obstacle)
+    matrix = open_cpu("bfloat16").matrix(weight, quantize)
+    assert (matrix.kind, matrix.obstacle) == (kind, obstacle)
     float_bytes = 1.5 if kernels.are_vectors_wide() else 2
     bytes_of = {"int8": 1, "int4": 0.625, "bfloat16": float_bytes}[kind]
     least = weight.numel() * bytes_of
     # Scales, outputs filled up to a multiple of 16, and where exceptions would be.
-    assert least <= held.nbytes <= least + 16 * shape[1] * bytes_of + 4 * (shape[0] + 16) + 128
+    assert least <= matrix.nbytes <= least + 16 * shape[1] * bytes_of + 4 * (shape[0] + 16) + 128
     hidden = inputs_of(3, shape[1], torch.bfloat16)
     expected = hidden.float() @ weight.t()
     assert (matrix(hidden).float() - expected).norm() < 0.12 * expected.norm()
@@ -154,8 +156,8 @@ def test_parts_from_several_files_are_one_matrix_and_nothing_keeps_the_floats(
     parts = {name: weight_of(16, 48, seed) for seed, name in enumerate("abc")}
     for name, weight in parts.items():
         save_file({f"{name}.weight": weight}, tmp_path / f"{name}.safetensors")
-    parameters = Parameters(torch.float32, CPU, "int4")
-    linear = Linear(parameters, dict.fromkeys("bca", 16), 48)
+    parameters, world = Parameters(open_cpu("float32", "int4"), World(), "int4"), World()
+    linear = Linear(parameters, world, dict.fromkeys("bca", (16,)), 48)
     with caplog.at_level(logging.INFO):
         parameters.load(tmp_path)
     assert parameters.nbytes == 48 * (48 + 4)
@@ -166,9 +168,10 @@ def test_parts_from_several_files_are_one_matrix_and_nothing_keeps_the_floats(
     assert "not int4: c.weight is int8 (48 inputs are no multiple of 32)" in caplog.text
 
 
-def test_only_the_cpu_has_the_kernels() -> None:
+def test_only_the_cpu_has_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ModelError, match=r"--quantize int8 runs on the CPU only"):
-        Parameters(torch.bfloat16, torch.device("cuda"), "int8")
+        open_device("cuda", DeviceOptions("bfloat16", "float32", "int8"))
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
@@ -191,8 +194,8 @@ def test_families_are_served(family: str, quantize: str, checkpoint: Callable[[s
 
 
 def test_quantised_weights_are_computed_in_bfloat16_unless_told(tiny_model_path: Path) -> None:
-    assert load_engine(tiny_model_path, quantize="int8", dtype=None).dtype == torch.bfloat16
-    assert load_engine(tiny_model_path, quantize="int8").dtype == torch.float32
+    assert load_engine(tiny_model_path, quantize="int8", dtype=None).device.dtype == torch.bfloat16
+    assert load_engine(tiny_model_path, quantize="int8").device.dtype == torch.float32
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -1,6 +1,7 @@
 """Scores that are not numbers: the request they belong to fails with a sentence, and no other."""
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard.engine.batch import RowRequest
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.forward_batch import Choices, Spans, choices_of
-from text_generation_shard.engine.output import Chooser, ChosenTokens
+from text_generation_shard.engine.forward_batch import BatchBuilder, verified_tokens
+from text_generation_shard.engine.output import verify
+from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import FinishReason
+from text_generation_shard.engine.step import FinishReason, NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.sampling.params import SamplingParams, Watermark
+from text_generation_shard.parallel import World
+from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import Choice
+from text_generation_shard.sampling.table import Watermark
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine
@@ -47,7 +50,7 @@ def engine(
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    engine.clear(None)
+    engine.clear()
     return Driver(engine)
 
 
@@ -106,9 +109,9 @@ def test_a_row_that_comes_upon_it_later_fails_then(
     assert not driver.running
 
 
-def test_a_grammar_does_not_hide_it(engine: Engine, driver: Driver) -> None:
-    model = engine.model_config
-    compiler = GrammarCompiler(engine._config.model_path, model.vocab_size, model.eos_token_ids)
+def test_a_grammar_does_not_hide_it(engine: Engine, driver: Driver, tiny_model_path: Path) -> None:
+    model = engine.model.config
+    compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
     try:
         grammar = compiler.compile_now("start: /[0-4]{3}/")
     finally:
@@ -128,26 +131,23 @@ def test_a_model_without_any_scores_starts_and_fails_each_request(
     assert not result.running_ids
 
 
-def step_of(choices: Choices, table: RowTable, token_ids: list[int], bad: int) -> ChosenTokens:
-    """A step in which one place has no scores."""
-    logprobs = np.full(len(token_ids), -1.0, np.float32)
-    logprobs[bad] = np.nan
-    choice = Choice(np.array(token_ids), logprobs, np.zeros((len(token_ids), 50), np.float32))
-    chooser = Chooser(50, [0], Watermark(0.5, 2.0), torch.device("cpu"))
-    chooser._sample = lambda *_: choice
-    return chooser.choose(table, choices, choice.scores, None)
-
-
 @pytest.mark.parametrize(("bad", "fails"), [(0, True), (1, True), (2, False), (3, True)])
 def test_behind_a_wrong_guess_nothing_counts(bad: int, fails: bool) -> None:
     """A row of two guesses, the second of which is wrong, and a row without any."""
     table = RowTable(2, 100, 16, 20)
     for number in range(2):
-        table.take(RowRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))
-    rows = np.array([0, 1])
-    table.token_ids[0, 1:3] = 7, 8
-    spans = Spans(rows, np.zeros(2, np.int64), np.array([3, 1]), np.array([3, 1]))
-    result = step_of(choices_of([spans]), table, [7, 9, 10, 11], bad).result
+        table.take(NewRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))
+    table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
+    rows, none = np.array([0, 1]), np.zeros(2, np.int64)
+    builder = BatchBuilder(table, torch.device("cpu"), None)
+    model: Any = None
+    watermark, stopping = Watermark(0.5, 2.0), threading.Event()
+    fixed = Fixed(model, table, builder, np.array([0]), watermark, True, stopping)
+    plan = Plan(fixed, [verified_tokens(rows, none, np.array([2, 0]))], [], [], None)
+    logprobs = np.full(4, -1.0, np.float32)
+    logprobs[bad] = np.nan
+    choice = Choice(np.array([7, 9, 10, 11]), logprobs, np.zeros((4, 50), np.float32))
+    result = verify(plan, choice, table, frozenset([0]), World()).output
     assert result.errors == ([(0 if bad < 3 else 1, SENTENCE)] if fails else [])
     wanted = [FinishReason.NONE, FinishReason.NONE]
     if fails:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.engine.step import NewRequest
 
 from shard.tests.driver import Driver, load_engine
 
@@ -21,8 +21,8 @@ def prompt_of(length: int) -> list[int]:
 
 
 def follower(
-    driver: Driver, request_id: int, leader: RowRequest, known: list[int], **options: Any
-) -> RowRequest:
+    driver: Driver, request_id: int, leader: NewRequest, known: list[int], **options: Any
+) -> NewRequest:
     """A request that shares the leader's blocks of prompt, as the router's Queue would have it."""
     size = driver.engine.block_size
     num_shared = (leader.num_prompt_tokens - 1) // size
@@ -85,7 +85,7 @@ def test_a_sibling_joins_later_and_outlives_the_one_that_computed(tiny_model_pat
 def test_who_writes_its_blocks_anew_says_so(
     family: str, limit: int | None, checkpoint: Callable[[str], Path]
 ) -> None:
-    assert load_engine(checkpoint(family)).recompute_at == limit
+    assert load_engine(checkpoint(family)).model.recompute_at == limit
 
 
 def test_prompt_logprobs_of_the_one_that_computes(tiny_model_path: Path) -> None:

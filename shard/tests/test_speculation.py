@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from text_generation_shard.arrays import Ints
-from text_generation_shard.engine.batch import RowRequest
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import Advance, FinishReason
+from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.sampling.params import SamplingParams
 from tokenizers import Tokenizer
@@ -31,7 +30,7 @@ def engine(tiny_model_path: Path) -> Engine:
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    engine.clear(None)
+    engine.clear()
     return Driver(engine)
 
 
@@ -40,7 +39,7 @@ def table_of(*rows: list[int]) -> RowTable:
     table = RowTable(len(rows), 200, 16, 12)
     for number, ids in enumerate(rows):
         sampling = SamplingParams()
-        row = table.take(RowRequest(number, ids, len(ids), 0, range(12), sampling, 50))
+        row = table.take(NewRequest(number, ids, len(ids), 0, range(12), sampling, 50))
         table.lens[row] = len(ids) - 1
     return table
 
@@ -252,18 +251,18 @@ def test_a_step_sent_ahead_follows_whatever_the_one_before_gave(driver: Driver) 
     options = {"ignore_eos_token": True, "sampling": {"logit_bias": [(7, 90)]}}
     driver.add([driver.request(0, [7] * 25, max_new_tokens=40, **options)])
     driver.add([driver.request(1, [7] * 25, max_new_tokens=5, **options)])
-    engine, batch_id = driver.engine, driver.batch_id
-    assert batch_id is not None
+    engine = driver.engine
     # Two blocks hold the 26 tokens, and what is guessed first; three what is guessed behind that.
     first = driver.advance({}, speculate=4)
-    second = Advance([(0, driver.free.pop()), (1, driver.free.pop())], speculate=4, is_ahead=True)
-    before = engine.decode([batch_id], first)
+    grown = [(0, driver.free.pop()), (1, driver.free.pop())]
+    second = StepInput(grown=grown, speculate=4, is_ahead=True)
+    before = engine.step(first)
     assert before.request_ids == [0, 1] and before.running_ids == [0]
     assert before.token_counts == [5, 4] and set(before.token_ids) == {7}
-    result = engine.decode([batch_id], second)
+    result = engine.step(second)
     assert result.request_ids == [0] and result.running_ids == [0]
     assert result.token_ids == [7] * 5
-    engine.clear(None)
+    engine.clear()
 
 
 def test_blocks_that_are_missing_lower_the_guess(driver: Driver) -> None:
@@ -273,8 +272,7 @@ def test_blocks_that_are_missing_lower_the_guess(driver: Driver) -> None:
         "sampling": {"logit_bias": [(7, 90)]},
     }
     driver.add([driver.request(0, [7] * 13, **options)])
-    assert driver.batch_id is not None
     # 14 tokens are known, and there is one block of 16: of six guesses two have a place.
-    result = driver.engine.decode([driver.batch_id], Advance(speculate=6))
+    result = driver.engine.step(StepInput(speculate=6))
     assert result.token_ids == [7, 7, 7]
-    driver.engine.clear(None)
+    driver.engine.clear()

@@ -12,11 +12,9 @@ from text_generation_process.descriptors import Output, raise_file_limit
 
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.device.cpu.cores import num_compute_threads
+from text_generation_shard.device import prepare_process
 
 logger = logging.getLogger(__name__)
-
-_SPIN_COUNT = "10000"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,12 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     # Compiled kernels are read at the next start, and run: nobody else may have written them.
     os.umask(os.umask(0o022) | 0o022)
-    # OpenMP reads this when torch is loaded: a thread that waits for another gives up its core
-    # after so many spins, not after milliseconds. With a neighbour on one of two cores the linears
-    # of a decode step took 967 ms without it and 79 ms with it; fewer spins cost more when alone.
-    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    # Nor do torch and OpenMP know of a container's quota, or of the router.
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_compute_threads()))
+    prepare_process(os.environ)
     # Importing torch takes seconds; `--help` and downloads do without. It makes half a million
     # objects that stay: looked through again and again for garbage among them, a third of a second
     # more until the server is ready, and 60 ms in the middle of some step.
@@ -88,7 +81,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _download(arguments: argparse.Namespace, output: Output) -> int:
-    from text_generation_shard.download import resolve_model
+    from text_generation_shard.checkpoint.download import resolve_model
 
     path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
     output.write(json.dumps({"model_path": str(path)}), is_needed=True)

@@ -6,19 +6,22 @@ import os
 import signal
 import socket
 import stat
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import uvloop
 from text_generation_proto import pb, pb_grpc
 
+from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.memory import keep_freed_memory, return_freed_memory
 from text_generation_shard.errors import ModelError
 from text_generation_shard.interceptor import ExceptionInterceptor
+from text_generation_shard.models.registry import load_model
+from text_generation_shard.parallel import World
+from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -35,20 +38,37 @@ _MAX_PATH_BYTES = 107
 def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0) or a fatal device error (1)."""
     _check_path(config.socket_path)
-    keep_freed_memory()
-    # OpenMP keeps a pool of workers for each thread that ever computed, and once there are more
-    # of them than cores they stop spinning: every step took 1.6 times as long with the model loaded
-    # in this thread. So everything that computes, loading too, happens in one thread.
+    # OpenMP keeps a pool of workers for each thread that ever computed, and more of them than cores
+    # slow each other down: everything that computes, loading too, happens in one thread.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-    engine = device_thread.submit(_load, config).result()
-    # A call costs 0.35 ms instead of 0.57 (ARCHITECTURE, one core of that machine).
+    engine = device_thread.submit(load_engine, config).result()
     return uvloop.run(_serve(engine, device_thread, config))
 
 
-def _load(config: ShardConfig) -> Engine:
-    engine = Engine(config)
-    return_freed_memory()
-    return engine
+def load_engine(config: ShardConfig) -> Engine:
+    """The model on the device that is asked for; ModelError says in one sentence why it can not be
+    served."""
+    options = DeviceOptions(
+        dtype=config.dtype,
+        checkpoint_dtype=_model_config(config).dtype,
+        quantize=config.quantize,
+        deterministic=config.deterministic,
+        memory_fraction=config.cuda_memory_fraction,
+    )
+    world = World(config.rank, config.world_size)
+    return load_on(open_device(config.device, options), config, world)
+
+
+def load_on(device: Device, config: ShardConfig, world: World) -> Engine:
+    """The same on a device that is open."""
+    model_config = _model_config(config)
+    model, nbytes = load_model(config.model_path, model_config, device, world, config.quantize)
+    watermark = Watermark(config.watermark_gamma, config.watermark_delta)
+    return Engine(device, model, nbytes, watermark, world)
+
+
+def _model_config(config: ShardConfig) -> ModelConfig:
+    return ModelConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
 
 
 def _check_path(path: str) -> None:
@@ -130,9 +150,7 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
         _enable_reflection(server)
     _listen(server, config.socket_path)
     await server.start()
-    if pages := pages_of(engine.weight_regions):
-        threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()
-    threading.Thread(target=engine.first_touch.run, name="first-touch", daemon=True).start()
+    engine.device.serve()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
     # A prompt of many pieces ends between two of them; what is asked for then fails.

@@ -1,7 +1,7 @@
 """The gRPC calls: messages in, engine calls on the device thread, messages out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -9,14 +9,72 @@ from typing import Any, TypeVar
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine.batch import RowRequest
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.step import Advance, StepResult, WarmupLimits
+from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
+from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Grammar
 from text_generation_shard.sampling.params import SamplingParams
 
 _T = TypeVar("_T")
+
+
+class Batch:
+    """Owns the number that the router gives to the requests that run. Used in the device thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        # None: nothing runs.
+        self.id: int | None = None
+
+    def prefill(self, batch_id: int, cached_id: int | None, step: StepInput) -> pb.StepResponse:
+        """Compute new requests, which become the batch or join it."""
+        if not step.new_requests:
+            raise BatchError("a batch needs at least one request")
+        if cached_id is not None:
+            self.check(cached_id)
+        elif self.id is not None:
+            raise BatchError(f"batch {self.id} is running: name it as cached_batch_id")
+        elif step.runs_on:
+            raise BatchError("there is no cached batch that could advance")
+        if cached_id is None:
+            return self._step(step, batch_id)
+        return self._step(step, cached_id, joins=True)
+
+    def decode(self, batch_ids: list[int], step: StepInput) -> pb.StepResponse:
+        """Let the batch advance."""
+        if not batch_ids:
+            raise BatchError("Must provide at least one batch")
+        if step.is_ahead and self.id not in batch_ids:
+            # It has ended meanwhile.
+            return pb.StepResponse(generations=pb.Generations())
+        for batch_id in batch_ids:
+            self.check(batch_id)
+        return self._step(step, batch_ids[0])
+
+    def filter(self, batch_id: int, request_ids: list[int]) -> list[int]:
+        """Keep these requests only."""
+        self.check(batch_id)
+        return self._engine.filter(request_ids)
+
+    def clear(self, batch_id: int | None) -> None:
+        """Forget the batch; another number is fine. None: whichever there is."""
+        if batch_id is None or batch_id == self.id:
+            self._engine.clear()
+            self.id = None
+
+    def check(self, batch_id: int) -> None:
+        """BatchError if another is asked for."""
+        if batch_id != self.id:
+            raise BatchError(f"Batch ID {batch_id} not found in cache.")
+
+    def _step(self, step: StepInput, batch_id: int, joins: bool = False) -> pb.StepResponse:
+        output = self._engine.step(step)
+        self.id = batch_id if output.running_ids else None
+        response = _to_response(output, batch_id)
+        if joins:
+            response.concat_ns = output.admit_ns
+        return response
 
 
 class ShardService(pb_grpc.TextGenerationServiceServicer):
@@ -30,10 +88,10 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self, engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig
     ) -> None:
         """`device_thread` has one worker, which has loaded the engine; `close` shuts it down."""
-        self._engine = engine
+        self._engine, self._batch = engine, Batch(engine)
         self._config = config
         self._device_thread = device_thread
-        model = engine.model_config
+        model = engine.model.config
         self._grammars = GrammarCompiler(config.model_path, model.vocab_size, model.eos_token_ids)
 
     async def _on_device(self, call: Callable[..., _T], *args: Any) -> _T:
@@ -46,20 +104,20 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         """What this shard is."""
-        engine = self._engine
+        engine, device, model = self._engine, self._engine.device, self._engine.model
         return pb.InfoResponse(
-            dtype=str(engine.dtype).removeprefix("torch."),
-            device_type=engine.device.type,
+            dtype=str(device.dtype).removeprefix("torch."),
+            device_type=device.name,
             block_size=engine.block_size,
-            attention_impl=engine.attention_name,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.model_config.max_position,
+            attention_impl=model.attention.name,
+            vocab_size=model.config.vocab_size,
+            max_model_len=model.config.max_position,
             version=version("pytgi"),
             rank=self._config.rank,
             world_size=self._config.world_size,
-            recompute_at=engine.recompute_at,
-            prompt_scaled_at=engine.prompt_scaled_at,
-            spares_core=engine.spares_core,
+            recompute_at=model.recompute_at,
+            prompt_scaled_at=model.rotary.prompt_scaled_at,
+            spares_core=device.spares_core,
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,
         )
@@ -79,7 +137,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self, request: pb.ClearCacheRequest, context: Any
     ) -> pb.ClearCacheResponse:
         """Forget one batch, or all."""
-        await self._on_device(self._engine.clear, request.id if request.HasField("id") else None)
+        await self._on_device(self._batch.clear, request.id if request.HasField("id") else None)
         return pb.ClearCacheResponse()
 
     async def FilterBatch(
@@ -87,7 +145,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     ) -> pb.FilterBatchResponse:
         """Keep some requests of a batch."""
         kept = await self._on_device(
-            self._engine.filter, request.batch_id, list(request.request_ids)
+            self._batch.filter, request.batch_id, list(request.request_ids)
         )
         return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id, request_ids=kept))
 
@@ -101,6 +159,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             max_total_tokens=_given(request, "max_total_tokens"),
             max_batch_total_tokens=_given(request, "max_batch_total_tokens"),
         )
+        await self._on_device(self._batch.clear, None)
         result = await self._on_device(self._engine.warmup, limits)
         self._grammars.start()
         return pb.WarmupResponse(
@@ -117,11 +176,9 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
         """Take requests in, compute their prompts, and advance the batch they join."""
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
-        advance = _to_advance(request.advance) if request.HasField("advance") else None
-        requests = [await self._to_row_request(item) for item in request.batch.requests]
-        return _to_response(
-            await self._on_device(self._engine.prefill, request.batch.id, requests, cached, advance)
-        )
+        requests = [await self._to_new_request(item) for item in request.batch.requests]
+        step = _to_step(request.advance, request.HasField("advance"), requests)
+        return await self._on_device(self._batch.prefill, request.batch.id, cached, step)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
@@ -134,11 +191,11 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             retry_after_s=grammar.retry_after_s,
         )
 
-    async def _to_row_request(self, message: pb.Request) -> RowRequest:
+    async def _to_new_request(self, message: pb.Request) -> NewRequest:
         # Compiled and remembered since CompileGrammar, unless many others came between; then it is
         # tried again.
         grammar = await self._grammars.compile(message.grammar) if message.grammar else None
-        return _to_row_request(message, grammar)
+        return _to_new_request(message, grammar)
 
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
@@ -148,11 +205,11 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         Messages are read and handed to the device thread while it computes, so that it goes from
         one step to the next without waiting for an answer to be sent.
         """
-        steps: asyncio.Queue[asyncio.Future[StepResult] | None] = asyncio.Queue()
+        steps: asyncio.Queue[asyncio.Future[pb.StepResponse] | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read_steps(requests, steps))
         try:
             while (step := await steps.get()) is not None:
-                yield _to_response(await step)
+                yield await step
             await reader
         finally:
             reader.cancel()
@@ -164,22 +221,20 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def _read_steps(
         self,
         requests: AsyncIterator[pb.DecodeRequest],
-        steps: "asyncio.Queue[asyncio.Future[StepResult] | None]",
+        steps: "asyncio.Queue[asyncio.Future[pb.StepResponse] | None]",
     ) -> None:
         """Queues a step for each message, and None behind the last."""
         loop = asyncio.get_running_loop()
         try:
             async for request in requests:
-                batch_ids, advance = list(request.batch_ids), _to_advance(request.advance)
-                decode = self._engine.decode
-                steps.put_nowait(
-                    loop.run_in_executor(self._device_thread, decode, batch_ids, advance)
-                )
+                batch_ids, step = list(request.batch_ids), _to_step(request.advance, True)
+                decode = self._batch.decode
+                steps.put_nowait(loop.run_in_executor(self._device_thread, decode, batch_ids, step))
         finally:
             steps.put_nowait(None)
 
 
-def _forget(step: "asyncio.Future[StepResult]") -> None:
+def _forget(step: "asyncio.Future[pb.StepResponse]") -> None:
     """Takes note of how a step ended behind one that failed: nobody asks for it any more."""
     if not step.cancelled():
         step.exception()
@@ -189,8 +244,12 @@ def _given(request: pb.WarmupRequest, name: Any) -> int | None:
     return int(getattr(request, name)) if request.HasField(name) else None
 
 
-def _to_advance(message: pb.Advance) -> Advance:
-    return Advance(
+def _to_step(
+    message: pb.Advance, runs_on: bool, new_requests: Sequence[NewRequest] = ()
+) -> StepInput:
+    return StepInput(
+        new_requests=new_requests,
+        runs_on=runs_on,
         grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
         chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
         speculate=message.speculate,
@@ -198,10 +257,10 @@ def _to_advance(message: pb.Advance) -> Advance:
     )
 
 
-def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
+def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
     chooser, stopping = message.parameters, message.stopping_parameters
     bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
-    return RowRequest(
+    return NewRequest(
         id=message.id,
         input_ids=list(message.input_ids),
         num_prompt_tokens=message.num_prompt_tokens,
@@ -230,7 +289,7 @@ def _to_row_request(message: pb.Request, grammar: Grammar | None) -> RowRequest:
     )
 
 
-def _to_response(result: StepResult) -> pb.StepResponse:
+def _to_response(result: StepOutput, batch_id: int) -> pb.StepResponse:
     response = pb.StepResponse(
         generations=pb.Generations(
             request_ids=result.request_ids,
@@ -253,8 +312,7 @@ def _to_response(result: StepResult) -> pb.StepResponse:
         forward_ns=result.forward_ns,
         decode_ns=result.decode_ns,
         total_ns=result.total_ns,
-        concat_ns=result.concat_ns,
     )
     if result.running_ids:
-        response.batch.CopyFrom(pb.CachedBatch(id=result.batch_id, request_ids=result.running_ids))
+        response.batch.CopyFrom(pb.CachedBatch(id=batch_id, request_ids=result.running_ids))
     return response

@@ -24,7 +24,7 @@ from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
-from text_generation_router.request import SamplingParams
+from text_generation_router.request import Sampling
 from text_generation_router.tokenizer import Tokenizer
 
 _WRITERS = (".csv", ".json")
@@ -155,8 +155,8 @@ async def _measure(options: argparse.Namespace, target: _Target) -> None:
     _report(_parameters(options, target, info), all_figures, options.output)
 
 
-def _sampling(options: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
+def _sampling(options: argparse.Namespace) -> Sampling:
+    return Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
-from text_generation_router.request import Request, SamplingParams, StoppingCriteria
+from text_generation_router.request import Request, Sampling, StoppingCriteria
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockAllocator
 from text_generation_router.scheduler.entry import Entry
@@ -46,7 +46,7 @@ class Run:
 class Choice:
     """How tokens are chosen."""
 
-    sampling: SamplingParams
+    sampling: Sampling
     top_n_tokens: int = 0
 
 

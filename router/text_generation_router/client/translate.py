@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, SamplingParams, StoppingCriteria
+from text_generation_router.request import FinishReason, Sampling, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 
@@ -75,7 +75,7 @@ def _to_request(entry: Entry) -> pb.Request:
     )
 
 
-def _to_parameters(sampling: SamplingParams) -> pb.NextTokenChooserParameters:
+def _to_parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
     return pb.NextTokenChooserParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -11,9 +11,9 @@ from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field, replace
 
 from text_generation_router.scheduler.blocks import BlockAllocator
+from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill, StepCosts
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.pace import Budget, Pace, StepCosts
-from text_generation_router.scheduler.prefix_cache import Chain, PrefixCache, Promises
+from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache
 from text_generation_router.scheduler.queue import Queue
 from text_generation_router.scheduler.shards import Advance, StepResult
 
@@ -47,7 +47,7 @@ class SchedulerLimits:
     # A step is launched before the one before it is done, where it can do without its tokens.
     runs_ahead: bool = False
     costs: StepCosts = field(default_factory=StepCosts)
-    # From one token of a request to the next; None: as `Pace` decides.
+    # From one token of a request to the next; None: as `ChunkedPrefill` decides.
     target_ns: float | None = None
 
 
@@ -99,7 +99,7 @@ class Planner:
         self.queue = Queue()
         # Entries that hold blocks, oldest first. Those that ended stay until `sweep`.
         self.running: dict[int, Entry] = {}
-        self._pace = Pace(
+        self._chunked = ChunkedPrefill(
             limits.max_batch_prefill_tokens, limits.block_size, limits.costs, limits.target_ns
         )
         self._steps_since_join = 0
@@ -262,7 +262,7 @@ class Planner:
         num_decoding = sum(entry.num_computed >= entry.num_inputs for entry in running)
         num_free = self._limits.max_batch_size - len(running)
         num_waiting = len(running) - num_decoding + min(len(self.queue), num_free)
-        return self._pace.budget(num_decoding, num_waiting)
+        return self._chunked.budget(num_decoding, num_waiting)
 
     def _chunk(self, start: int, left: int, budget: int, is_first: bool, may_split: bool) -> int:
         """How many of `left` tokens from `start` on fit the budget; up to a block's end if not all.
@@ -288,7 +288,7 @@ class Planner:
         min_size = self._min_size()
         if not self.queue or len(self.queue) < min_size:
             return []
-        promises = self._promises(chunks)
+        pending = self._pending(chunks)
         num_running, num_chunks = len(self.running), len(chunks)
         budget = self._budget()
         for entry_id, chunk in chunks.items():
@@ -298,7 +298,7 @@ class Planner:
             if len(self.running) == self._limits.max_batch_size:
                 break
             is_first = not admitted and not num_chunks
-            if not self._try_admit(entry, budget, is_first, promises):
+            if not self._try_admit(entry, budget, is_first, pending):
                 break
             budget.take(entry.num_computed, entry.chunk_len)
             admitted.append(self.queue.pop())
@@ -320,17 +320,19 @@ class Planner:
             return 0
         return int(min(len(self.running) * self._limits.waiting_served_ratio, sys.maxsize))
 
-    def _try_admit(self, entry: Entry, budget: Budget, is_first: bool, promises: Promises) -> bool:
+    def _try_admit(
+        self, entry: Entry, budget: Budget, is_first: bool, pending: PendingBlocks
+    ) -> bool:
         """Gives the entry blocks and a part of the budget; False, and nothing done, if it can not
         have them."""
         allocator, block_size = self.allocator, self._limits.block_size
-        realm = self._realm(entry)
+        salt = self._salt(entry)
         shared: list[int] = []
-        chain = None if realm is None else Chain(realm)
-        if realm is not None and not entry.wants_prefill_logprobs:
+        chain = None if salt is None else Chain(salt)
+        if salt is not None and not entry.wants_prefill_logprobs:
             # The last token is computed in any case: its output is the next token.
             blocks = entry.full_blocks(0, entry.num_tokens - 1, block_size)
-            shared, chain = self.cache.match(realm, blocks, promises)
+            shared, chain = self.cache.match(salt, blocks, pending)
         num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
         if allocator.num_free - allocator.num_idle(shared) - num_new < len(self.running):
             return False
@@ -346,15 +348,12 @@ class Planner:
         entry.chunk_len = chunk
         entry.state = EntryState.RUNNING
         self.running[entry.id] = entry
-        self._promise(entry, num_cached + chunk, promises)
+        self._expect(entry, num_cached + chunk, pending)
         return True
 
-    def _realm(self, entry: Entry) -> Hashable:
-        """Where its text begins, see `prefix_cache`; None: it shares with nobody.
-
-        KV depends on the tokens, and for models that stretch long contexts on lengths. (On an
-        adapter too, once there are adapters: they will be part of the salt.)
-        """
+    def _salt(self, entry: Entry) -> Hashable:
+        """What its KV depends on beyond its tokens; None: it shares with nobody. For models that
+        stretch long contexts, lengths are a part of it."""
         limits, num_prompt = self._limits, len(entry.request.input_ids)
         limit, is_long = limits.recompute_at, False
         if limit is not None:
@@ -366,18 +365,16 @@ class Planner:
             return (entry.request.cache_salt, is_long, scale)
         return None if entry.group is None else (entry.group, is_long, scale)
 
-    def _promises(self, chunks: dict[int, int]) -> Promises:
-        promises = Promises()
+    def _pending(self, chunks: dict[int, int]) -> PendingBlocks:
+        pending = PendingBlocks()
         for entry_id, chunk in chunks.items():
             entry = self.running[entry_id]
-            self._promise(entry, entry.num_computed + chunk, promises)
-        return promises
+            self._expect(entry, entry.num_computed + chunk, pending)
+        return pending
 
-    def _promise(self, entry: Entry, num_tokens: int, promises: Promises) -> None:
+    def _expect(self, entry: Entry, num_tokens: int, pending: PendingBlocks) -> None:
         if entry.chain is not None:
-            self.cache.promise(
-                entry.chain, *self._unknown(entry, entry.chain, num_tokens), promises
-            )
+            self.cache.expect(entry.chain, *self._unknown(entry, entry.chain, num_tokens), pending)
 
     # ---- After a step ----
 
@@ -402,7 +399,7 @@ class Planner:
                 self.release(plan.entries[request_id])
         duration_ns = result.forward_ns + result.decode_ns
         num_tokens = sum(plan.chunks.values())
-        self._pace.note(duration_ns, plan.num_decoding, num_tokens, num_in_front)
+        self._chunked.note(duration_ns, plan.num_decoding, num_tokens, num_in_front)
 
     def _publish(self, entry: Entry) -> None:
         """Lets others find what is computed of an entry's text."""

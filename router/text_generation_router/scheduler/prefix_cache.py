@@ -12,8 +12,8 @@ from itertools import count
 from text_generation_router.scheduler.blocks import BlockAllocator
 
 Tokens = tuple[int, ...]
-# Where a text begins: texts of different realms share nothing, whatever their tokens.
-Realm = Hashable
+# Where a text begins: texts of different salts share nothing, whatever their tokens.
+Salt = Hashable
 
 
 @dataclass(slots=True, eq=False)
@@ -32,13 +32,13 @@ class _Node:
 class Chain:
     """How much of one request's text is in the cache; changed by the PrefixCache alone."""
 
-    # The serial of the last node, or the realm when there is none.
+    # The serial of the last node, or the salt when there is none.
     tail: Hashable
     num_blocks: int = 0
 
 
 @dataclass(slots=True)
-class Promises:
+class PendingBlocks:
     """Blocks that the step which is put together now will write; of no use after it is launched."""
 
     blocks: dict[tuple[Hashable, Tokens], tuple[object, int]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class PrefixCache:
     """Owns the knowledge of what is in the blocks; who holds them is the BlockAllocator's business.
 
     Promises: `match` returns blocks whose KV was written for just these tokens in just this place,
-    or will be by the step of the given promises. Every node can be reached from its realm.
+    or will be by the step that is put together now. Every node can be reached from its salt.
     """
 
     def __init__(self, allocator: BlockAllocator) -> None:
@@ -64,31 +64,35 @@ class PrefixCache:
         return len(self._by_block)
 
     def match(
-        self, realm: Realm, blocks: Iterable[Tokens], promises: Promises
+        self, salt: Salt, blocks: Iterable[Tokens], pending: PendingBlocks
     ) -> tuple[list[int], Chain]:
         """The blocks that hold the beginning of a text, given as the tokens of its full blocks.
 
         Those that are only promised are not in the Chain yet; `publish` adds them.
         """
-        chain = Chain(realm)
+        chain = Chain(salt)
         block_ids: list[int] = []
-        promised_tail: Hashable = None
+        pending_tail: Hashable = None
         for tokens in blocks:
-            node = self._by_key.get((chain.tail, tokens)) if promised_tail is None else None
+            node = self._by_key.get((chain.tail, tokens)) if pending_tail is None else None
             if node is not None:
                 block_ids.append(node.block_id)
                 chain.tail, chain.num_blocks = node.serial, chain.num_blocks + 1
                 continue
-            tail = chain.tail if promised_tail is None else promised_tail
-            promise = promises.blocks.get((tail, tokens))
-            if promise is None:
+            tail = chain.tail if pending_tail is None else pending_tail
+            expected = pending.blocks.get((tail, tokens))
+            if expected is None:
                 break
-            promised_tail, block_id = promise
+            pending_tail, block_id = expected
             block_ids.append(block_id)
         return block_ids, chain
 
-    def promise(
-        self, chain: Chain, blocks: Iterable[Tokens], block_ids: Iterable[int], promises: Promises
+    def expect(
+        self,
+        chain: Chain,
+        blocks: Iterable[Tokens],
+        block_ids: Iterable[int],
+        pending: PendingBlocks,
     ) -> None:
         """Notes that a step writes the blocks behind `chain`."""
         tail: Hashable = chain.tail
@@ -96,7 +100,7 @@ class PrefixCache:
             if (node := self._by_key.get((tail, tokens))) is not None:
                 tail = node.serial
             else:
-                tail, _ = promises.blocks.setdefault((tail, tokens), (object(), block_id))
+                tail, _ = pending.blocks.setdefault((tail, tokens), (object(), block_id))
 
     def publish(self, chain: Chain, blocks: Iterable[Tokens], block_ids: Iterable[int]) -> None:
         """Makes the blocks behind `chain` known: their KV has been written, and a table holds them.

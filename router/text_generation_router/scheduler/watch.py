@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.pace import StepCosts
 from text_generation_router.scheduler.shards import (
     Advance,
     CachedBatch,

@@ -1,7 +1,6 @@
-"""Rows into the ragged inputs of forward passes."""
+"""From rows to what passes compute: which tokens, where one is sampled, and a pass's inputs."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,74 +8,91 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.batch import ForwardBatch
+from text_generation_shard.device.base import ForwardBatch, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """What one forward pass computes of R rows: `lengths` tokens of each, from `starts` on.
-
-    A token is chosen after each of a row's last `choices` tokens. All are [R].
-    """
-
-    rows: Ints
-    starts: Ints
-    lengths: Ints
-    choices: Ints
-    # Every row has one token, and a choice after it.
-    is_plain: bool = False
-    # Where the tokens of each row end.
-    ends: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", self.starts + self.lengths)
-
-    def and_then(self, other: "Spans") -> "Spans":
-        """One pass for these rows and those."""
-        return Spans(
-            np.concatenate((self.rows, other.rows)),
-            np.concatenate((self.starts, other.starts)),
-            np.concatenate((self.lengths, other.lengths)),
-            np.concatenate((self.choices, other.choices)),
-        )
-
-
-def plain_spans(rows: Ints, starts: Ints) -> Spans:
-    """One token of each row, and a choice after it."""
+def decode_tokens(rows: Ints, starts: Ints) -> ScheduledTokens:
+    """One token of each row, and one sampled after it."""
     ones = np.ones(len(rows), dtype=np.int64)
-    return Spans(rows, starts, ones, ones, is_plain=True)
+    return ScheduledTokens(rows, starts, ones, ones, starts + 1, is_decode=True)
 
 
-class Choices(NamedTuple):
-    """Where a step chooses tokens: S places, those of one row one after another."""
+def verified_tokens(rows: Ints, starts: Ints, num_guessed: Ints) -> ScheduledTokens:
+    """One token of each row and those guessed behind it, and one sampled after each."""
+    counts = num_guessed + 1
+    return ScheduledTokens(rows, starts, counts, counts, starts + counts)
 
-    # [S] the row of each place and how many tokens are known there: the chosen one's position.
+
+def prefill_tokens(
+    spans: Mapping[int, tuple[int, int]], budget: int, table: RowTable, samples: bool = True
+) -> Iterator[ScheduledTokens]:
+    """Cut row → [start, end) into passes of at most `budget` tokens; one is sampled behind each
+    input that is complete at the end of a pass."""
+    piece: list[tuple[int, int, int]] = []
+    room = budget
+    for row, (start, end) in spans.items():
+        while start < end:
+            count = min(room, end - start)
+            piece.append((row, start, count))
+            start += count
+            room -= count
+            if room == 0:
+                yield _scheduled(piece, table, samples)
+                piece, room = [], budget
+    if piece:
+        yield _scheduled(piece, table, samples)
+
+
+def _scheduled(
+    piece: list[tuple[int, int, int]], table: RowTable, samples: bool
+) -> ScheduledTokens:
+    rows, starts, counts = np.array(piece, dtype=np.int64).T.copy()
+    ends: Ints = starts + counts
+    is_complete = (ends == table.input_lens[rows]) & samples
+    return ScheduledTokens(rows, starts, counts, is_complete.astype(np.int64), ends)
+
+
+def together(first: ScheduledTokens, second: ScheduledTokens) -> ScheduledTokens:
+    """One pass for the rows of both."""
+    pairs = zip(_columns(first), _columns(second), strict=True)
+    rows, starts, counts, num_sampled, ends = (np.concatenate(pair) for pair in pairs)
+    return ScheduledTokens(rows, starts, counts, num_sampled, ends)
+
+
+def _columns(item: ScheduledTokens) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    return item.rows, item.starts, item.counts, item.num_sampled, item.ends
+
+
+class SampledPositions(NamedTuple):
+    """Where a step samples: S positions, those of one row one after another."""
+
+    # [S] the row of each, and the position that the sampled token gets.
     rows: Ints
-    known: Ints
-    # [R] rows that choose, and the first and one past the last of their places.
+    positions: Ints
+    # [R] rows that sample, and the first and one past the last of theirs among the S.
     owners: Ints
     firsts: Ints
     ends: Ints
-    # Every row has one place.
+    # Every row has one.
     is_single: bool
 
 
-def choices_of(passes: Sequence[Spans]) -> Choices:
-    """The places of a step that takes these passes one after another."""
-    if len(passes) == 1 and passes[0].is_plain:
-        spans = passes[0]
-        places = np.arange(len(spans.rows) + 1)
-        return Choices(spans.rows, spans.ends, spans.rows, places[:-1], places[1:], True)
-    counts = np.concatenate([spans.choices for spans in passes])
-    is_choosing = counts > 0
-    counts = counts[is_choosing]
-    owners = np.concatenate([spans.rows for spans in passes])[is_choosing]
-    known = np.concatenate([spans.ends for spans in passes])[is_choosing]
+def sampled_positions(passes: Sequence[ScheduledTokens]) -> SampledPositions:
+    """Those of a step that takes these passes one after another."""
+    if len(passes) == 1 and passes[0].is_decode:
+        only = passes[0]
+        index = np.arange(len(only.rows) + 1)
+        return SampledPositions(only.rows, only.ends, only.rows, index[:-1], index[1:], True)
+    counts = np.concatenate([item.num_sampled for item in passes])
+    is_sampling = counts > 0
+    counts = counts[is_sampling]
+    owners = np.concatenate([item.rows for item in passes])[is_sampling]
+    known = np.concatenate([item.ends for item in passes])[is_sampling]
     ends = counts.cumsum()
-    firsts = ends - counts
-    rows, known = np.repeat(owners, counts), _last_ones(known + 1, counts)
-    return Choices(rows, known, owners, firsts, ends, len(rows) == len(owners))
+    rows, positions = np.repeat(owners, counts), _last_ones(known + 1, counts)
+    is_single = len(rows) == len(owners)
+    return SampledPositions(rows, positions, owners, ends - counts, ends, is_single)
 
 
 def _last_ones(ends: Ints, counts: Ints) -> Ints:
@@ -85,68 +101,40 @@ def _last_ones(ends: Ints, counts: Ints) -> Ints:
     return shifts + np.arange(len(shifts))
 
 
-def cut(
-    rows: Sequence[int], spans: Sequence[tuple[int, int]], budget: int, table: RowTable
-) -> Iterator[Spans]:
-    """Cut the tokens [start, end) of rows into passes of at most `budget` tokens; who has its whole
-    input computed at the end of one gets a choice."""
-    piece: list[tuple[int, int, int]] = []
-    room = budget
-    for row, (start, end) in zip(rows, spans, strict=True):
-        while start < end:
-            step = min(room, end - start)
-            piece.append((row, start, step))
-            start += step
-            room -= step
-            if room == 0:
-                yield _to_spans(piece, table)
-                piece, room = [], budget
-    if piece:
-        yield _to_spans(piece, table)
-
-
-def _to_spans(piece: list[tuple[int, int, int]], table: RowTable) -> Spans:
-    rows, starts, lengths = np.array(piece, dtype=np.int64).T.copy()
-    is_complete = starts + lengths == table.input_lens[rows]
-    return Spans(rows, starts, lengths, is_complete.astype(np.int64))
-
-
-class RaggedBuilder:
-    """Reads the row table (which it does not own) and builds one ForwardBatch after another.
-
-    `length_rule` is RotaryEmbedding's: which length a token's rotation goes by.
-    """
+class BatchBuilder:
+    """Reads the row table, which it does not own, and builds the inputs of passes."""
 
     def __init__(self, table: RowTable, device: torch.device, length_rule: str | None) -> None:
+        """length_rule: RotaryEmbedding's, which length a token's rotation goes by."""
         self._table = table
         # What leaves arrays where they are still takes time.
         self._device = None if device.type == "cpu" else device
         self._length_rule = length_rule
 
-    def batch(self, spans: Spans) -> ForwardBatch:
-        """The inputs of the pass that computes `spans`."""
+    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
+        """The inputs of a pass."""
         table = self._table
-        contexts = spans.ends.tolist()
-        if spans.is_plain:
-            rows, positions, wanted = spans.rows, spans.starts, None
+        contexts = scheduled.ends.tolist()
+        if scheduled.is_decode:
+            rows, positions, wanted = scheduled.rows, scheduled.starts, None
             offsets = tuple(range(len(contexts) + 1))
         else:
-            rows = np.repeat(spans.rows, spans.lengths)
-            positions = _last_ones(spans.ends, spans.lengths)
-            ends = spans.lengths.cumsum()
-            wanted = self._send(_last_ones(ends, spans.choices))
+            rows = np.repeat(scheduled.rows, scheduled.counts)
+            positions = _last_ones(scheduled.ends, scheduled.counts)
+            ends = scheduled.counts.cumsum()
+            wanted = self._send(_last_ones(ends, scheduled.num_sampled))
             offsets = (0, *ends.tolist())
         return ForwardBatch(
             input_ids=self._send(table.token_ids[rows, positions].astype(np.int64)),
             positions=self._send(positions),
             rope_lens=self._rope_lens(rows, positions),
             slots=self._send(table.slots(rows, positions)),
-            block_tables=self._send(table.tables(spans.rows, max(contexts))),
-            context_lens=self._send(spans.ends),
+            block_tables=self._send(table.tables(scheduled.rows, max(contexts))),
+            context_lens=self._send(scheduled.ends),
             cu_seqlens_q=offsets,
             host_context_lens=tuple(contexts),
             logits_indices=wanted,
-            is_decode=spans.is_plain,
+            is_decode=scheduled.is_decode,
         )
 
     def _send(self, values: Ints) -> Tensor:

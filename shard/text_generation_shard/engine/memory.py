@@ -1,56 +1,16 @@
-"""How much memory there is, and how the C allocator keeps it."""
+"""Where a shard's memory goes: what the largest step takes, and how many blocks fit beside it."""
 
-import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
-
-from text_generation_shard.device.attention import MAX_GATHER_TOKENS
-from text_generation_shard.device.cpu import cgroup
-from text_generation_shard.device.reference.kv_cache import CacheShape
-from text_generation_shard.engine.runner import LOGPROB_ROWS
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.device.base import CacheShape
+from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import WarmupLimits
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.config import ModelConfig
 
 # What sampling with every parameter takes per choice and vocabulary entry: some float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
-# Parameters of glibc's mallopt, from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
-
-
-def keep_freed_memory() -> None:
-    """Let the C allocator keep what tensors of one step free for those of the next.
-
-    By default glibc maps every large tensor anew and the kernel clears it page by page: that was a
-    fifth of the time of a prefill. One arena, because the others cannot grow beyond 64 MiB. Call
-    it before the first thread; other C libraries lack mallopt and stay as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def return_freed_memory() -> None:
-    """Give pages of freed tensors back to the system: after loading, when many of them, of weights
-    that have been packed since, will not be needed again."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def available_cpu_bytes() -> int:
-    """What this process may still take: the machine's free memory, or its cgroup's rest if less."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = cgroup.memory_limit()
-    return available if group is None else min(available, group.free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +40,6 @@ class Ledger:
         ]
 
 
-def left_bytes(device: torch.device, cache: int, activations: int) -> int:
-    """What is there beside a cache that is allocated and a step that is not."""
-    if device.type == "cpu":
-        # The cache's pages count as free until they are written.
-        return max(0, available_cpu_bytes() - cache - activations)
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, free + cached - activations)
-
-
-def gather_bytes(shape: CacheShape) -> int:
-    """What an attention that copies cached keys and values takes at most."""
-    return 2 * MAX_GATHER_TOKENS * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-
-
 def sampling_bytes(config: ModelConfig, limits: WarmupLimits) -> int:
     """What choosing for every row takes at most."""
     return _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size
@@ -111,17 +56,6 @@ def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimit
     # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
     return max(passing + prompts, sampling_bytes(config, limits))
-
-
-def available_cuda_bytes(device: torch.device, fraction: float) -> tuple[int, int]:
-    """What this process may still take of `fraction` of the GPU, and the activations of the largest
-    pass, which are set aside: call it after that pass has run."""
-    free, total = torch.cuda.mem_get_info(device)
-    # What the largest pass needed beyond what is held now will be needed again.
-    headroom = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    # 5 % of slack for fragmentation and what libraries allocate on their own.
-    return max(0, int(free + cached - headroom - (1.0 - fraction * 0.95) * total)), headroom
 
 
 def cache_size(

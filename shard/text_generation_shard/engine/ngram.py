@@ -1,7 +1,7 @@
 """Guesses of what a row writes next: what followed the last time it wrote the same.
 
-A guess costs the time of one more token in the step; whether it was right is found out by choosing
-at its place as if nothing had been guessed, so guesses change how fast tokens come, never which.
+A guess costs the time of one more token in the step. Whether it was right is found out by sampling
+at its position as if nothing had been guessed: guesses change how fast tokens come, never which.
 """
 
 import math
@@ -53,18 +53,18 @@ class Guesser:
     def guess(
         self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
     ) -> Ints | None:
-        """Write guesses behind what is known of each row into the table; how many of each [R], or
+        """Have the table hold guesses behind what is known of each row; how many of each [R], or
         None: none at all.
 
         `limits_of` says of some rows how many at most; a guess pays if it is right with a
         probability of `price`.
         """
         rest = self._rest[rows]
-        places = np.flatnonzero(rest == 0)
+        awake = np.flatnonzero(rest == 0)
         self._rest[rows] = np.maximum(rest - 1, 0)
-        if not len(places):
+        if not len(awake):
             return None
-        own = rows[places]
+        own = rows[awake]
         limits, trust = limits_of(own), np.clip(self._trust[own], _LEAST_TRUST, _MOST_TRUST)
         # The n-th guess is right if all before it are: trust ** n >= price.
         paying = (math.log(min(price, 1.0)) / np.log(trust)).astype(np.int64)
@@ -81,19 +81,19 @@ class Guesser:
         )
         if not wanted.any():
             return None
+        if table.constraints:
+            _cut_forbidden(table, own, wanted, guesses)
         row, step = np.nonzero(np.arange(guesses.shape[1]) < wanted[:, None])
         known = table.lens[own] + 1
-        table.token_ids[own[row], known[row] + step] = guesses[row, step]
-        if table.constraints:
-            _cut_forbidden(table, own, wanted)
+        table.write(own[row], known[row] + step, guesses[row, step])
         counts = np.zeros(len(rows), dtype=np.int64)
-        counts[places] = wanted
+        counts[awake] = wanted
         return counts if wanted.any() else None
 
     def learn(self, rows: Ints, guessed: Ints, right: Ints) -> None:
         """Of `guessed` [R] tokens of each row, the first `right` [R] were."""
-        places = np.flatnonzero(guessed)
-        own, tries, hits = rows[places], guessed[places], right[places]
+        tried = np.flatnonzero(guessed)
+        own, tries, hits = rows[tried], guessed[tried], right[tried]
         # Those behind the first wrong one were not tried.
         share = hits / np.minimum(hits + 1, tries)
         trust = self._trust[own] + _WEIGHT * (share - self._trust[own])
@@ -112,7 +112,7 @@ def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
     longest = int(known.max())
     token_ids = table.token_ids[rows, :longest]
     row = np.arange(len(rows))
-    # How many of the last tokens stand before and at each place but the last [R, longest].
+    # How many of the last tokens stand before and at each position but the last [R, longest].
     is_same = np.arange(longest) < known[:, None] - 1
     found = np.zeros(is_same.shape, dtype=np.int8)
     for count in range(min(_LONGEST, longest)):
@@ -121,20 +121,18 @@ def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
         is_same[:, count:] &= token_ids[:, : longest - count] == last[:, None]
         is_same &= (known > count)[:, None]
         found += is_same
-    # The last place with the most of them.
-    place = longest - 1 - found[:, ::-1].argmax(axis=1)
+    # The last position with the most of them.
+    at = longest - 1 - found[:, ::-1].argmax(axis=1)
     # A repetition that is shorter than the guess goes on in itself.
-    period = np.maximum(known - 1 - place, 1)
-    after = place[:, None] + 1 + np.arange(width) % period[:, None]
+    period = np.maximum(known - 1 - at, 1)
+    after = at[:, None] + 1 + np.arange(width) % period[:, None]
     guesses = token_ids[row[:, None], np.minimum(after, longest - 1)]
-    return found[row, place], guesses
+    return found[row, at], guesses
 
 
-def _cut_forbidden(table: RowTable, rows: Any, counts: Any) -> None:
-    """Drop the guesses of each row from the first that its grammar does not allow."""
-    for place in np.flatnonzero(counts).tolist():
-        row = int(rows[place])
-        if (constraint := table.constraints.get(row)) is not None:
-            known = int(table.lens[row]) + 1
-            guesses = table.token_ids[row, known : known + int(counts[place])].tolist()
-            counts[place] = len(constraint.allowed(guesses))
+def _cut_forbidden(table: RowTable, rows: Ints, counts: Ints, guesses: Any) -> None:
+    """Drop the guesses [R, width] of each row from the first that its grammar does not allow."""
+    for index in np.flatnonzero(counts).tolist():
+        if (constraint := table.constraints.get(int(rows[index]))) is not None:
+            own = guesses[index, : int(counts[index])].tolist()
+            counts[index] = len(constraint.allowed(own))

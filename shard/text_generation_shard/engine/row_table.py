@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
-from text_generation_shard.engine.batch import RowRequest
+from text_generation_shard.device.base import ScheduledTokens
+from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.guard import AnyConstraint
-from text_generation_shard.sampling.params import SamplingTable
+from text_generation_shard.sampling.table import SamplingTable
 
 
 class RowTable:
-    """Owns the state of every running request, one row each, in arrays of fixed size.
+    """Owns the state of every running request, one row each, in arrays of fixed size: only its own
+    methods write them.
 
     Of a row with n = lens[row]: the KV of n tokens is in the cache. While n < input_lens[row] its
     input is not computed yet; afterwards token_ids[row, :n + 1] are known, and the last of them is
@@ -35,6 +37,8 @@ class RowTable:
         self.block_tables: Ints = np.zeros((capacity, width), dtype=np.int64)
         self.min_new_tokens: Ints = np.zeros(capacity, dtype=np.int64)
         self.ignore_eos: Flags = np.zeros(capacity, dtype=np.bool_)
+        # [R] rows in use, in the order of their requests. Replaced, never changed.
+        self.running: Ints = np.empty(0, dtype=np.int64)
         self.sampling = SamplingTable(capacity)
         # Of the rows that want it, how many of the best tokens are told.
         self.top_n_tokens: dict[int, int] = {}
@@ -42,7 +46,7 @@ class RowTable:
         self.constraints: dict[int, AnyConstraint] = {}
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, list[float]] = {}
-        self._requests: list[RowRequest | None] = [None] * capacity
+        self._requests: list[NewRequest | None] = [None] * capacity
         self._num_blocks: Ints = np.zeros(capacity, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -52,7 +56,7 @@ class RowTable:
         """Rows in use."""
         return len(self._requests) - len(self._free)
 
-    def take(self, request: RowRequest) -> int:
+    def take(self, request: NewRequest) -> int:
         """A row for the request; BatchError, and no row taken, if there is none or the request
         makes no sense."""
         self._check(request)
@@ -80,9 +84,10 @@ class RowTable:
             self.constraints[row] = constraint
         if request.prefill_logprobs:
             self.prompt_logprobs[row] = [float("nan")]
+        self.running = np.append(self.running, row)
         return row
 
-    def _check(self, request: RowRequest) -> None:
+    def _check(self, request: NewRequest) -> None:
         known = len(request.input_ids)
         if known > self.max_total_tokens or not 0 < request.num_prompt_tokens <= known:
             raise BatchError(
@@ -135,10 +140,48 @@ class RowTable:
             self.constraints.pop(row, None)
             self.prompt_logprobs.pop(row, None)
             self._free.append(row)
+        if len(rows):
+            self.running = self.running[~np.isin(self.running, rows)]
+
+    def keep(self, request_ids: Sequence[int]) -> None:
+        """Go on with these running requests only, in this order."""
+        kept: Ints = np.array([self._rows[item] for item in request_ids], dtype=np.int64)
+        self.release(self.running[~np.isin(self.running, kept)].tolist())
+        self.running = kept
+
+    def advance(self, passes: Sequence[ScheduledTokens]) -> None:
+        """The KV of what these passes compute is in the cache, or will be when anybody looks."""
+        for scheduled in passes:
+            self.lens[scheduled.rows] = scheduled.ends
+
+    def rewind(self, passes: Sequence[ScheduledTokens]) -> None:
+        """Undo `advance`: the passes failed."""
+        for scheduled in reversed(passes):
+            self.lens[scheduled.rows] = scheduled.starts
+
+    def write(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Known tokens at positions of rows: all [T]."""
+        self.token_ids[rows, positions] = token_ids
+
+    def set_lens(self, rows: Ints, lens: Ints) -> None:
+        """So many tokens of the rows are in the cache: both [R]."""
+        self.lens[rows] = lens
+
+    def add_prompt_logprobs(self, row: int, values: Sequence[float]) -> None:
+        """Of the next tokens of its input."""
+        self.prompt_logprobs[row] += values
+
+    def pop_prompt_logprobs(self, row: int) -> list[float] | None:
+        """Those of its whole input; None: they are not wanted, or were given out."""
+        return self.prompt_logprobs.pop(row, None)
 
     def row(self, request_id: int) -> int | None:
         """The row of a request; None if it is not running."""
         return self._rows.get(request_id)
+
+    def has(self, row: int, request_id: int) -> bool:
+        """Whether the row still belongs to this request."""
+        return self._rows.get(request_id) == row
 
     def ids(self, rows: Sequence[int]) -> list[int]:
         """The requests that taken rows belong to."""

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from text_generation_shard.grammars.constraint import Grammar
+from text_generation_shard.grammars.guard import AnyConstraint, begin
+from text_generation_shard.sampling.params import SamplingParams
+
 
 class FinishReason(IntEnum):
     """Why a request ended in this step; the numbers of generate.proto."""
@@ -40,27 +44,69 @@ class WarmupResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """How the rows of a batch that is there go on in a step; see Advance in generate.proto."""
+class NewRequest:
+    """A request that gets a row; see Request in generate.proto."""
 
+    id: int
+    input_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    block_table: Sequence[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    ignore_eos_token: bool = False
+    prefill_logprobs: bool = False
+    top_n_tokens: int = 0
+    grammar: Grammar | None = None
+    # Tokens behind num_cached_tokens that are computed at once; 0: all.
+    chunk_len: int = 0
+
+    @property
+    def first_end(self) -> int:
+        """Tokens whose KV is there once the pass that brings this request is done."""
+        if self.chunk_len:
+            return self.num_cached_tokens + self.chunk_len
+        return len(self.input_ids)
+
+    def constraint(self) -> AnyConstraint | None:
+        """Its position in its grammar, behind what was generated before a preemption."""
+        if self.grammar is None:
+            return None
+        # An end token is not ignored for a grammar, but it comes as late as can be.
+        least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
+        generated = self.input_ids[self.num_prompt_tokens :]
+        return begin(self.grammar, generated, self.max_new_tokens, least)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What is computed in one step."""
+
+    # Requests that get rows; their inputs, or the first parts of them, are computed.
+    new_requests: Sequence[NewRequest] = ()
+    # Whether those that run go on: a token or more for each whose input is computed.
+    runs_on: bool = True
     # (request id, new last block).
     grown: Sequence[tuple[int, int]] = ()
-    # (request id, tokens of its input).
+    # (request id, tokens of its input): parts of inputs that are not computed yet.
     chunks: Sequence[tuple[int, int]] = ()
+    # Tokens that may be guessed of a row.
     speculate: int = 0
+    # Sent before the step before was answered: requests may have ended meanwhile.
     is_ahead: bool = False
 
 
 @dataclass(slots=True)
-class StepResult:
+class StepOutput:
     """The tokens of one step; see Generations and StepResponse."""
 
     # One entry a request that got tokens.
     request_ids: list[int]
     finish_reasons: list[int]
     # One entry a token.
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     # One entry a request; empty: one token each.
     token_counts: list[int] = field(default_factory=list)
     top_token_counts: list[int] = field(default_factory=list)
@@ -70,10 +116,10 @@ class StepResult:
     prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
     # (request id, sentence) of the requests that failed alone.
     errors: list[tuple[int, str]] = field(default_factory=list)
-    batch_id: int = 0
-    # Who runs on; empty: nobody, and the batch is gone.
+    # Who runs on.
     running_ids: list[int] = field(default_factory=list)
     forward_ns: int = 0
     decode_ns: int = 0
     total_ns: int = 0
-    concat_ns: int | None = None
+    # What giving rows to new requests took.
+    admit_ns: int = 0

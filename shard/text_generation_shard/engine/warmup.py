@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from text_generation_shard.engine.batch import RowRequest
-from text_generation_shard.engine.step import Advance, StepResult
+from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput
 from text_generation_shard.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -18,15 +16,11 @@ _PROMPT = 64
 # Tokens in front of a part of a prompt, and for how many of these it is told what they cost.
 _FRONT = 2048
 _CONTEXT_UNIT = 1024
-MEASURED_TOKENS = _FRONT + _PROMPT
-"""Of a sequence that steps are measured with, at most. Their keys and values should be there: a
-page of memory that nobody has written is read from the first cache, whichever it is."""
 # Steps of each kind that are measured; the fastest counts.
 _TRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
+class Costs(NamedTuple):
     """What steps take, in nanoseconds: of one row, of a full batch, of each token more, and of
     each for every 1024 tokens in front of it."""
 
@@ -43,15 +37,10 @@ class Steps(Protocol):
     def block_size(self) -> int:
         """See Engine."""
 
-    def prefill(
-        self, batch_id: int, requests: Sequence[RowRequest], cached_batch_id: int | None
-    ) -> StepResult:
+    def step(self, step: StepInput) -> StepOutput:
         """See Engine."""
 
-    def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
-        """See Engine."""
-
-    def clear(self, batch_id: int | None) -> None:
+    def clear(self) -> None:
         """See Engine."""
 
 
@@ -60,7 +49,7 @@ def rehearse(engine: Steps, num_tokens: int, max_total: int) -> None:
     _steps(engine, [_request(engine, 0, num_tokens, 0, min(2, max_total - num_tokens))])
 
 
-def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: int) -> StepCosts:
+def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: int) -> Costs:
     """Run each kind of step once to warm it, then to measure it.
 
     All rows share the first blocks: what they compute means nothing.
@@ -80,7 +69,7 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     )
     full = others or first
     # Of a prompt of one or two tokens the difference is noise: a token costs at most a step.
-    costs = StepCosts(single, full, min(token, full), in_front)
+    costs = Costs(single, full, min(token, full), in_front)
     logger.info(
         "a step of one request takes %.2f ms, of %d %.2f ms, a prompt token adds %.3f ms, and %.3f "
         "ms for %d tokens in front of it",
@@ -106,28 +95,28 @@ def _time_in_front(engine: Steps, length: int, max_total: int, prompt_ns: int) -
     return max(0, behind_ns - prompt_ns) * _CONTEXT_UNIT // (front * length)
 
 
-def _fastest(engine: Steps, request: RowRequest) -> tuple[int, int]:
+def _fastest(engine: Steps, request: NewRequest) -> tuple[int, int]:
     """The better of `_steps`, tried several times."""
     first, others = zip(*(_steps(engine, [request]) for _ in range(_TRIES)), strict=True)
     return min(first), min(others)
 
 
-def _steps(engine: Steps, requests: Sequence[RowRequest]) -> tuple[int, int]:
+def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
     """Time of the first step of these requests, and of the fastest of the others; 0: there is
     none."""
-    last = first = engine.prefill(0, requests, None)
+    last = first = engine.step(StepInput(requests))
     others: list[int] = []
     # Rows end early where a damaged checkpoint gives them no scores.
     while last.running_ids and len(others) < requests[0].max_new_tokens - 1:
-        last = engine.decode([0], Advance())
+        last = engine.step(StepInput())
         others.append(last.total_ns)
-    engine.clear(None)
+    engine.clear()
     return first.total_ns, min(others, default=0)
 
 
-def _request(engine: Steps, number: int, known: int, cached: int, new: int) -> RowRequest:
+def _request(engine: Steps, number: int, known: int, cached: int, new: int) -> NewRequest:
     blocks = range(-(-(known + new) // engine.block_size))
     ids = [0] * known
-    return RowRequest(
+    return NewRequest(
         number, ids, known, cached, blocks, SamplingParams(), new, ignore_eos_token=True
     )

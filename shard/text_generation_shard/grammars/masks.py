@@ -152,6 +152,7 @@ class StepGrammars:
             )
             first += count
 
+    @torch.inference_mode()
     def settle(self, choice: Choice) -> None:
         """Write the chosen tokens [S] into the texts, of each row as many as are as
         guessed and the one behind them; forced ones replace them."""

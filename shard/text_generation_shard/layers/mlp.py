@@ -1,15 +1,15 @@
 """The gated feed-forward block."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters, Split
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
-from text_generation_shard.models.config import ModelConfig
-from text_generation_shard.weights import Parameters
+from text_generation_shard.parallel import World
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -21,34 +21,30 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)), gate and up in one product."""
+    """down(act(gate(x)) · up(x)), gate and up in one product. Ranks share the numbers between."""
 
-    def __init__(self, parameters: Parameters, config: ModelConfig, prefix: str) -> None:
+    def __init__(
+        self, parameters: Parameters, world: World, config: ModelConfig, prefix: str
+    ) -> None:
         size = config.intermediate_size
         if config.hidden_act not in _ACTIVATIONS:
             raise ModelError(
                 f"the activation {config.hidden_act} is not supported; supported are "
                 f"{', '.join(_ACTIVATIONS)}"
             )
-        names = (
-            {"gate_up_proj": 2 * size}
+        names: Mapping[str, Sequence[int]] = (
+            {"gate_up_proj": (size, size)}
             if config.fused_projections
-            else {
-                "gate_proj": size,
-                "up_proj": size,
-            }
+            else {"gate_proj": (size,), "up_proj": (size,)}
         )
-        outputs = {f"{prefix}.{name}": rows for name, rows in names.items()}
-        gate = _ACTIVATIONS[config.hidden_act]
-        self._gate_up = Linear(parameters, outputs, config.hidden_size, config.mlp_bias, gate)
-        down = {f"{prefix}.down_proj": config.hidden_size}
-        self._down = Linear(parameters, down, size, config.mlp_bias)
-
-    def fields(self, kind: Any) -> dict[str, int] | None:
-        """See Linear.fields."""
-        gate_up, down = self._gate_up.fields("gate_up", kind), self._down.fields("down", kind)
-        return None if gate_up is None or down is None else gate_up | down
+        outputs = {f"{prefix}.{name}": sizes for name, sizes in names.items()}
+        bias, gate = config.mlp_bias, _ACTIVATIONS[config.hidden_act]
+        self.gate_up = Linear(
+            *(parameters, world, outputs, config.hidden_size), Split.OUTPUTS, bias, gate
+        )
+        down = {f"{prefix}.down_proj": (config.hidden_size,)}
+        self.down = Linear(parameters, world, down, size, Split.INPUTS, bias)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""
-        return self._down(self._gate_up(hidden))
+        return self.down(self.gate_up(hidden))

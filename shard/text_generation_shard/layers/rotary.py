@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.cpu import kernels
-from text_generation_shard.models.config import RopeConfig
+from text_generation_shard.checkpoint.config import RopeConfig
+from text_generation_shard.device.base import Angles, ForwardBatch
 
 
 class RotaryEmbedding:
@@ -46,42 +46,33 @@ class RotaryEmbedding:
         """A prompt of more tokens is rotated by how many it has; None: none ever is."""
         return self._config.max_position if self.length_rule == "prompt" else None
 
-    def __call__(
-        self, positions: Tensor, rope_lens: Tensor | None, dtype: torch.dtype, end: int
-    ) -> "Rotation":
-        """What turns heads at positions [T], all of them below `end`."""
-        uses_kernels = kernels.are_used(dtype, positions.device)
-        if uses_kernels and rope_lens is None:
-            return KernelRotation(self.table(end), positions)
-        frequencies = self._frequencies
-        if self._long_frequencies is not None and rope_lens is not None:
-            is_long = rope_lens > self._config.original_max_position
-            frequencies = torch.where(is_long[:, None], self._long_frequencies, frequencies)
-        elif self.length_rule == "prompt" and rope_lens is not None:
-            frequencies = self._dynamic(rope_lens)
-        cos, sin = self._turns(positions, frequencies)
-        if uses_kernels:
-            return KernelRotation(torch.stack((cos, sin), dim=1), torch.arange(len(positions)))
-        return TorchRotation(
-            torch.cat((cos, cos), dim=-1)[:, None].to(dtype),
-            torch.cat((-sin, sin), dim=-1)[:, None].to(dtype),
-        )
-
-    def _turns(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, rotary_dim / 2], scaled."""
-        angles = positions.float()[:, None] * frequencies
-        return angles.cos() * self._scale, angles.sin() * self._scale
+    def angles(self, batch: ForwardBatch) -> Angles:
+        """What the tokens of a pass are rotated by."""
+        lens = batch.rope_lens
+        if lens is None:
+            return Angles(self.table(max(batch.host_context_lens)), batch.positions)
+        if self._long_frequencies is not None:
+            is_long = lens > self._config.original_max_position
+            frequencies = torch.where(is_long[:, None], self._long_frequencies, self._frequencies)
+        else:
+            frequencies = self._dynamic(lens)
+        index = torch.arange(len(batch.positions), device=lens.device)
+        return Angles(self._rotated(batch.positions, frequencies), index)
 
     def table(self, end: int) -> Tensor:
-        """What positions from 0 to `end` at least turn by, where lengths do not matter, in float32:
-        [*, 2, rotary_dim / 2], cosines and sines. It grows by doubling: 8 bytes for each position
-        and pair of features. Seven operators on a handful of numbers took 0.17 ms of a decode step,
-        in caches that the weights have just swept."""
+        """The angles of positions from 0 to `end` at least, where lengths do not matter: see
+        `Angles`. It grows by doubling, and takes 8 bytes for each position and pair of features."""
         if self._num_known < end:
-            positions = torch.arange(max(1024, 1 << (end - 1).bit_length()))
-            self._known = torch.stack(self._turns(positions, self._frequencies), dim=1)
-            self._num_known = len(positions)
+            count = max(1024, 1 << (end - 1).bit_length())
+            positions = torch.arange(count, device=self._frequencies.device)
+            self._known = self._rotated(positions, self._frequencies)
+            self._num_known = count
         return self._known
+
+    def _rotated(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        """Cosines and sines [T, 2, rotary_dim / 2], scaled."""
+        angles = positions.float()[:, None] * frequencies
+        return torch.stack((angles.cos() * self._scale, angles.sin() * self._scale), dim=1)
 
     def _dynamic(self, rope_lens: Tensor) -> Tensor:
         """NTK-aware scaling that grows with the length: [T, rotary_dim / 2]."""
@@ -90,44 +81,6 @@ class RotaryEmbedding:
         ratio = factor * rope_lens.clamp(min=limit).double() / limit - (factor - 1)
         theta = (self._config.theta * ratio ** (dim / (dim - 2))).float()
         return 1.0 / theta[:, None] ** self._exponents
-
-
-class Rotation(Protocol):
-    """Turns the heads of T tokens by the angles of their positions."""
-
-    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
-        """Rotate the first `num_turning` of heads [T, n, head_dim], contiguous, in place; the first
-        `num_queries` of them are multiplied by `scale`."""
-
-
-class TorchRotation:
-    """cos and sin [T, 1, rotary_dim] hold each angle twice, the first half of sin negated, so that
-    three operators do it. A pair is (feature i, feature i + half)."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._cos, self._sin = cos, sin
-
-    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
-        """See Rotation."""
-        rotary_dim = self._cos.shape[-1]
-        turning = heads[:, :num_turning, :rotary_dim]
-        swapped = turning.roll(rotary_dim // 2, dims=-1)
-        torch.addcmul(turning * self._cos, swapped, self._sin, out=turning)
-        heads[:, :num_queries].mul_(scale)
-
-
-class KernelRotation:
-    """The same by one kernel: by those of the angles [*, 2, rotary_dim / 2], in float32, that lie
-    at positions [T]."""
-
-    def __init__(self, angles: Tensor, positions: Tensor) -> None:
-        self.angles, self.positions = angles, positions
-
-    def turn_(self, heads: Tensor, num_turning: int, num_queries: int, scale: float) -> None:
-        """See Rotation."""
-        from text_generation_shard.device.cpu.kernels.pointwise import rotate_
-
-        rotate_(heads, num_turning, num_queries, scale, self.angles, self.positions)
 
 
 def _plain(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:

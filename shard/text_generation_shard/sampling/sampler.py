@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Flags, Floats, Ints, Tokens
-from text_generation_shard.sampling.params import SamplingColumns, SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingColumns, SamplingTable, Watermark
 from text_generation_shard.sampling.truncation import keep_likely
 
 # The prime TGI seeds green lists with (utils/watermark.py).

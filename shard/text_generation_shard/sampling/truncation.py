@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from text_generation_shard.sampling.params import SamplingColumns
+from text_generation_shard.sampling.table import SamplingColumns
 
 
 def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:

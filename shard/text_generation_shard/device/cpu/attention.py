@@ -8,33 +8,40 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.attention import AttentionPlan
-from text_generation_shard.device.batch import ForwardBatch, RowBatch
-from text_generation_shard.device.cpu.first_touch import Parts
+from text_generation_shard.device.base import (
+    Angles,
+    AttentionPlan,
+    CacheShape,
+    ForwardBatch,
+    Rows,
+    ScheduledTokens,
+)
+from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
+from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.vector import marker
-from text_generation_shard.device.reference.kv_cache import CacheShape, untouched
+
+# Tokens whose pages are written when a cache is made, for the passes that are measured then: a page
+# that nobody has written is read from the first-level cache, whichever it is.
+_WARM_TOKENS = 2112
 
 
 class PackedCache:
     """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
-        self.shape = shape
+    def __init__(self, shape: CacheShape, num_blocks: int, pages: FirstTouch) -> None:
+        count = shape.num_layers * shape.num_kv_heads
+        first = -(-_WARM_TOKENS // shape.block_size)
+        self._memory = pages.allocate(count, num_blocks, shape.block_bytes // count, first)
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
         self.layer_bytes = self.nbytes // shape.num_layers
-        self._memory = untouched(self.nbytes)
-        self._start = self._memory.data_ptr()
-        count = shape.num_layers * shape.num_kv_heads
-        self.parts: Parts | None = Parts(self._start, count, num_blocks, shape.block_bytes // count)
-        self.place = self._start, self.layer_bytes, num_blocks
-        """As `kernels.layers` takes it."""
+        self.address = self._memory.data_ptr()
 
     def layer(self, layer: int) -> int:
         """The address of a layer's blocks."""
-        return self._start + layer * self.layer_bytes
+        return self.address + layer * self.layer_bytes
 
 
 class PackedPlan(NamedTuple):
@@ -57,20 +64,25 @@ class PackedAttention:
     name = "packed"
     block_size = attention.BLOCK_SIZE
     is_deterministic = True
-    gathers = False
 
-    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, pages: FirstTouch) -> None:
+        """`pages` makes the memory of the cache."""
         self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._pages = pages
         self.cache: PackedCache | None = None
 
-    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> PackedCache:
-        """See AttentionBackend."""
+    def workspace_bytes(self, shape: CacheShape) -> int:
+        """See Attention; nothing is copied."""
+        return 0
+
+    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
+        """See Attention."""
         self.cache = None
-        self.cache = PackedCache(shape, num_blocks)
-        return self.cache
+        self.cache = PackedCache(shape, num_blocks, self._pages)
+        return self.cache.nbytes
 
     def plan(self, batch: ForwardBatch) -> PackedPlan:
-        """See AttentionBackend."""
+        """See Attention."""
         offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
         num_threads = numba.get_num_threads()
@@ -82,11 +94,12 @@ class PackedAttention:
         last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
         return PackedPlan(slots, tables, tasks, wanted.numpy(), last_tasks, num_threads)
 
-    def plan_rows(self, batch: RowBatch) -> tuple[Ints, PackedPlan]:
-        """The ids of the tokens [R], and `plan` for a pass of these."""
+    def plan_rows(self, rows: Rows, scheduled: ScheduledTokens) -> tuple[Ints, PackedPlan]:
+        """Of a decode pass: the ids of its tokens [R], and its plan."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
-        input_ids, slots, tasks = plan_rows(*batch, group, num_threads)
-        plan = slots, batch.block_tables, tasks, np.arange(len(slots)), _NO_TASKS
+        which, tables = (scheduled.rows, scheduled.starts), rows.block_tables
+        input_ids, slots, tasks = plan_rows(*which, rows.token_ids, tables, group, num_threads)
+        plan = slots, tables, tasks, np.arange(len(slots)), _NO_TASKS
         return input_ids, PackedPlan(*plan, num_threads)
 
     def forward(
@@ -97,7 +110,7 @@ class PackedAttention:
         window: int | None,
         plan: AttentionPlan,
     ) -> Tensor:
-        """See AttentionBackend. Queries, keys and values must lie as one projection left them."""
+        """See Attention. Queries, keys and values must lie as one projection left them."""
         assert self.cache is not None and isinstance(plan, PackedPlan)
         tokens, heads, head_dim = query.shape
         kind, start = marker(query.dtype), query.data_ptr()
@@ -118,6 +131,17 @@ class PackedAttention:
         code = attention.task_code(numba.typeof(kind))
         attention.attend(kind, code, parts, plan.block_tables, plan.tasks)
         return out
+
+
+class KernelRotation:
+    """See `Rotation`; by one kernel."""
+
+    def __init__(self, angles: Angles) -> None:
+        self._angles = angles
+
+    def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:
+        """See Rotation."""
+        rotate_(heads, num_rotated, num_queries, scale, *self._angles)
 
 
 def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:

@@ -1,20 +1,22 @@
-"""Pages of the KV cache, brought there before they are needed, while nothing is computed.
+"""Pages of the KV cache, written before they are needed, while nothing is computed.
 
-Why it is fast: the system gives a page of memory when it is first written, which takes it 0.7 us,
-and 11 us in a virtual machine whose host has to find the page too. A prompt of 2,048 tokens of the
-125 M checkpoint writes 11,500 pages: up to 130 of its 870 ms. Not all at once: that would be
-seconds at the start, and memory that most servers never need.
+The system gives a page of memory when it is first written, which would keep a prompt waiting. Not
+all pages are written at the start: that takes seconds, and memory that most servers never need.
 """
 
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +28,9 @@ _AHEAD_BYTES = 512 * 2**20
 # So much goes from one end of the blocks on at a time, in all parts; whether somebody computes is
 # asked before each part.
 _PIECE_BYTES = 2**20
-# Nothing was computed at so many looks one after the other.
-_IDLE_LOOKS = 3
-_LOOK_S = 0.04
+# Consecutive idle polls before a piece is written, and seconds between two.
+_IDLE_POLLS = 3
+_POLL_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +53,55 @@ class Parts:
             yield self.address + begin, end - begin
 
 
+class Passes:
+    """Knows whether anything is computed: `with` it around each pass, ask from any thread."""
+
+    def __init__(self) -> None:
+        self._num_begun = self._num_ended = self._num_seen = 0
+
+    def __enter__(self) -> None:
+        self._num_begun += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._num_ended += 1
+
+    def are_computed(self) -> bool:
+        """Whether a pass is under way, or has begun since this was last asked."""
+        begun, seen = self._num_begun, self._num_seen
+        self._num_seen = begun
+        return begun != self._num_ended or begun != seen
+
+
 class FirstTouch:
     """Owns the knowledge of how much of a cache is there. `run` is the body of a thread; the other
-    methods are the engine's."""
+    methods are called from the thread that computes."""
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
         """`is_busy`: whether anything is being computed; asked from the thread."""
         self._is_busy = is_busy
-        # Held while pages are brought, so that no cache goes away meanwhile.
+        # Held while pages are written, so that no cache goes away meanwhile.
         self._lock = threading.Lock()
         self._has_work = threading.Event()
+        self._memory: Tensor | None = None
         self._parts: Parts | None = None
         # Blocks that are there, and that should be.
         self._num_there = 0
         self._num_wanted = 0
 
-    def follow(self, parts: Parts | None) -> None:
-        """Another cache; None: there is none, and what was there may go."""
+    def allocate(self, count: int, num_blocks: int, block_bytes: int, num_first: int = 0) -> Tensor:
+        """Memory for a cache, zeros in uint8, see `Parts`; the former one may go. The pages of the
+        first blocks are written at once, those of the others when there is time."""
         with self._lock:
-            self._parts, self._num_there, self._num_wanted = parts, 0, 0
+            self._memory = self._parts = None
+            self._num_there = self._num_wanted = 0
+            self._memory = memory = untouched(count * num_blocks * block_bytes)
+            self._parts = parts = Parts(memory.data_ptr(), count, num_blocks, block_bytes)
+        # Where the system can not, pages come when they are written, as ever.
+        with suppress(OSError):
+            for region in parts.regions(0, min(num_first, num_blocks)):
+                bring(*region)
         self.note_use(0)
+        return memory
 
     def note_use(self, num_blocks: int) -> None:
         """The first so many blocks are in use, or have been."""
@@ -92,7 +123,7 @@ class FirstTouch:
                 self._has_work.clear()
                 self.catch_up()
         except OSError as error:
-            logger.info("the pages of the KV cache are not brought beforehand: %s", error)
+            logger.info("the pages of the KV cache are not written beforehand: %s", error)
 
     def catch_up(self) -> None:
         """Bring what is missing now. OSError: the system does not."""
@@ -103,25 +134,24 @@ class FirstTouch:
                 self._wait_until_idle()
                 with self._lock:
                     if self._parts is not parts:
-                        return  # `follow` has set `_has_work`, if there is another
+                        return  # `allocate` has set `_has_work`
                     bring(*region)
             with self._lock:
                 if self._parts is parts:
                     self._num_there = last
 
     def _wait_until_idle(self) -> None:
-        looks = 0 if self._is_busy() else _IDLE_LOOKS
-        while looks < _IDLE_LOOKS:
-            time.sleep(_LOOK_S)
-            looks = 0 if self._is_busy() else looks + 1
+        idle = 0 if self._is_busy() else _IDLE_POLLS
+        while idle < _IDLE_POLLS:
+            time.sleep(_POLL_S)
+            idle = 0 if self._is_busy() else idle + 1
 
 
-def bring_first(parts: Parts, num_blocks: int) -> None:
-    """The memory of the first blocks, at once; where the system does not give it beforehand, it
-    comes when it is written, as ever."""
-    with suppress(OSError):
-        for region in parts.regions(0, num_blocks):
-            bring(*region)
+def untouched(nbytes: int) -> Tensor:
+    """So many bytes of zeros, uint8, that take neither memory nor time until they are written."""
+    # Private, because the system gives shared pages more slowly.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
 def bring(address: int, size: int) -> None:

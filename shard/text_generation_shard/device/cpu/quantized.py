@@ -1,10 +1,9 @@
 """Weights in 8 or 4 bits, and their products by torch's own packed kernels.
 
-Where the processor's own kernels are used, those multiply them (`layers.tiled`).
-Only weights are quantised: activations and sums keep their type. The kernels are written for a few
-rows, where reading the weights is what takes time; beyond those the weight is spelled out in
-bfloat16, a part at a time, and multiplied as such. They exist in bfloat16: with other activations
-(where they are slower than a float product) the weight is spelled out for any number of rows.
+Where our own kernels are used, those multiply them (`linear`). torch's are written for a few rows,
+where reading the weights is what takes time; beyond those the weight is dequantized in bfloat16, a
+part at a time, and multiplied as such. They exist in bfloat16: with other activations
+(where they are slower than a float product) the weight is dequantized for any number of rows.
 """
 
 import sys
@@ -13,24 +12,25 @@ from functools import cache
 import torch
 from torch import Tensor
 
-GROUP: int = 32
-"""Inputs that share a scale and a zero in int4, as in llama.cpp's Q4_0."""
+from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.reference.quantized import (
+    GROUP,
+    parts_of,
+    quantize_groups,
+    quantize_rows,
+)
 
-# Rows up to which the kernels win over spelling out. All layers of the 125 M checkpoint, one core:
+# Rows up to which the kernels win over dequantizing. All layers of the 125 M checkpoint, one core:
 # int8 35 against 37 ms at 8 rows, 59 against 52 at 16; int4 22 against 164, 341 against 323 at 128.
 _FEW_ROWS_INT8 = 8
 _FEW_ROWS_INT4 = 96
-# Numbers spelled out at once: 8 MiB in bfloat16, whatever the size of the vocabulary.
-_SPELLED_NUMBERS = 2**22
+# Numbers dequantized at once: 8 MiB in bfloat16, whatever the size of the vocabulary.
+_DEQUANTIZED_NUMBERS = 2**22
 # int8 kernel: a vector of inputs is read at once, also beyond the end of the matrix.
 _INT8_STEP = 16
 # int4 layout: outputs come in panels of 64, what is left over in pairs.
 _INT4_STEP = 16
 _PANEL = 64
-# Numbers fitted at once: what is computed of them stays in the second-level cache.
-_FITTED_NUMBERS = 2**18
-# Passes over a group that fit scale and zero to the whole numbers and these to those.
-_INT4_FITS = 2
 
 
 class Int8Matrix:
@@ -40,18 +40,18 @@ class Int8Matrix:
     """
 
     kind = "int8"
-    place = None
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, obstacle: str = "") -> None:
         """`dtype` is that of the activations; the scale is rounded to it before q is chosen."""
         parts = [quantize_rows(part, dtype) for part in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._numbers, self._scale = torch.cat(numbers), torch.cat(scales)
         self._few_rows = _FEW_ROWS_INT8 if dtype == torch.bfloat16 else 0
+        self.obstacle = obstacle
         self.nbytes = self._numbers.nbytes + self._scale.nbytes
 
     @staticmethod
-    def obstacle(weight: Tensor) -> str:
+    def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int8; empty when it can."""
         if weight.shape[1] % _INT8_STEP:
             return f"{weight.shape[1]} inputs are no multiple of {_INT8_STEP}"
@@ -64,7 +64,7 @@ class Int8Matrix:
             out: Tensor = torch.ops.aten._weight_int8pack_mm(hidden, self._numbers, self._scale)
         else:
             # Whole numbers up to 127 are exact in every float, so the scale can come last.
-            outputs = max(1, _SPELLED_NUMBERS // hidden.shape[1])
+            outputs = max(1, _DEQUANTIZED_NUMBERS // hidden.shape[1])
             parts = torch.split(self._numbers, outputs)
             out = torch.cat([hidden @ part.to(hidden.dtype).t() for part in parts], dim=1)
             out.mul_(self._scale)
@@ -75,15 +75,18 @@ class Int8Matrix:
         rows = self._numbers.index_select(0, ids).to(self._scale.dtype)
         return rows.mul_(self._scale.index_select(0, ids)[:, None])
 
+    def as_matrix(self) -> tuple[Matrix, int]:
+        """See EmbeddingTable."""
+        return self, 0
+
 
 class Int4Matrix:
     """A weight [N, K] as numbers from 0 to 15 with a scale and a zero for each output and group
     of 32 inputs: w ≈ scale · (q - 8) + zero; 5 bits a weight with bfloat16 scales."""
 
     kind = "int4"
-    place = None
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, obstacle: str = "") -> None:
         """`dtype` is that of the activations; scale and zero are rounded to it before the last
         choice of q."""
         self._num_outputs = weight.shape[0]
@@ -99,10 +102,11 @@ class Int4Matrix:
         self._few_rows = _FEW_ROWS_INT4 if dtype == torch.bfloat16 else 0
         if not _is_layout_known():
             self._few_rows = sys.maxsize
+        self.obstacle = obstacle
         self.nbytes = self._packed.nbytes + self._scale_zero.nbytes
 
     @staticmethod
-    def obstacle(weight: Tensor) -> str:
+    def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int4; empty when it can."""
         if weight.shape[1] % GROUP:
             return f"{weight.shape[1]} inputs are no multiple of {GROUP}"
@@ -116,11 +120,11 @@ class Int4Matrix:
         if hidden.shape[0] <= self._few_rows:
             out = self._multiply_packed(hidden, 0)
         else:
-            outputs = max(_PANEL, _SPELLED_NUMBERS // hidden.shape[1] // _PANEL * _PANEL)
+            outputs = max(_PANEL, _DEQUANTIZED_NUMBERS // hidden.shape[1] // _PANEL * _PANEL)
             parts = []
             for start in range(0, self._num_whole, outputs):
                 end = min(start + outputs, self._num_whole)
-                parts.append(hidden @ self._spell_out(start, end))
+                parts.append(hidden @ self._dequantize(start, end))
             if self._num_whole < self._num_outputs:
                 parts.append(self._multiply_packed(hidden, self._num_whole))
             out = torch.cat(parts, dim=1)
@@ -133,7 +137,7 @@ class Int4Matrix:
         )
         return out
 
-    def _spell_out(self, start: int, end: int) -> Tensor:
+    def _dequantize(self, start: int, end: int) -> Tensor:
         """Outputs of whole panels as floats: [K, end - start]."""
         numbers = _unpack(self._packed[start:end]).to(self._scale_zero.dtype).sub_(8)
         # [panels, K / 32, 32, 64] all, so that the last addition also turns the panels around.
@@ -142,14 +146,14 @@ class Int4Matrix:
             part.view(-1, panels, 1, _PANEL).transpose(0, 1)
             for part in self._scale_zero[:, start:end].permute(2, 0, 1).contiguous()
         )
-        spelled = torch.empty(inputs, end - start, dtype=numbers.dtype)
+        dequantized = torch.empty(inputs, end - start, dtype=numbers.dtype)
         torch.addcmul(
             zero,
             numbers.view(panels, -1, GROUP, _PANEL),
             scale,
-            out=spelled.view(-1, GROUP, panels, _PANEL).permute(2, 0, 1, 3),
+            out=dequantized.view(-1, GROUP, panels, _PANEL).permute(2, 0, 1, 3),
         )
-        return spelled
+        return dequantized
 
 
 def _unpack(packed: Tensor) -> Tensor:
@@ -168,50 +172,3 @@ def _is_layout_known() -> bool:
     numbers = numbers.view(2 * _PANEL, GROUP)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)
     return torch.equal(_unpack(packed).transpose(1, 2).flatten(0, 1), numbers)
-
-
-def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
-    """The weight in parts of whole panels, so that all that is computed of one stays in the cache,
-    and that no copy in float32 of a large matrix is ever made."""
-    return torch.split(weight, max(1, _FITTED_NUMBERS // weight.shape[1] // _PANEL) * _PANEL)
-
-
-def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers int8 [N, K] and scale [N] of type `dtype`."""
-    wide = weight.float()
-    largest = wide.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny * 127)
-    scale = (largest / 127).to(dtype)
-    return (wide / scale.float()[:, None]).round_().clamp_(-127, 127).char(), scale
-
-
-def quantize_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers int32 [N, K], scale and zero [N, K / 32] of type `dtype` with a small squared error.
-
-    Starts from the least and the largest of each group, then takes turns: scale and zero by least
-    squares for the numbers, the nearest numbers for these. Each turn uses scale and zero as they
-    are kept, so rounding them is part of what is fitted.
-    """
-    groups = weight.float().view(len(weight), -1, GROUP)
-    low, high = groups.aminmax(dim=-1)
-    scale = ((high - low) / 15).clamp_min_(torch.finfo(torch.float32).tiny)
-    scale, zero = _rounded(scale, dtype), _rounded(low + 8 * scale, dtype)
-    numbers = _nearest(groups, scale, zero)
-    middle = groups.mean(dim=-1)
-    for _ in range(_INT4_FITS):
-        average = numbers.mean(dim=-1)
-        spread = numbers.square().mean(dim=-1) - average.square()
-        together = (numbers * groups).mean(dim=-1) - average * middle
-        # A group of equal numbers says nothing about the scale.
-        scale = _rounded(torch.where(spread > 0, together / spread, scale), dtype)
-        zero = _rounded(middle - scale * average, dtype)
-        numbers = _nearest(groups, scale, zero)
-    return numbers.add_(8).int().flatten(1), scale.to(dtype), zero.to(dtype)
-
-
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype).float()
-
-
-def _nearest(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The numbers from -8 to 7 that stand for the weights best."""
-    return ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(-8, 7)

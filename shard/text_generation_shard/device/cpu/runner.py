@@ -1,162 +1,186 @@
-"""The layers of a model as one call of the processor's own kernels."""
+"""Steps on the processor: a pass is one call of the kernels where these take the whole model."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numba import config as numba_config
+from numba import typeof
 from torch import Tensor
 
 from text_generation_shard.arrays import Floats, Ints
-from text_generation_shard.device.attention import AttentionBackend, AttentionPlan
-from text_generation_shard.device.batch import RowBatch
-from text_generation_shard.device.cpu.kernels import Place
-from text_generation_shard.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
-
-
-class Layer(Protocol):
-    """What a loaded layer tells."""
-
-    def fields(self, kind: Any) -> dict[str, int] | None:
-        """See Linear.fields."""
-
-
-class Tokens(NamedTuple):
-    """The T tokens of a pass: their ids [T], the angles that turn them, see `KernelRotation`, with
-    positions [T], and what attention knows of them."""
-
-    input_ids: Ints
-    angles: Tensor
-    positions: Ints
-    plan: AttentionPlan
-
-
-class Ends(NamedTuple):
-    """What lies before and behind the layers: the address of the tokens' vectors (0: they are in a
-    form that the kernels do not take), that of the last norm, and the head's weights (None:
-    likewise)."""
-
-    embedding: int
-    norm: int
-    head: Place | None
+from text_generation_shard.device.base import (
+    Angles,
+    DecoderWeights,
+    ForwardBatch,
+    LayerWeights,
+    Matrix,
+    Model,
+    ScheduledTokens,
+    StepPlan,
+    StepScores,
+)
+from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
+from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
+from text_generation_shard.device.cpu.kernels import layers
+from text_generation_shard.device.cpu.kernels.linear import weights_marker
+from text_generation_shard.device.cpu.kernels.thread_pool import board_words
+from text_generation_shard.device.cpu.kernels.threads import Threads
+from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker
+from text_generation_shard.device.cpu.linear import PackedMatrix
+from text_generation_shard.device.cpu.sampler import sample
+from text_generation_shard.device.reference.linear import FloatTable
+from text_generation_shard.device.reference.runner import EagerForward, Forward
+from text_generation_shard.sampling.sampler import Scores
 
 
-def compiled_layers(
-    layers: Sequence[Layer],
-    ends: Ends,
-    config: ModelConfig,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    quantize: str | None,
-) -> "CompiledLayers | None":
-    """The loaded layers as one; None if the kernels do not take all of them: torch's attention, or
-    weights of several kinds."""
-    if backend.name != "packed":
+def fused_decoder(model: Model, dtype: torch.dtype) -> "FusedDecoder | None":
+    """The loaded model as one call; None if the kernels do not take all of its layers: another
+    shape, torch's attention, or weights of several kinds."""
+    weights, attention = model.weights(), model.attention
+    if weights is None or not isinstance(attention, PackedAttention):
         return None
-    from text_generation_shard.device.cpu.attention import PackedAttention
-    from text_generation_shard.device.cpu.kernels.linear import weights_marker
-    from text_generation_shard.device.cpu.kernels.vector import INT4, INT8, marker
-
-    assert isinstance(backend, PackedAttention)
-    rows, weights = marker(dtype), weights_marker(dtype)
-    kind = {None: weights, "int8": INT8, "int4": INT4}.get(quantize)
-    head_kind = weights if quantize is None else INT8
-    fields = [layer.fields(kind) for layer in layers]
-    if any(item is None for item in fields):
+    matrices = [getattr(layer, name) for layer in weights.layers for name in _PRODUCTS]
+    if not all(isinstance(matrix, PackedMatrix) for matrix in matrices):
         return None
-    if ends.head is None or type(ends.head.kind) is not type(head_kind):
-        ends = ends._replace(head=None)
-    known = [item for item in fields if item is not None]
-    return CompiledLayers(known, ends, (kind, head_kind, rows), config, backend)
+    kinds = {type(matrix.place.kind) for matrix in matrices}
+    return FusedDecoder(model, weights, attention, dtype) if len(kinds) == 1 else None
 
 
-class CompiledLayers:
-    """Runs layers whose weights others own. Owns their addresses, the buffers of a pass and the
-    board of the threads that go through it: of one pass at a time."""
+class FusedDecoder:
+    """Computes passes of a model whose weights others own. Owns their addresses, the buffers of a
+    pass and the board of the threads that compute it: of one pass at a time."""
 
     def __init__(
         self,
-        fields: Sequence[dict[str, int]],
-        ends: Ends,
-        kinds: tuple[Any, Any, Any],
-        config: ModelConfig,
-        backend: "PackedAttention",
+        model: Model,
+        weights: DecoderWeights,
+        attention: PackedAttention,
+        dtype: torch.dtype,
     ) -> None:
-        """`fields` of each layer, all with weights of one kind; kinds: markers of that, of the
-        head's weights and of rows."""
-        from numba import config as numba_config
-        from numba import typeof
-
-        from text_generation_shard.device.cpu.kernels import layers
-        from text_generation_shard.device.cpu.kernels.thread_pool import board_words
-        from text_generation_shard.device.cpu.kernels.vector import aligned
-
-        self._run, self._given = layers.run_layers, layers.Given
-        self._backend, self._kinds, self._vocab_size = backend, kinds, config.vocab_size
-        self.has_embedding, self.has_head = bool(ends.embedding), ends.head is not None
-        self._layers = np.zeros(len(fields), layers.LAYER)
-        for place, layer in enumerate(fields):
-            for name in layers.FIELDS:
-                self._layers[place][name] = layer.get(name, 0)
-        names = "qkv", "out", "gate_up", "down"
-        self.regions = [(item[name], item[f"{name}_bytes"]) for item in fields for name in names]
+        self._model, self._weights, self._attention = model, weights, attention
+        self._dtype = dtype
+        plain = weights_marker(dtype)
+        head = _place(weights.head)
+        # The head is int8, or of the rows' own type.
+        self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
+        table = weights.embedding
+        self._embedding = table.weight.data_ptr() if isinstance(table, FloatTable) else 0
+        kind = _place(weights.layers[0].qkv).kind
+        self._kinds = kind, head.kind if self._has_head else plain, marker(dtype)
+        self._layers = np.zeros(len(weights.layers), layers.LAYER)
+        for index, layer in enumerate(weights.layers):
+            for name, value in _fields(layer).items():
+                self._layers[index][name] = value
+        self.weight_regions = [
+            (place.weight, place.nbytes)
+            for layer in weights.layers
+            for place in (_place(getattr(layer, name)) for name in _PRODUCTS)
+        ]
         """Of the weights that every pass reads: addresses and bytes."""
-        if ends.head is not None:
-            self.regions.append((ends.head.weight, ends.head.nbytes))
+        if self._has_head:
+            self.weight_regions.append((head.weight, head.nbytes))
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
-        self._pass = np.zeros(1, layers.PASS)
+        self._pass = self._constants(head)
         # As much as the largest pass so far took; kept, so that a step allocates nothing.
         self._memory = np.empty(0, dtype=np.uint8)
-        size, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
-        half = config.rope.rotary_dim // 2
-        sizes = size, config.intermediate_size, heads, kv_heads, config.head_dim, half
-        head = (0, 0) if ends.head is None else (ends.head.weight, ends.head.scales)
-        others = self._board.data_ptr(), ends.embedding, *head, ends.norm, config.vocab_size
-        scales = config.attention_scale, config.norm_eps, config.residual_multiplier
-        constants = config.embedding_multiplier, *scales
-        fixed: dict[str, float] = {}
-        fixed |= layers.codes(*(typeof(marker) for marker in kinds))
-        fixed |= dict(zip(layers.SIZES, sizes, strict=True))
-        fixed |= dict(zip(layers.OTHERS, others, strict=True))
-        fixed |= dict(zip(layers.CONSTANTS, constants, strict=True))
-        for name, value in fixed.items():
-            self._pass[name] = value
 
-    def plan_rows(self, batch: RowBatch, angles: Tensor) -> Tokens:
-        """The tokens [R], turned by the angles of their positions."""
-        input_ids, plan = self._backend.plan_rows(batch)
-        return Tokens(input_ids, angles, batch.starts, plan)
+    def _constants(self, head: Any) -> Any:
+        """What is the same in all passes: [1] of `layers.PASS`."""
+        own = self._weights.sizes
+        sizes = (
+            own.hidden_size,
+            own.intermediate_size,
+            own.num_heads,
+            own.num_kv_heads,
+            own.head_dim,
+        )
+        scales = own.attention_scale, own.norm_eps, own.residual_multiplier
+        at_head = (head.weight, head.scales) if self._has_head else (0, 0)
+        others = (
+            *(self._board.data_ptr(), self._embedding, *at_head),
+            *(self._weights.norm.data_ptr(), own.vocab_size),
+        )
+        values: dict[str, float] = {}
+        values |= layers.codes(*(typeof(kind) for kind in self._kinds))
+        values |= dict(zip(layers.SIZES, (*sizes, own.rotary_dim // 2), strict=True))
+        values |= dict(zip(layers.OTHERS, others, strict=True))
+        values |= dict(zip(layers.CONSTANTS, (own.embedding_multiplier, *scales), strict=True))
+        constants = np.zeros(1, layers.PASS)
+        for name, value in values.items():
+            constants[name] = value
+        return constants
 
-    def forward(self, tokens: Tokens, hidden: Tensor) -> None:
-        """hidden [T, hidden_size] goes through all layers in place; if the layers have the
-        embedding, it begins as anything. Tokens that the plan does not want end as anything."""
-        self._compute(tokens, hidden, _NO_LOGITS)
+    @property
+    def is_whole(self) -> bool:
+        """Whether the head is computed in the same call."""
+        return self._has_head
 
-    def logits(self, tokens: Tokens, hidden: Tensor | None) -> Floats:
-        """What the head makes of the S tokens that the plan wants: [S, vocab_size] in float32. Only
-        if the layers have it. hidden as in `forward`; None, only if they have the embedding: nobody
-        asks for it."""
-        num_wanted = len(cast("PackedPlan", tokens.plan).wanted)
-        logits: Floats = np.empty((num_wanted, self._vocab_size), dtype=np.float32)
-        self._compute(tokens, hidden, logits)
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """See Forward."""
+        ids = batch.input_ids
+        hidden = self._embedded(ids)
+        if hidden is None:
+            # Uninitialized on entry: the kernels look it up.
+            hidden = torch.empty(len(ids), self._weights.sizes.hidden_size, dtype=self._dtype)
+        plan = self._attention.plan(replace(batch, logits_indices=None))
+        self._compute(ids.numpy(), self._model.angles(batch), plan, hidden, _NO_LOGITS)
+        return hidden
+
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        """See Forward. Of tokens whose logits are not wanted the last layer computes keys and
+        values, and nothing else."""
+        if not self._has_head:
+            hidden, wanted = self.hidden(batch), batch.logits_indices
+            return self._model.logits(hidden if wanted is None else hidden[wanted])
+        ids, plan = batch.input_ids.numpy(), self._attention.plan(batch)
+        return torch.from_numpy(self._logits(ids, self._model.angles(batch), plan))
+
+    def decode_scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Floats:
+        """`scores` of a decode pass, where no length matters to rope, without an operator of torch:
+        each takes 20 to 30 us when nothing of it is in the caches."""
+        end = max(scheduled.ends.tolist())
+        ids, tokens = self._attention.plan_rows(plan.rows, scheduled)
+        # Positions are starts: only their type is numpy's.
+        angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
+        return self._logits(ids, angles, tokens)
+
+    def _logits(self, ids: Ints, angles: Angles, plan: PackedPlan) -> Floats:
+        own = self._weights.sizes
+        logits: Floats = np.empty((len(plan.wanted), own.vocab_size), dtype=np.float32)
+        self._compute(ids, angles, plan, self._embedded(ids), logits)
+        if own.logits_divisor != 1.0:
+            logits /= np.float32(own.logits_divisor)
         return logits
 
-    def _compute(self, tokens: Tokens, hidden: Tensor | None, logits: Any) -> None:
-        # Nobody else makes plans here; to ask takes longer than to know.
-        cache, plan = self._backend.cache, cast("PackedPlan", tokens.plan)
+    def _embedded(self, ids: Tensor | Ints) -> Tensor | None:
+        """What the layers start with [T, hidden_size]; None: the kernels look it up."""
+        if self._embedding:
+            return None
+        hidden = self._weights.embedding.lookup(torch.as_tensor(ids))
+        multiplier = self._weights.sizes.embedding_multiplier
+        return hidden if multiplier == 1.0 else hidden * multiplier
+
+    def _compute(
+        self, ids: Ints, angles: Angles, plan: PackedPlan, hidden: Tensor | None, logits: Any
+    ) -> None:
+        """All layers of a pass. hidden [T, hidden_size] is overwritten; None: nobody asks for it.
+        logits [S, vocab_size], or none, are written."""
+        cache, rows = self._attention.cache, angles.rows
         assert cache is not None and (hidden is None or hidden.is_contiguous())
-        given = self._given(
+        given = layers.Given(
             *self._kinds,
             self._pass,
             self._layers,
             0 if hidden is None else hidden.data_ptr(),
-            tokens.angles.data_ptr(),
-            *cache.place,
-            tokens.input_ids,
-            tokens.positions,
+            angles.table.data_ptr(),
+            cache.address,
+            cache.layer_bytes,
+            cache.num_blocks,
+            ids,
+            rows.numpy() if isinstance(rows, Tensor) else rows,
             plan.slots,
             plan.block_tables,
             plan.tasks,
@@ -164,11 +188,71 @@ class CompiledLayers:
             plan.last_tasks,
             logits,
         )
-        needed = self._run(given, self._memory, plan.num_threads)
+        needed = layers.run_layers(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
             self._memory = np.empty(needed, dtype=np.uint8)
-            self._run(given, self._memory, plan.num_threads)
+            layers.run_layers(given, self._memory, plan.num_threads)
 
 
+class CpuRunner:
+    """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
+
+    def __init__(
+        self, model: Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
+    ) -> None:
+        """`pages` of the cache are told of the blocks in use, `passes` when a pass runs."""
+        self._forward: Forward = decoder or EagerForward(model)
+        is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
+        self._decoder = decoder if is_whole else None
+        self._pages, self._passes, self._threads = pages, passes, Threads()
+
+    def launch(self, plan: StepPlan) -> StepScores:
+        """See Runner."""
+        scores = [self._scores(plan, scheduled) for scheduled in plan.passes()]
+        done = time.perf_counter_ns()
+        if len(scores) == 1 and isinstance(scores[0], np.ndarray):
+            # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
+            return StepScores(plan.choose(scores[0], sample), done)
+        with torch.inference_mode():
+            together = torch.cat([torch.as_tensor(item) for item in scores])
+            return StepScores(plan.choose(together, sample), done)
+
+    def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
+        """Of the tokens of one pass after which one is sampled [S, vocab_size]."""
+        if self._decoder is not None and scheduled.is_decode:
+            with self._passes, self._threads.measured(len(scheduled.rows)):
+                return self._decoder.decode_scores(plan, scheduled)
+        self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
+        count = int(scheduled.counts.sum())
+        with self._passes, self._threads.measured(count), torch.inference_mode():
+            if plan.wants_hidden:
+                return plan.scores(scheduled, self._forward.hidden)
+            return self._forward.scores(plan.batch(scheduled))
+
+
+_PRODUCTS = "qkv", "out", "gate_up", "down"
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
+
+
+def _place(matrix: Matrix) -> Any:
+    """Where a packed weight lies; None: it is in another form."""
+    return matrix.place if isinstance(matrix, PackedMatrix) else None
+
+
+def _fields(layer: LayerWeights) -> dict[str, int]:
+    """A layer as `layers.LAYER` has it."""
+    tensors = {
+        "attention_norm": layer.attention_norm,
+        "query_norm": layer.query_norm,
+        "key_norm": layer.key_norm,
+        "mlp_norm": layer.mlp_norm,
+        "qkv_bias": layer.qkv_bias,
+        "out_bias": layer.out_bias,
+        "down_bias": layer.down_bias,
+    }
+    found = {name: 0 if value is None else value.data_ptr() for name, value in tensors.items()}
+    for name in _PRODUCTS:
+        place = _place(getattr(layer, name))
+        found |= {name: place.weight, f"{name}_scales": place.scales}
+    return found | {"is_turned": int(layer.uses_rope), "window": layer.window or 0}

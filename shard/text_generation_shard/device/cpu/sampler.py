@@ -10,8 +10,8 @@ import torch
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device.cpu.kernels.choice import Choices, choose
-from text_generation_shard.sampling.params import SamplingTable, Watermark
 from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory, favour_green
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 
 def sample(

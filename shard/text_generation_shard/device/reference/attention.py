@@ -1,6 +1,6 @@
 """The reference attention: plain torch, any device, the specification of every faster one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.device.attention import MAX_GATHER_TOKENS, AttentionPlan
-from text_generation_shard.device.batch import ForwardBatch
-from text_generation_shard.device.reference.kv_cache import CacheShape, KVCache
+from text_generation_shard.device.base import AttentionPlan, CacheShape, ForwardBatch
+from text_generation_shard.device.reference.kv_cache import KVCache
+
+# Cached tokens that are copied at once, for keys and again for values.
+MAX_GATHER_TOKENS = 1 << 17
 
 # Rows with at most so many tokens in a pass are attended in groups, the others one by one.
 _MOST_GROUPED = 16
@@ -56,19 +58,24 @@ class TorchAttention:
     name = "torch"
     block_size = 16
     is_deterministic = False
-    gathers = True
 
-    def __init__(self) -> None:
+    def __init__(self, make_zeros: Callable[[int, int, int], Tensor]) -> None:
+        """`make_zeros`: see KVCache."""
+        self._make_zeros = make_zeros
         self._cache: KVCache | None = None
 
-    def allocate(self, shape: CacheShape, num_blocks: int, device: torch.device) -> KVCache:
-        """See AttentionBackend."""
+    def workspace_bytes(self, shape: CacheShape) -> int:
+        """See Attention."""
+        return 2 * MAX_GATHER_TOKENS * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+
+    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
+        """See Attention."""
         self._cache = None
-        self._cache = KVCache(shape, num_blocks, device)
-        return self._cache
+        self._cache = KVCache(shape, num_blocks, self._make_zeros)
+        return self._cache.nbytes
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
-        """See AttentionBackend."""
+        """See Attention."""
         assert self._cache is not None, "allocate comes before plan"
         slot_index = self._cache.slot_index(batch.slots)
         by_length: dict[int, list[int]] = {}
@@ -124,7 +131,7 @@ class TorchAttention:
         window: int | None,
         plan: AttentionPlan,
     ) -> Tensor:
-        """See AttentionBackend."""
+        """See Attention."""
         assert self._cache is not None and isinstance(plan, TorchPlan)
         self._cache.store(layer, plan.slot_index, key_value)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:

@@ -1,44 +1,11 @@
 """The memory behind block numbers: keys and values of every token, in blocks."""
 
-import mmap
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.cpu.first_touch import Parts
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What decides the size of one block."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes one block takes over all layers, keys and values."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return per_token * self.block_size
-
-
-def untouched(nbytes: int) -> Tensor:
-    """So many bytes of zeros that take neither memory nor time until they are written."""
-    # Not shared, as mmap's are otherwise: of those a page takes the system 1.2 us, and not 0.7.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
-
-
-def _zeros(nbytes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """So many bytes of zeros; finite from the start, for the reason given in `store`."""
-    if device.type != "cpu":
-        return torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    # torch.zeros would write them all, a second for the embedded model's cache.
-    return untouched(nbytes).view(dtype)
+from text_generation_shard.device.base import CacheShape
 
 
 class KVCache:
@@ -48,27 +15,26 @@ class KVCache:
     [context, head_dim] matrix, ready for a batched matrix product without another copy.
     """
 
-    def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, shape: CacheShape, num_blocks: int, make_zeros: Callable[[int, int, int], Tensor]
+    ) -> None:
+        """`make_zeros`: of so many parts, blocks of each and bytes of a block, in uint8."""
         self.shape = shape
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
-        data = _zeros(self.nbytes, shape.dtype, device).view(
-            shape.num_layers,
-            2,
-            shape.num_kv_heads,
-            num_blocks,
-            shape.block_size,
-            shape.head_dim,
+        # Finite from the start, for the reason given in `store`.
+        count = 2 * shape.num_layers * shape.num_kv_heads
+        zeros = make_zeros(count, num_blocks, shape.block_bytes // count)
+        data = zeros.view(shape.dtype).view(
+            *(shape.num_layers, 2, shape.num_kv_heads),
+            *(num_blocks, shape.block_size, shape.head_dim),
         )
-        count, address = 2 * shape.num_layers * shape.num_kv_heads, data.data_ptr()
-        block_bytes, is_host = shape.block_bytes // count, device.type == "cpu"
-        self.parts = Parts(address, count, num_blocks, block_bytes) if is_host else None
         # Keys and values are indexed alike, so that one operator stores or gathers both. Per layer
         # [2 * kv_heads * blocks * block_size, head_dim] …
         self._slots = [layer.view(-1, shape.head_dim) for layer in data]
         # … and the same memory as [2 * kv_heads * blocks, block_size * head_dim].
         self._blocks = [layer.view(-1, shape.block_size * shape.head_dim) for layer in data]
-        self._heads = torch.arange(2 * shape.num_kv_heads, device=device)
+        self._heads = torch.arange(2 * shape.num_kv_heads, device=data.device)
 
     def slot_index(self, slots: Tensor) -> Tensor:
         """Where the tokens of `slots` [T] lie in every head: [T * 2 * kv_heads]."""

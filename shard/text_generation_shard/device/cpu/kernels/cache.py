@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
-from llvmlite import binding
 from numba.core import config
 
+from text_generation_shard.device.cpu.kernels import processor
 from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ def filling(content: str) -> Iterator[bool]:
     """
     directory = Path(config.CACHE_DIR)
     # As numba's index has it: what another version or processor compiled does not count.
-    features = hashlib.sha256(binding.get_host_cpu_features().flatten().encode()).hexdigest()[:8]
-    machine = f"{sys.implementation.cache_tag}-{binding.get_host_cpu_name()}-{features}"
+    target = hashlib.sha256("\0".join(processor.target()).encode()).hexdigest()[:8]
+    machine = f"{sys.implementation.cache_tag}-{target}"
     filled = directory / f"filled-{numba.__version__}-{machine}-{content}"
     if filled.exists():
         yield False

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numba
 import torch
 from numba import int8, int64, njit, typeof, uint8
 from numba.core import config
@@ -27,6 +28,8 @@ from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 
 logger = logging.getLogger(__name__)
 
+# Reading what was compiled before takes less.
+_COMPILED_S = 2.0
 # What a process that compiles takes beside what it shares with the one that started it.
 _CHILD_BYTES = 256 * 2**20
 # Of more there is too little to do.
@@ -51,6 +54,21 @@ class Kernel(NamedTuple):
                 failure = error
         if failure is not None:
             raise failure
+
+
+def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int, free_bytes: int) -> None:
+    """Have every kernel ready; those that the calling thread starts use so many threads, or as many
+    as the process has cores if that is less. free_bytes: memory that processes may take which help
+    compiling."""
+    num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
+    # Processes are copied there, which those that have threads for kernels survive as copies only.
+    seconds = compile_all(dtype, quantize, num_threads, free_bytes)
+    numba.set_num_threads(num_threads)
+    if seconds > _COMPILED_S:
+        logger.info(
+            "compiled the kernels for this processor in %.0f s; they are kept for the next start",
+            seconds,
+        )
 
 
 def compile_all(

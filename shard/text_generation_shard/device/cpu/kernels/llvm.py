@@ -11,7 +11,6 @@ A function here writes the code of one intrinsic: it gets the builder, the types
 """
 
 import operator
-import platform
 from collections.abc import Callable
 from functools import cache, partial
 from inspect import Signature, signature
@@ -30,13 +29,13 @@ from numba.extending import (
     typeof_impl,
 )
 
+from text_generation_shard.device.cpu.kernels import processor
+
 LANES: Final = 16
 """Outputs, tokens or features that lie side by side in a vector."""
 VECTOR_BYTES: Final = 64
 INT32, INT64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
-_IS_X86: Final = platform.machine().lower() in ("x86_64", "amd64")
-_IS_ARM: Final = platform.machine().lower() in ("aarch64", "arm64")
 _NUMBERS: Final = {
     types.boolean: ir.IntType(1),
     types.int8: ir.IntType(8),
@@ -409,9 +408,9 @@ def fence(builder: Any, kinds: Any) -> None:
 @instruction(types.void)
 def pause(builder: Any, kinds: Any) -> None:
     """Say that this is a loop that waits for a word."""
-    if _IS_X86:
+    if processor.is_x86():
         call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType())
-    elif _IS_ARM:
+    elif processor.is_arm():
         # What others wait with there: as long as a pause, where a hint to yield is nothing.
         call_llvm(builder, "llvm.aarch64.isb", ir.VoidType(), INT32(15))
 

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from text_generation_shard.device.cpu.kernels import bfloat12
+from text_generation_shard.device.cpu.kernels import bfloat12, processor
 from text_generation_shard.device.cpu.kernels.llvm import (
     BYTES,
     INTS,
@@ -31,7 +31,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
 from text_generation_shard.device.cpu.kernels.structs import Address, Count
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, INT8, STEP_BYTES, inlined
 from text_generation_shard.device.cpu.kernels.vector_code import (
-    HAS_BYTE_TABLES,
     add_steps,
     load_sums,
     look_up_bytes,
@@ -53,6 +52,7 @@ def _magnitudes() -> list[list[Table]]:
 _WIDE_FLOATS: Final = Vector(types.float32, VECTOR_BYTES)
 _WIDE_INTS: Final = Vector(types.int32, VECTOR_BYTES)
 _SIGN: Final = -128
+_HAS_BYTE_TABLES: Final = processor.has_byte_tables()
 
 
 def _unpack_vector(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
@@ -65,7 +65,7 @@ def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool
     if is_ahead:
         fetch(start + offset + ahead)
     numbers = load(BYTES, start + offset)
-    lower, upper = look_up_magnitudes(numbers) if HAS_BYTE_TABLES else convert_magnitudes(numbers)
+    lower, upper = look_up_magnitudes(numbers) if _HAS_BYTE_TABLES else convert_magnitudes(numbers)
     upper = upper | (numbers & _SIGN)
     return pairs_of_bytes(lower, upper, 0), pairs_of_bytes(lower, upper, 1)
 

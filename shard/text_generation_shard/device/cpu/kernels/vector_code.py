@@ -3,13 +3,14 @@ sums stay in registers. A file of its own because, with `llvm`, there would be t
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_model
 
+from text_generation_shard.device.cpu.kernels import processor
 from text_generation_shard.device.cpu.kernels.llvm import (
     BYTES,
     FLOAT,
@@ -30,12 +31,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     rounded_bits,
     suffix,
 )
-
-_FEATURES: Final = binding.get_host_cpu_features()
-HAS_BYTE_TABLES: Final = bool(_FEATURES.get("avx512vbmi"))
-"""Whether this processor looks up bytes in tables of 128 (AVX512_VBMI)."""
-# Whether it rounds to bfloat16 and multiplies pairs of them (AVX512_BF16).
-_HAS_BFLOAT16: Final = bool(_FEATURES.get("avx512bf16"))
 
 
 class _BFloat(ir.Type):
@@ -199,7 +194,7 @@ def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) 
 @instruction(SHORTS)
 def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
     """16 float32, none of them NaN, as the bits of bfloat16 (to nearest, ties to even)."""
-    if _HAS_BFLOAT16:
+    if processor.has_bfloat16_products():
         code = ir.VectorType(_BFloat(), LANES)
         rounded = call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
         return builder.bitcast(rounded, SHORTS.code)
@@ -209,7 +204,7 @@ def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
 
 def _add_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
     """total + the products of pairs of bfloat16, lane by lane."""
-    if _HAS_BFLOAT16:
+    if processor.has_bfloat16_products():
         code = ir.VectorType(_BFloat(), 2 * LANES)
         pairs = builder.bitcast(left, code), builder.bitcast(right, code)
         return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS.code, total, *pairs)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.scheduler.pace import Pace, StepCosts
+from text_generation_router.scheduler.chunked_prefill import ChunkedPrefill, StepCosts
 
 # A step of 8 rows takes 20 ms, a prompt token 0.1 ms.
 COSTS = StepCosts(decode_step_ns=20_000_000, num_rows=8, prefill_token_ns=100_000)
@@ -33,7 +33,7 @@ COSTS = StepCosts(decode_step_ns=20_000_000, num_rows=8, prefill_token_ns=100_00
     ],
 )
 def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, budget: int) -> None:
-    assert Pace(1000, 16, costs, target_ns).budget(num_decoding).room(0) == budget
+    assert ChunkedPrefill(1000, 16, costs, target_ns).budget(num_decoding).room(0) == budget
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, bu
 def test_the_more_wait_for_each_that_decodes_the_more_is_computed(
     num_waiting: int, target_ns: float | None, budget: int
 ) -> None:
-    assert Pace(5000, 16, COSTS, target_ns).budget(8, num_waiting).room(0) == budget
+    assert ChunkedPrefill(5000, 16, COSTS, target_ns).budget(8, num_waiting).room(0) == budget
 
 
 # Behind 1024 tokens, a prompt token takes twice as long.
@@ -75,12 +75,12 @@ LONG = replace(COSTS, prefill_context_ns=100_000)
 def test_the_further_back_a_part_is_the_shorter(
     start: int, target_ns: float | None, budget: int
 ) -> None:
-    left = Pace(1000, 16, LONG, target_ns).budget(8)
+    left = ChunkedPrefill(1000, 16, LONG, target_ns).budget(8)
     assert left.room(start, is_first=True) == budget
 
 
 def test_a_part_takes_from_the_others_what_it_takes_longer() -> None:
-    left = Pace(1000, 16, LONG).budget(8)
+    left = ChunkedPrefill(1000, 16, LONG).budget(8)
     left.take(1024, 48)
     assert (left.room(0), left.room(1024), left.room(3 * 1024)) == (96, 48, 24)
     left.take(0, 96)
@@ -89,67 +89,69 @@ def test_a_part_takes_from_the_others_what_it_takes_longer() -> None:
 
 
 def test_who_decodes_is_not_there_so_all_tokens_are_alike() -> None:
-    left = Pace(1000, 16, LONG).budget(0)
+    left = ChunkedPrefill(1000, 16, LONG).budget(0)
     left.take(10**6, 400)
     assert left.room(10**6) == 600
 
 
 def test_what_is_in_front_is_no_lateness() -> None:
-    pace = Pace(1000, 16, LONG)
+    chunked = ChunkedPrefill(1000, 16, LONG)
     for _ in range(40):
-        pace.note(20_000_000 + 96 * 200_000, 8, 96, 96 * 1024)
-    assert (pace.budget(8).room(0), pace.budget(8).room(1024)) == (192, 96)
+        chunked.note(20_000_000 + 96 * 200_000, 8, 96, 96 * 1024)
+    assert (chunked.budget(8).room(0), chunked.budget(8).room(1024)) == (192, 96)
 
 
 def test_it_learns_what_a_step_takes_by_the_number_of_rows() -> None:
-    pace = Pace(1000, 16, COSTS)
+    chunked = ChunkedPrefill(1000, 16, COSTS)
     for _ in range(20):
-        pace.note(4_000_000, 1, 0)
+        chunked.note(4_000_000, 1, 0)
     # Alone 4 ms, so 4 ms are left: 40 tokens.
-    assert pace.budget(1).room(0) == 32
+    assert chunked.budget(1).room(0) == 32
     # Of two to eight there is nothing new.
-    assert pace.budget(8).room(0) == pace.budget(4).room(0) == pace.budget(2).room(0) == 192
+    assert (
+        chunked.budget(8).room(0) == chunked.budget(4).room(0) == chunked.budget(2).room(0) == 192
+    )
 
 
 def test_it_allows_for_what_steps_take_beyond_their_tokens() -> None:
     """5 ms of the 20 are gone with every step that carries a prompt, however short."""
-    pace = Pace(1000, 16, COSTS)
+    chunked = ChunkedPrefill(1000, 16, COSTS)
     for num_prompt_tokens in [192, 150, 16, 64] * 10:
-        pace.note(25_000_000 + num_prompt_tokens * 100_000, 8, num_prompt_tokens)
-    assert pace.budget(8).room(0) == 144
+        chunked.note(25_000_000 + num_prompt_tokens * 100_000, 8, num_prompt_tokens)
+    assert chunked.budget(8).room(0) == 144
 
 
 def test_it_does_more_if_there_is_time() -> None:
-    pace = Pace(1000, 16, COSTS)
+    chunked = ChunkedPrefill(1000, 16, COSTS)
     for _ in range(40):
-        pace.note(20_000_000 + 192 * 50_000, 8, 192)
-    assert pace.budget(8).room(0) == 288
+        chunked.note(20_000_000 + 192 * 50_000, 8, 192)
+    assert chunked.budget(8).room(0) == 288
 
 
 def test_steps_that_are_late_anyway_carry_half_of_what_they_should() -> None:
     """Otherwise a prompt would take for ever, and nobody would get a token sooner."""
-    pace = Pace(1000, 16, COSTS)
+    chunked = ChunkedPrefill(1000, 16, COSTS)
     for _ in range(1000):
-        pace.note(10_000_000_000, 8, 16)
-    assert pace.budget(8).room(0) == 96
+        chunked.note(10_000_000_000, 8, 16)
+    assert chunked.budget(8).room(0) == 96
 
 
 def test_one_slow_step_changes_little() -> None:
-    pace = Pace(1000, 16, COSTS)
-    pace.note(10_000_000_000, 8, 0)
-    assert pace.budget(8).room(0) == 240
-    pace = Pace(1000, 16, COSTS)
-    pace.note(10_000_000_000, 8, 192)
-    assert pace.budget(8).room(0) == 144
-    pace.note(20_000_000 + 144 * 100_000, 8, 144)
-    assert pace.budget(8).room(0) == 160
+    chunked = ChunkedPrefill(1000, 16, COSTS)
+    chunked.note(10_000_000_000, 8, 0)
+    assert chunked.budget(8).room(0) == 240
+    chunked = ChunkedPrefill(1000, 16, COSTS)
+    chunked.note(10_000_000_000, 8, 192)
+    assert chunked.budget(8).room(0) == 144
+    chunked.note(20_000_000 + 144 * 100_000, 8, 144)
+    assert chunked.budget(8).room(0) == 160
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**10), st.integers(0, 300), st.integers(0, 5000))))
 def test_there_is_always_a_block_and_never_too_much(steps: list[tuple[int, int, int]]) -> None:
-    pace = Pace(500, 16, COSTS)
+    chunked = ChunkedPrefill(500, 16, COSTS)
     for step in steps:
-        pace.note(*step)
+        chunked.note(*step)
         for num_decoding in (0, 1, 7, 300):
-            budget = pace.budget(num_decoding, num_decoding % 50).room(0)
+            budget = chunked.budget(num_decoding, num_decoding % 50).room(0)
             assert 16 <= budget <= 500 and (budget % 16 == 0 or budget == 500)

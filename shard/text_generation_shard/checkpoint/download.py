@@ -1,8 +1,7 @@
 """Where the files of a model are: in a local directory, in the hub cache, or still on the hub.
 
 Weights are fetched over plain HTTP into `blobs/<etag>.resumable` of the hub cache, and a download
-that was interrupted goes on where it stopped: huggingface_hub itself has stopped doing that. All
-the rest of the cache (small files, links, references) is huggingface_hub's own work.
+that was interrupted goes on where it stopped. The rest of the cache is huggingface_hub's own work.
 """
 
 import errno
@@ -21,22 +20,19 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_generation_shard import pickles
-from text_generation_shard.hub_error import explain
+from text_generation_shard.checkpoint import pickles
+from text_generation_shard.checkpoint.hub_error import explain
 from text_generation_shard.trusted_folders import temporary_folder
 
 logger = logging.getLogger(__name__)
 
-INDEX_NAME = "model.safetensors.index.json"
-TOKENIZER_NAME = "tokenizer.json"
+INDEX_NAME, TOKENIZER_NAME = "model.safetensors.index.json", "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 OTHER_WEIGHTS = (*pickles.SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx")
-HUB_TIMEOUT_S = 10.0
-PROGRESS_S = 3.0
+HUB_TIMEOUT_S, PROGRESS_S, PARALLEL_FILES = 10.0, 3.0, 4
+# Larger files the hub serves only through huggingface_hub's own transfer, without resuming.
 MAX_HTTP_BYTES = 50 * 10**9
-"""Larger files the hub serves only through huggingface_hub's own transfer, without resuming."""
-PARALLEL_FILES = 4
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from text_generation_shard.checkpoint.families import FAMILIES, Family
+from text_generation_shard.device.base import DecoderSizes
 from text_generation_shard.errors import ModelError
-from text_generation_shard.models.registry import FAMILIES, Family
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -28,18 +29,11 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(DecoderSizes):
     """Everything in which the supported families differ, as data."""
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
     hidden_act: str
     max_position: int
     rope: RopeConfig
@@ -54,10 +48,6 @@ class ModelConfig:
     qk_norm: bool
     # The checkpoint stores q, k, v (and gate, up) as one matrix.
     fused_projections: bool
-    attention_scale: float
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_divisor: float
     eos_token_ids: tuple[int, ...]
     # Number type the checkpoint was saved in.
     dtype: str
@@ -136,6 +126,7 @@ def _from_raw(
     hidden_size = int(raw["hidden_size"])
     head_dim = int(raw.get("head_dim") or hidden_size // num_heads)
     uses_rope = _layer_uses_rope(raw, family, num_layers)
+    rope = _rope(raw, head_dim, directory, rope_scaling, rope_factor)
     attention_bias = bool(raw.get("attention_bias", False))
     return cls(
         architecture=architecture,
@@ -149,7 +140,8 @@ def _from_raw(
         norm_eps=float(raw["rms_norm_eps"]),
         hidden_act=str(raw.get("hidden_act", "silu")),
         max_position=int(raw["max_position_embeddings"]),
-        rope=_rope(raw, head_dim, directory, rope_scaling, rope_factor),
+        rope=rope,
+        rotary_dim=rope.rotary_dim,
         layer_uses_rope=uses_rope,
         layer_windows=_layer_windows(raw, family, num_layers, uses_rope),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),

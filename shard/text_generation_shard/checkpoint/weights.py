@@ -5,42 +5,55 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard import pickles
-from text_generation_shard.device.cpu import cgroup
+from text_generation_shard.checkpoint import pickles
+from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
+from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What became of a matrix."""
+class Split(Enum):
+    """What of a matrix each rank has: all, a part of the outputs, or a part of the inputs."""
 
-    # int4, int8 or the name of a dtype.
+    NONE = 0
+    OUTPUTS = 1
+    INPUTS = 2
+
+
+class Held(Protocol):
+    """What became of a matrix; see `device.base.Matrix`."""
+
     kind: str
+    obstacle: str
     nbytes: int
-    # Why it is not held as asked; empty: it is.
-    obstacle: str = ""
 
 
 @dataclass(slots=True)
 class _Stack:
-    """A matrix of several tensors of the checkpoint, while not all have been read."""
+    """One tensor of this rank that several of the checkpoint fill, one below the other."""
 
-    first_rows: Mapping[str, int]
-    shape: tuple[int, ...]
-    receive: Callable[[Tensor], Held]
+    # Of each tensor, the sizes of its sections, of which each rank has a part.
+    sections: Mapping[str, Sequence[int]]
+    # Of each output, [in_features] or nothing.
+    tail: tuple[int, ...]
+    split: Split
+    # What a matrix is given to when it is whole.
+    receive: Callable[[Tensor], Held] | None
     num_missing: int
+    # Of a matrix, made when its first part is read, in the checkpoint's own type.
     whole: Tensor | None = None
 
 
@@ -51,19 +64,12 @@ class Parameters:
     together when its first part is read, and is given to its layer with the last.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, quantize: str | None = None
-    ) -> None:
-        """`quantize` is int8 or int4: how layers are to hold their matrices; None: as `dtype`."""
-        if quantize is not None and device.type != "cpu":
-            raise ModelError(
-                f"--quantize {quantize} runs on the CPU only; leave it out, or use --device cpu"
-            )
-        self.dtype = dtype
+    def __init__(self, device: Device, world: World, quantize: str | None = None) -> None:
+        """`quantize` is int8 or int4: how layers are to hold their matrices; None: as floats."""
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
-        self._slots: dict[str, Tensor] = {}
+        self._world = world
         self._stacks: dict[str, _Stack] = {}
         self._ignored: set[str] = set()
         self._kinds: Counter[str] = Counter()
@@ -71,38 +77,53 @@ class Parameters:
         self._after_load: list[Callable[[], None]] = []
 
     def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised tensor that the checkpoint's tensor `name` will fill."""
-        return self.add_stacked({name: shape})
+        """An uninitialized tensor that the checkpoint's tensor `name` will fill."""
+        return self._add_tensor({name: shape[:1]}, shape[1:], Split.NONE)
 
-    def add_stacked(self, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """One tensor whose rows are, one after another, the named tensors of the checkpoint."""
-        rows = sum(shape[0] for shape in shapes.values())
-        tail = next(iter(shapes.values()))[1:]
-        whole = torch.empty(rows, *tail, dtype=self.dtype, device=self.device)
-        self.nbytes += whole.nbytes
-        start = 0
-        for name, shape in shapes.items():
-            self._slots[name] = whole[start : start + shape[0]]
-            start += shape[0]
-        return whole
+    def add_bias(self, sections: Mapping[str, Sequence[int]], split: Split) -> Tensor:
+        """The bias of a matrix that is split so: where its inputs are, each rank has all of it."""
+        return self._add_tensor(
+            sections, (), Split.OUTPUTS if split is Split.OUTPUTS else Split.NONE
+        )
+
+    def _add_tensor(
+        self, sections: Mapping[str, Sequence[int]], tail: tuple[int, ...], split: Split
+    ) -> Tensor:
+        stack = _Stack(sections, tail, split, None, len(sections))
+        device = self.device
+        stack.whole = torch.empty(
+            self._shape(stack), dtype=device.dtype, device=device.torch_device
+        )
+        self.nbytes += stack.whole.nbytes
+        self._stacks.update(dict.fromkeys(sections, stack))
+        return stack.whole
 
     def add_matrix(
-        self, outputs: Mapping[str, int], in_features: int, receive: Callable[[Tensor], Held]
+        self,
+        sections: Mapping[str, Sequence[int]],
+        in_features: int,
+        split: Split,
+        receive: Callable[[Tensor], Held],
     ) -> None:
-        """Have the named matrices, one below the other, given to `receive` once they are read.
+        """Have this rank's part of the named matrices, one below the other, given to `receive` once
+        they are read. sections: of each, the sizes of the projections it stacks.
 
         The tensor has the checkpoint's own type, so that quantising rounds once, and nothing here
         keeps it: what `receive` returns is what is left of it.
         """
-        first_rows, rows = {}, 0
-        for name, count in outputs.items():
-            first_rows[name] = rows
-            rows += count
-        stack = _Stack(first_rows, (rows, in_features), receive, len(outputs))
-        self._stacks.update(dict.fromkeys(outputs, stack))
-        for name, count in outputs.items():
-            # Shape without memory: what `_fill` compares with.
-            self._slots[name] = torch.empty(count, in_features, device="meta")
+        stack = _Stack(sections, (in_features,), split, receive, len(sections))
+        self._stacks.update(dict.fromkeys(sections, stack))
+
+    def _shape(self, stack: _Stack) -> tuple[int, ...]:
+        """Of this rank's part."""
+        rows, tail = sum(sum(sizes) for sizes in stack.sections.values()), stack.tail
+        if stack.split is Split.OUTPUTS:
+            for size in (size for sizes in stack.sections.values() for size in sizes):
+                self._world.share(size, "outputs")
+            rows //= self._world.size
+        if stack.split is Split.INPUTS:
+            tail = (self._world.share(tail[0], "inputs"), *tail[1:])
+        return (rows, *tail)
 
     def ignore(self, name: str) -> None:
         """The checkpoint may hold `name`; it is not read."""
@@ -115,9 +136,10 @@ class Parameters:
     def load(self, directory: Path) -> None:
         """Fill every tensor from *.safetensors; ModelError names what is missing or unexpected."""
         files = _weight_files(directory)
-        self._check_room()
-        total, done, spoke = len(self._slots), 0, time.monotonic()
-        missing = set(self._slots)
+        kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
+        self.device.check_room(self._least_bytes(), kind)
+        total, done, spoke = len(self._stacks), 0, time.monotonic()
+        missing = set(self._stacks)
         unexpected: list[str] = []
         for path in files:
             try:
@@ -139,7 +161,6 @@ class Parameters:
         if missing or unexpected:
             raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
         logger.info("loading weights: %d of %d tensors", done, total)
-        self._slots.clear()
         self._stacks.clear()
         for action in self._after_load:
             action()
@@ -147,54 +168,49 @@ class Parameters:
         if self.quantize is not None:
             self._log_quantised()
 
-    def _check_room(self) -> None:
-        """ModelError if the weights alone are more than this process's control group has left: the
-        kernel would kill it while they are read, without a word."""
-        group = cgroup.memory_limit() if self.device.type == "cpu" else None
-        needed = self._least_bytes()
-        if group is not None and needed > group.free:
-            kind = self.quantize or str(self.dtype).removeprefix("torch.")
-            smaller = "" if kind == "int4" else ", choose a smaller --dtype or --quantize"
-            raise ModelError(
-                f"the weights take {needed / 1e9:.2f} GB in {kind}, and of the memory limit of "
-                f"{group.limit / 1e9:.2f} GB that this process runs under (a container's --memory) "
-                f"{group.free / 1e9:.2f} GB are left: raise the limit{smaller}, or serve a smaller "
-                "model"
-            )
-
     def _least_bytes(self) -> int:
         """What the tensors take once they are loaded; scales of quantised ones are left out."""
         # A matrix that can not be quantised as asked is larger.
-        bits = {"int8": 8, "int4": 4}.get(self.quantize or "", self.dtype.itemsize * 8)
-        matrices = {id(stack): stack for stack in self._stacks.values()}.values()
-        return self.nbytes + sum(math.prod(stack.shape) for stack in matrices) * bits // 8
+        bits = {"int8": 8, "int4": 4}.get(self.quantize or "", self.device.dtype.itemsize * 8)
+        stacks = {id(stack): stack for stack in self._stacks.values()}.values()
+        matrices = [stack for stack in stacks if stack.receive is not None]
+        return self.nbytes + sum(math.prod(self._shape(stack)) for stack in matrices) * bits // 8
 
     def _fill(self, name: str, tensor: Tensor, path: Path) -> None:
-        slot = self._slots[name]
-        if slot.shape != tensor.shape:
+        stack = self._stacks[name]
+        shape = (sum(stack.sections[name]), *stack.tail)
+        if shape != tensor.shape:
             raise ModelError(
                 f"{name} in {path.name} has the shape {list(tensor.shape)}, config.json asks for "
-                f"{list(slot.shape)}; config.json and weights are not of the same model"
+                f"{list(shape)}; config.json and weights are not of the same model"
             )
-        stack = self._stacks.get(name)
-        if stack is None:
-            slot.copy_(tensor)
-        else:
-            self._add_part(stack, name, tensor)
-
-    def _add_part(self, stack: _Stack, name: str, tensor: Tensor) -> None:
         if stack.whole is None:
-            stack.whole = torch.empty(stack.shape, dtype=tensor.dtype, device=self.device)
-        start = stack.first_rows[name]
-        stack.whole[start : start + tensor.shape[0]] = tensor
+            shape, where = self._shape(stack), self.device.torch_device
+            stack.whole = torch.empty(shape, dtype=tensor.dtype, device=where)
+        first = 0
+        for other, sizes in stack.sections.items():
+            rows = sum(sizes) // (self._world.size if stack.split is Split.OUTPUTS else 1)
+            if other == name:
+                stack.whole[first : first + rows] = self._own_part(stack, name, tensor)
+            first += rows
         stack.num_missing -= 1
-        if not stack.num_missing:
+        if stack.receive is not None and not stack.num_missing:
             whole, stack.whole = stack.whole, None
             held = stack.receive(whole)
             self.nbytes += held.nbytes
             self._kinds[held.kind] += 1
             if held.obstacle:
                 self._obstacles.append(f"{name} is {held.kind} ({held.obstacle})")
+
+    def _own_part(self, stack: _Stack, name: str, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor of the checkpoint."""
+        rank, size = self._world.rank, self._world.size
+        if size == 1 or stack.split is Split.NONE:
+            return tensor
+        if stack.split is Split.INPUTS:
+            return tensor.chunk(size, dim=1)[rank]
+        sections = torch.split(tensor, list(stack.sections[name]))
+        return torch.cat([section.chunk(size)[rank] for section in sections])
 
     def _log_quantised(self) -> None:
         counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())

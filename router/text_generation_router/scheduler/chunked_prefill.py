@@ -58,7 +58,7 @@ class Budget:
         return self.room(0) < 1
 
 
-class Pace:
+class ChunkedPrefill:
     """Chooses the prompt tokens of a step; learns how long steps take and how late they are.
 
     A prompt token takes what was measured at warm-up, by its place in the prompt: the attention of

@@ -1,0 +1,80 @@
+"""A whole device in few lines: what `device.base` asks for, in plain torch, and nothing else."""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from text_generation_shard.device.base import Room, StepScores
+
+
+class Weight:
+    kind, obstacle = "float32", ""
+
+    def __init__(self, weight: Any, gate: Any = None) -> None:
+        self.weight, self.gate, self.nbytes = weight.float(), gate, 4 * weight.numel()
+        self.lookup, self.as_matrix = self.weight.__getitem__, lambda: (self, 0)
+
+    def __call__(self, hidden: Any, bias: Any = None) -> Any:
+        out = F.linear(hidden, self.weight, bias)
+        return out if self.gate is None else self.gate(out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
+
+
+class Rotation(NamedTuple):
+    angles: Any
+
+    def rotate_(self, heads: Any, num_rotated: int, num_queries: int, scale: float) -> None:
+        cos, sin = self.angles.table[self.angles.rows][:, :, None].unbind(1)
+        first, second = heads[:, :num_rotated, : 2 * cos.shape[2]].chunk(2, 2)
+        first[:], second[:] = first * cos - second * sin, second * cos + first * sin
+        heads[:, :num_queries] *= scale
+
+
+class Attention:
+    name, block_size, is_deterministic = "small", 16, False
+    workspace_bytes, plan = (lambda self, shape: 0), (lambda self, batch: batch)
+
+    def allocate(self, shape: Any, num_blocks: int) -> int:
+        heads = 2 * shape.num_kv_heads, shape.head_dim
+        self.cache = torch.zeros(shape.num_layers, num_blocks * 16, *heads)
+        return self.cache.nbytes
+
+    def forward(self, query: Any, key_value: Any, layer: int, window: Any, plan: Any) -> Any:
+        self.cache[layer, plan.slots], out = key_value, []
+        for row, end in enumerate(plan.host_context_lens):
+            own, seen = slice(*plan.cu_seqlens_q[row : row + 2]), torch.arange(end)
+            slots = plan.block_tables[row, seen // 16] * 16 + seen % 16
+            mask = torch.ones(end, end).tril().triu(1 - (window or end))[own.start - own.stop :]
+            given = query[own].transpose(0, 1), *self.cache[layer, slots].transpose(0, 1).chunk(2)
+            got = F.scaled_dot_product_attention(*given, mask.bool(), scale=1.0, enable_gqa=True)
+            out.append(got.transpose(0, 1).flatten(1))
+        return torch.cat(out)
+
+
+class Runner(NamedTuple):
+    model: Any
+
+    @torch.inference_mode()
+    def launch(self, plan: Any) -> Any:
+        scores = [plan.scores(scheduled, self.model.forward) for scheduled in plan.passes()]
+        return StepScores(plan.choose(torch.cat(scores)), time.perf_counter_ns())
+
+
+class SmallDevice:
+    name, torch_device, dtype = "small", torch.device("cpu"), torch.float32
+    is_deterministic = runs_behind = spares_core = False
+    matrix = staticmethod(lambda weight, quantize: Weight(weight))
+    gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
+    embedding, rotation, runner = matrix, Rotation, Runner
+    attention = staticmethod(lambda *heads: Attention())
+    check_room = serve = staticmethod(lambda *_: None)
+    free_bytes = staticmethod(lambda step, rest, rehearse: Room(2**26, step))
+    left_bytes = staticmethod(lambda cache, step: 0)
+
+    def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
+        added = hidden.add_(0 if delta is None else delta * scale)
+        return F.rms_norm(added, hidden.shape[1:], weight, eps)
+
+
+def open_device(options: Any) -> SmallDevice:
+    return SmallDevice()

@@ -1,0 +1,162 @@
+"""A device that runs behind: a step is launched before the tokens of the one before are known."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.device.base import Model, StepPlan, StepScores
+from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.engine.engine import Engine, StepHandle
+from text_generation_shard.engine.step import FinishReason, StepInput
+
+from shard.tests.driver import Driver, load_engine, reference_device
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 1.2, "seed": 4},
+    {"repetition_penalty": 1.3, "top_k": 40, "seed": 8},
+    # The end token and one other: this row ends without anybody knowing before.
+    {"do_sample": True, "logit_bias": ((2, 60.0), (6, 60.0)), "temperature": 4.0, "seed": 3},
+]
+
+
+class Later:
+    """A step that is computed when somebody asks for it."""
+
+    def __init__(self, runner: "BehindRunner", plan: StepPlan) -> None:
+        self.runner, self.plan = runner, plan
+        # Of rows and tables nothing may be read after this.
+        self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes()]
+
+    @torch.inference_mode()
+    def result(self) -> StepScores:
+        runner, scores = self.runner, []
+        for scheduled, batch, waiting in self.passes:
+            ids = batch.input_ids.clone()
+            for index in waiting.tolist():
+                ids[index] = runner.last_tokens[int(scheduled.rows[index])]
+            runner.num_waiting += len(waiting)
+            hidden, wanted = (
+                runner.model.forward(replace(batch, input_ids=ids)),
+                batch.logits_indices,
+            )
+            scores.append(runner.model.logits(hidden if wanted is None else hidden[wanted]))
+        choice = self.plan.choose(torch.cat(scores))
+        rows = [
+            row for item, _, _ in self.passes for row in item.rows[item.num_sampled > 0].tolist()
+        ]
+        if choice is not None:
+            runner.last_tokens |= dict(zip(rows, choice.token_ids.tolist(), strict=True))
+        runner.num_done += 1
+        return StepScores(choice, 0)
+
+
+class BehindRunner:
+    """Owns the tokens it chose last, by row, as a device would."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.last_tokens: dict[int, int] = {}
+        self.num_waiting = self.num_done = 0
+
+    def launch(self, plan: StepPlan) -> Later:
+        return Later(self, plan)
+
+
+class BehindDevice(TorchDevice):
+    runs_behind = True
+
+    def runner(self, model: Model) -> BehindRunner:  # type: ignore[override]
+        return BehindRunner(model)
+
+
+def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
+    """Requests that come one after another; each step is launched before the last is collected, if
+    the device allows it."""
+    engine, waiting = driver.engine, list[StepHandle]()
+    found: dict[int, list[int]] = {}
+
+    def collect(handle: StepHandle) -> None:
+        output = handle.result()
+        for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
+            found.setdefault(request_id, []).append(token)
+        for request_id, reason in zip(output.request_ids, output.finish_reasons, strict=True):
+            if reason != FinishReason.NONE:
+                driver.reasons[request_id] = reason
+
+    for step in range(40):
+        new = []
+        if step % 3 == 0 and step < 12:
+            number = step // 3
+            prompt = [3 + (5 * number + at) % 90 for at in range(7 + 9 * number)]
+            options = {"max_new_tokens": 6 + 5 * number, "sampling": SAMPLINGS[number]}
+            request = driver.request(number, prompt, **options)
+            new = [replace(request, block_table=list(range(8 * number, 8 * number + 8)))]
+        if not new and len(driver.reasons) == 4:
+            break
+        launched = False
+        if new or engine.num_rows_taken:
+            try:
+                waiting.append(engine.launch(StepInput(new, runs_on=step > 0)))
+                launched = True
+            except ValueError as error:
+                # All that run end in the step that is under way.
+                assert behind and waiting and "every request rests" in str(error)
+        while len(waiting) > behind or (waiting and not launched):
+            collect(waiting.pop(0))
+            launched = True
+    return found
+
+
+def test_tokens_are_those_of_a_device_that_is_not(tiny_model_path: Path) -> None:
+    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
+    expected = tokens_of(plain, behind=False)
+    assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
+    engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+    behind = Driver(engine)
+    assert tokens_of(behind, behind=True) == expected
+    assert behind.reasons == plain.reasons
+    runner: Any = engine._runner
+    assert runner.num_waiting > 30, "most input tokens were not known on the host at launch"
+    assert engine.num_rows_taken == 0
+
+
+def test_what_depends_on_tokens_waits_for_them(tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+    runner: Any = engine._runner
+    driver = Driver(engine)
+    done = runner.num_done
+    first = engine.launch(StepInput([driver.request(0, range(3, 20), max_new_tokens=30)], False))
+    assert runner.num_done == done
+    second = engine.launch(StepInput())
+    assert runner.num_done == done, "both are under way"
+    third = engine.launch(StepInput())
+    assert runner.num_done == done + 1, "no more than two are"
+    engine.launch(StepInput(speculate=2))
+    assert runner.num_done == done + 3, "guesses are made of tokens"
+    assert [len(handle.result().token_ids) for handle in (first, second, third)] == [1, 1, 1]
+    engine.clear()
+    assert engine.num_rows_taken == 0
+
+
+def test_a_step_that_fails_late_leaves_what_was_there(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+    driver = Driver(engine)
+    driver.add([driver.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
+    handle = engine.launch(StepInput([driver.request(1, [4, 5])], runs_on=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+    with pytest.raises(ZeroDivisionError):
+        handle.result()
+    assert engine.num_rows_taken == 1
+    driver.run()
+    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
+    plain.add([plain.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
+    plain.run()
+    assert driver.tokens[0] == plain.tokens[0]

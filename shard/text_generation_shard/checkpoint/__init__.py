@@ -1,0 +1,1 @@
+"""A model's files: brought, read, and turned into tensors."""

@@ -1,0 +1,88 @@
+"""The supported families: each is one row of differences, and all share `models/llama.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """In what a family differs from Llama, and what its config.json may leave out."""
+
+    model_type: str
+    # What transformers assumes for keys that config.json does not have.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Query, key and value projections have biases although `attention_bias` does not say so.
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    fused_projections: bool = False
+    # `sliding_window` is honoured …
+    has_window: bool = False
+    # … only when `use_sliding_window` is true, from layer `max_window_layers` on.
+    window_is_optional: bool = False
+    # Some layers do not rotate positions in.
+    has_no_rope_layers: bool = False
+
+
+_LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048}
+
+# Defaults as in the configuration classes of transformers 5.23.
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _LLAMA),
+    "MistralForCausalLM": Family(
+        "mistral",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 4096 * 32,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+        has_window=True,
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        qkv_bias=True,
+        has_window=True,
+        window_is_optional=True,
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        {
+            **_LLAMA,
+            "max_position_embeddings": 32768,
+            "head_dim": 128,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        qk_norm=True,
+        has_window=True,
+        window_is_optional=True,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        {
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 2000000.0,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+        },
+        has_window=True,
+        window_is_optional=True,
+        has_no_rope_layers=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096},
+        fused_projections=True,
+        has_window=True,
+    ),
+    "GraniteForCausalLM": Family("granite", _LLAMA),
+}

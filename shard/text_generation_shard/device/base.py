@@ -1,0 +1,395 @@
+"""What an engine and its model ask of hardware.
+
+A device is one object that implements `Device`. It makes what depends on hardware: weights in the
+form it multiplies, attention with its cache, and the runner that computes steps. Nothing outside
+the folder of a device knows how. `device.reference` is the specification: plain torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Ints, Tokens
+from text_generation_shard.sampling.sampler import Choice, Sampler, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """What a device is opened with."""
+
+    # float32, float16 or bfloat16; None: what suits the device.
+    dtype: str | None
+    # Of the checkpoint.
+    checkpoint_dtype: str
+    # int8 or int4; None: weights are kept in `dtype`.
+    quantize: str | None = None
+    # Whether tokens must not depend on what is computed beside them; see `Device.is_deterministic`.
+    deterministic: bool = False
+    # The share of the device's memory this process may fill, where that is not the machine's.
+    memory_fraction: float = 1.0
+
+
+class Matrix(Protocol):
+    """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
+
+    # int4, int8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it is).
+    kind: str
+    obstacle: str
+    nbytes: int
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """hidden [T, K] → [T, N], plus bias [N]; of a gated matrix [2 * N, K], whose bias is
+        [2 * N]: activation(first half) * second half."""
+
+
+class EmbeddingTable(Protocol):
+    """Vectors [vocab_size, hidden_size]."""
+
+    kind: str
+    obstacle: str
+    nbytes: int
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """ids [T] → [T, hidden_size]."""
+
+    def as_matrix(self) -> tuple[Matrix, int]:
+        """The same weight for products, and the bytes that takes beside the table."""
+
+
+class Rotation(Protocol):
+    """Rotates the heads of T tokens by the angles of their positions."""
+
+    def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:
+        """Rotate the first `num_rotated` of heads [T, n, head_dim], contiguous, in place: feature i
+        with feature i + half. The first `num_queries` of them are multiplied by `scale`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass.
+
+    A row's tokens are its last ones: what it has before them is in the cache, or is written to it
+    by an earlier row of the same pass.
+    """
+
+    # [T] token ids and their positions.
+    input_ids: Tensor
+    positions: Tensor
+    # [T] length that decides the rope frequencies; None where the kind of rope asks for none.
+    rope_lens: Tensor | None
+    # [T] where each token's key and value go: block * block_size + offset.
+    slots: Tensor
+    # [R, width] block numbers, and [R] tokens each row sees, those of this pass counted in.
+    block_tables: Tensor
+    context_lens: Tensor
+    # R + 1 offsets into the T tokens, and the values of context_lens, on the host.
+    cu_seqlens_q: tuple[int, ...]
+    host_context_lens: tuple[int, ...]
+    # [S] tokens whose logits are wanted; None: all of them.
+    logits_indices: Tensor | None
+    # Every row has exactly one token.
+    is_decode: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What decides the size of one block of the KV cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes one block takes over all layers, keys and values."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return per_token * self.block_size
+
+
+class AttentionPlan(Protocol):
+    """What `Attention.plan` found out about one pass; opaque to everyone else."""
+
+
+class Attention(Protocol):
+    """Attention of all heads over the paged cache. Owns the cache, keeps nothing of a batch."""
+
+    name: str
+    # Tokens in a block; the router allocates in these units.
+    block_size: int
+    # A query's result is the same, bit for bit, however the tokens of its row are cut into passes
+    # and whatever else is in them.
+    is_deterministic: bool
+
+    def workspace_bytes(self, shape: CacheShape) -> int:
+        """Bytes that a pass takes at most, beside its activations."""
+
+    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
+        """Make the cache and return its bytes; called again, the former one is dropped first."""
+
+    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+        """Everything that is the same in all layers of one pass."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key_value: Tensor,
+        layer: int,
+        window: int | None,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        """Store keys and values, then attend with query [T, heads, head_dim].
+
+        `key_value` is [T, 2 * kv_heads, head_dim], keys first. `query` is already scaled; a token
+        sees itself and what came before it in its row, with a `window` only the last `window` of
+        those. Answers [T, heads * head_dim].
+        """
+
+
+class LayerWeights(NamedTuple):
+    """One layer of `DecoderWeights`. Norms are [size] in float32; a bias may be missing."""
+
+    attention_norm: Tensor
+    # Queries, keys and values, stacked.
+    qkv: Matrix
+    qkv_bias: Tensor | None
+    # Of each head; None: heads are not normalised.
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Matrix
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+    down_bias: Tensor | None
+    # Whether positions are rotated in, and how far back a token sees (None: all).
+    uses_rope: bool
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """What a model of Llama's shape has of what."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # Leading features of each head that are rotated.
+    rotary_dim: int
+    vocab_size: int
+    norm_eps: float
+    attention_scale: float
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_divisor: float
+
+
+class DecoderWeights(NamedTuple):
+    """A whole model of Llama's shape, for devices that compute it as one."""
+
+    sizes: DecoderSizes
+    embedding: EmbeddingTable
+    layers: Sequence[LayerWeights]
+    norm: Tensor
+    head: Matrix
+
+
+class Angles(NamedTuple):
+    """What T tokens are rotated by: `rows` [T] of `table` [*, 2, rotary_dim / 2] in float32,
+    cosines and sines."""
+
+    table: Tensor
+    rows: Tensor
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    attention: Attention
+
+    @property
+    def length_rule(self) -> str | None:
+        """The length a token's rope goes by; None: none, then angles come from one table."""
+
+    @property
+    def recompute_at(self) -> int | None:
+        """A row that grows beyond so many tokens is computed anew; None: none ever is."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """The last hidden states [T, hidden_size]; keys and values go into the cache."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
+
+    def angles(self, batch: ForwardBatch) -> Angles:
+        """What the tokens of a pass are rotated by."""
+
+    def angle_table(self, end: int) -> Tensor:
+        """`Angles.table` for the positions below `end`, where no length matters."""
+
+    def weights(self) -> DecoderWeights | None:
+        """All of it; None: it is of another shape, or split over several ranks."""
+
+
+class Rows(Protocol):
+    """What the host knows of all rows. Only the row table writes it, between two launches."""
+
+    # [capacity, width] token ids and block numbers.
+    token_ids: Tokens
+    block_tables: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """What one forward pass computes of R rows: `counts` tokens of each, from `starts` on.
+
+    A token is sampled after each of a row's last `num_sampled` tokens. All are [R].
+    """
+
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    num_sampled: Ints
+    # Where the tokens of each row end.
+    ends: Ints
+    # Every row has one token, and one is sampled after it.
+    is_decode: bool = False
+
+
+class StepPlan(Protocol):
+    """A step that was decided: its passes, and how tokens are chosen from their scores.
+
+    Row state is read while `launch` runs, and not afterwards.
+    """
+
+    @property
+    def rows(self) -> Rows:
+        """What they are computed from."""
+
+    def passes(self) -> Iterator[ScheduledTokens]:
+        """One after another; BatchError between two of them if the shard is stopping."""
+
+    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
+        """The inputs of a pass, on the device.
+
+        Where a step is launched before the one before has a result, input_ids at `waiting` are not
+        known on the host: the runner puts the ids there that it chose itself.
+        """
+
+    def waiting(self, scheduled: ScheduledTokens) -> Ints:
+        """[W] which rows of a decode pass have an input token that the host does not know yet."""
+
+    def scores(
+        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
+    ) -> Tensor:
+        """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
+        prompt log-probabilities. `forward` answers all hidden states [T, hidden_size]."""
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether hidden states are needed of tokens after which none is sampled. If not, a device
+        may compute scores by itself."""
+
+    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
+        """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
+        are none. Without a `sampler` by the definition, in plain torch."""
+
+
+class Launched(Protocol):
+    """A step that is under way."""
+
+    def result(self) -> "StepScores":
+        """Wait for it; raises what went wrong. Asked once."""
+
+
+class StepScores(NamedTuple):
+    """What became of a step; as `Launched`, one that was computed when it was launched."""
+
+    # None: nobody's input was complete.
+    choice: Choice | None
+    # time.perf_counter_ns() when all passes were computed.
+    forward_done_ns: int
+
+    def result(self) -> "StepScores":
+        """See Launched."""
+        return self
+
+
+class Runner(Protocol):
+    """Computes steps, in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin with a step. Whether it is computed now or later is the device's affair."""
+
+
+class Device(Protocol):
+    """Hardware that computes one model."""
+
+    # What /info says: cpu, cuda …; where tensors lie, and their type.
+    name: str
+    torch_device: torch.device
+    dtype: torch.dtype
+    # Products of a row do not depend on the other rows, bit for bit.
+    is_deterministic: bool
+    # Whether a step may be launched before the one before has a result.
+    runs_behind: bool
+
+    @property
+    def spares_core(self) -> bool:
+        """Whether other processes find a core while a step is computed."""
+
+    def check_room(self, nbytes: int, kind: str) -> None:
+        """ModelError if weights of so many bytes, in `kind`, can not fit."""
+
+    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+        """A weight [N, K] of any type in the best form there is; quantize: int8, int4 or None."""
+
+    def gated_matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        activation: Callable[[Tensor], Tensor],
+        has_bias: bool,
+    ) -> Matrix:
+        """The same of a weight whose outputs are gates and, behind them, what these let through."""
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+        """The table of token vectors."""
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
+    ) -> Tensor:
+        """hidden [T, size] += delta * multiplier, in place; returns hidden / rms(hidden) * weight,
+        weight [size] in float32."""
+
+    def rotation(self, angles: Angles) -> Rotation:
+        """What rotates the tokens of a pass, in all its layers."""
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+        """The best attention for heads of this shape."""
+
+    def runner(self, model: Model) -> Runner:
+        """What computes the steps of a loaded model."""
+
+    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> "Room":
+        """What the KV cache may take. step_bytes: what the largest step is estimated to take;
+        `rehearse` runs the largest prompt, and rest_bytes are what that leaves out."""
+
+    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+        """What is left beside a cache that was made and a step that will come."""
+
+    def serve(self) -> None:
+        """Called when requests are answered: what can be done beside that begins now."""
+
+
+class Room(NamedTuple):
+    """Memory in bytes: for the KV cache, and set aside for the largest step."""
+
+    cache: int
+    step: int

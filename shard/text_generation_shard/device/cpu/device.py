@@ -1,0 +1,214 @@
+"""The processor. The only place that asks whether our kernels are used."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import (
+    Angles,
+    Attention,
+    Device,
+    DeviceOptions,
+    EmbeddingTable,
+    Matrix,
+    Model,
+    Room,
+    Rotation,
+    Runner,
+)
+from text_generation_shard.device.cpu import cgroup, host, kernels, linear
+from text_generation_shard.device.cpu.attention import KernelRotation, PackedAttention
+from text_generation_shard.device.cpu.cores import num_cores
+from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
+from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
+from text_generation_shard.device.cpu.kernels.compile import prepare
+from text_generation_shard.device.cpu.kernels.pointwise import add_norm
+from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
+from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
+from text_generation_shard.device.reference.attention import TorchAttention
+from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
+from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
+from text_generation_shard.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# Share of the machine's free memory that the KV cache may take when nobody says how much.
+_CACHE_SHARE = 0.5
+
+
+def open_device(options: DeviceOptions) -> Device:
+    """The processor by our kernels, or by torch's where ours do not take the type. ModelError if it
+    can not do what the options ask for."""
+    name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
+    dtype = DTYPES[name]
+    if not kernels.are_used(dtype, torch.device("cpu")):
+        return CpuDevice(dtype, options)
+    device = KernelDevice(dtype, options)
+    may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
+    if may_choose and has_bfloat16_tiles():
+        ours, torchs = (
+            _milliseconds(kind) for kind in (linear.PackedFloatMatrix, linear.OneDnnMatrix)
+        )
+        logger.info("bfloat16 products: our kernels take %.2f ms, torch's %.2f", ours, torchs)
+        if torchs < ours:
+            return CpuDevice(dtype, options)
+    return device
+
+
+def _milliseconds(kind: Callable[[Tensor], Matrix]) -> float:
+    """Milliseconds of products as a request of 512 prompt tokens and 64 new ones has them, by a
+    form of a weight, at the best of three tries."""
+    matrix, total = kind(torch.randn(2048, 1024).bfloat16()), 0.0
+    for rows, times in ((512, 1), (1, 64)):
+        hidden, tries = torch.randn(rows, 1024).bfloat16(), []
+        for _ in range(3):
+            began = time.perf_counter()
+            matrix(hidden)
+            tries.append(time.perf_counter() - began)
+        total += times * min(tries)
+    return total * 1000
+
+
+class CpuDevice(TorchDevice):
+    """The processor by torch's operators. Owns what it knows of the cache's pages."""
+
+    int8: linear.Int8Form = Int8Matrix
+    int4: linear.Int4Form = Int4Matrix
+
+    def __init__(self, dtype: torch.dtype, options: DeviceOptions) -> None:
+        super().__init__(torch.device("cpu"), dtype, options)
+        self.spares_core = num_cores() > torch.get_num_threads()
+        self.passes = Passes()
+        self.pages = FirstTouch(self.passes.are_computed)
+
+    def check_room(self, nbytes: int, kind: str) -> None:
+        """See Device. The system would kill this process while weights are read, without a word."""
+        group = cgroup.memory_limit()
+        if group is not None and nbytes > group.free:
+            smaller = "" if kind == "int4" else ", choose a smaller --dtype or --quantize"
+            raise ModelError(
+                f"the weights take {nbytes / 1e9:.2f} GB in {kind}, and of the memory limit of "
+                f"{group.limit / 1e9:.2f} GB that this process runs under (a container's --memory) "
+                f"{group.free / 1e9:.2f} GB are left: raise the limit{smaller}, or serve a smaller "
+                "model"
+            )
+
+    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+        """See Device. What can not be int4 becomes int8, what can not be that stays float."""
+        obstacle = ""
+        for form in linear.forms_of(quantize, self.int8, self.int4):
+            if not (found := form.obstacle_of(weight)):
+                return form(weight, self.dtype, obstacle)
+            obstacle = obstacle or found
+        return self._float_matrix(weight.to(self.dtype), obstacle)
+
+    def _float_matrix(self, weight: Tensor, obstacle: str) -> Matrix:
+        return linear.float_matrix(weight, obstacle)
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+        """See Device. Quantised, it is int8 whether int8 or int4 was asked for: int4 is nine times
+        as far off, and a tied head has the error in its scores."""
+        obstacle = "" if quantize is None else self.int8.obstacle_of(weight)
+        if quantize is not None and not obstacle:
+            return self.int8(weight, self.dtype)
+        return FloatTable(weight.to(self.dtype), lambda it: self._float_matrix(it, ""), obstacle)
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+        """See Device."""
+        return TorchAttention(self.pages.allocate)
+
+    def runner(self, model: Model) -> Runner:
+        """See Device."""
+        return CpuRunner(model, None, self.pages, self.passes)
+
+    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
+        """See Device; nothing is rehearsed."""
+        return Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
+
+    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+        """See Device. The cache's pages count as free until they are written."""
+        return max(0, host.free_bytes() - cache_bytes - step_bytes)
+
+    def serve(self) -> None:
+        """See Device: pages of the cache are written while nothing is computed."""
+        host.return_freed_memory()
+        threading.Thread(target=self.pages.run, name="first-touch", daemon=True).start()
+
+
+class KernelDevice(CpuDevice):
+    """The processor by our kernels."""
+
+    is_deterministic = True
+
+    def __init__(self, dtype: torch.dtype, options: DeviceOptions) -> None:
+        # Products of few bits are ours only on bfloat16 rows and wide vectors.
+        if dtype is torch.bfloat16 and kernels.are_vectors_wide():
+            self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
+        elif options.quantize is not None:
+            self.is_deterministic = False
+        super().__init__(dtype, options)
+        prepare(dtype, options.quantize, torch.get_num_threads(), host.free_bytes())
+        # The threads of a pass do not wait for one whose core is taken.
+        self.spares_core = num_cores() > 1
+        self._weights: list[tuple[int, int]] = []
+
+    def gated_matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        activation: Callable[[Tensor], Tensor],
+        has_bias: bool,
+    ) -> Matrix:
+        """See Device. The kernels know silu, without a bias."""
+        if activation is not torch.nn.functional.silu or has_bias or weight.shape[0] % 32:
+            return GatedMatrix(self.matrix(weight, quantize), activation)
+        if quantize is None:
+            return linear.PackedFloatMatrix(weight.to(self.dtype), is_gated=True)
+        form = self.int8 if quantize == "int8" else self.int4
+        if not issubclass(form, linear.PackedMatrix) or form.obstacle_of(weight):
+            return GatedMatrix(self.matrix(weight, quantize), activation)
+        return form(weight, self.dtype, is_gated=True)
+
+    def _float_matrix(self, weight: Tensor, obstacle: str) -> Matrix:
+        return linear.PackedFloatMatrix(weight, obstacle)
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
+    ) -> Tensor:
+        """See Device."""
+        return add_norm(hidden, delta, multiplier, weight, eps)
+
+    def rotation(self, angles: Angles) -> Rotation:
+        """See Device."""
+        return KernelRotation(angles)
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+        """See Device."""
+        if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
+            if self._must_be_deterministic:
+                raise refuse_determinism(self, f"heads of {head_dim} features")
+            self.is_deterministic = False
+            return super().attention(num_heads, num_kv_heads, head_dim)
+        return PackedAttention(num_heads, num_kv_heads, self.pages)
+
+    def runner(self, model: Model) -> Runner:
+        """See Device."""
+        if self.is_deterministic:
+            # All that is large is computed by our kernels. torch and they each have a pool of
+            # threads, and the one that has just worked keeps the cores from the other for a while.
+            torch.set_num_threads(1)
+        decoder = fused_decoder(model, self.dtype)
+        if decoder is not None:
+            self._weights = decoder.weight_regions
+        return CpuRunner(model, decoder, self.pages, self.passes)
+
+    def serve(self) -> None:
+        """See Device: besides, weights are moved to huge pages."""
+        super().serve()
+        if pages := pages_of(self._weights):
+            threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()

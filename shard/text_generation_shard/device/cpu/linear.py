@@ -1,0 +1,135 @@
+"""Weights as the processor multiplies them, and which form suits which weight.
+
+Every form of few bits has `obstacle_of(weight)`, why it can not hold a weight (empty: it can), and
+is made with (weight, dtype of the activations, obstacle of the form that was asked for).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.cpu.kernels import Place
+from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
+from text_generation_shard.device.cpu.kernels.linear import GatedWeight, PackedWeight
+from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.reference.linear import FloatMatrix, dtype_name
+from text_generation_shard.device.reference.quantized import (
+    parts_of,
+    quantize_groups,
+    quantize_rows,
+)
+
+
+class OneDnnMatrix:
+    """A bfloat16 weight in oneDNN's own layout, which F.linear would make on every call."""
+
+    def __init__(self, weight: Tensor, obstacle: str = "") -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, bias, "none", [], "")
+        return out
+
+
+def float_matrix(weight: Tensor, obstacle: str) -> Matrix:
+    """The weight in its own type, multiplied by torch."""
+    if (
+        weight.dtype is torch.bfloat16
+        and torch._C._has_mkldnn
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ):
+        return OneDnnMatrix(weight, obstacle)
+    return FloatMatrix(weight, obstacle)
+
+
+class PackedMatrix:
+    """A weight that the kernels multiply. Owns it; the runner reads where it lies."""
+
+    kind: str
+    obstacle: str
+
+    def __init__(self, packed: Any) -> None:
+        """`packed`: a weight of `kernels.linear` or `kernels.grouped_linear`."""
+        self._packed = packed
+        self.nbytes: int = packed.nbytes
+
+    @property
+    def place(self) -> Place:
+        """Where it lies."""
+        place: Place = self._packed.place
+        return place
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        out: Tensor = self._packed(hidden.contiguous())
+        return out if bias is None else out.add_(bias)
+
+
+class PackedFloatMatrix(PackedMatrix):
+    """The weight in its own type, or, bfloat16, in 12 bits without loss."""
+
+    def __init__(self, weight: Tensor, obstacle: str = "", is_gated: bool = False) -> None:
+        """`is_gated`: the product goes through silu and halves; see GatedWeight."""
+        super().__init__((GatedWeight if is_gated else PackedWeight)(weight))
+        self.kind, self.obstacle = dtype_name(weight.dtype), obstacle
+
+
+class PackedInt8Matrix(PackedMatrix):
+    """`Int8Matrix` for bfloat16 rows: the numbers become bfloat16, exactly, on their way into the
+    products, for any number of rows."""
+
+    kind = "int8"
+    obstacle_of = staticmethod(Int8Matrix.obstacle_of)
+
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, obstacle: str = "", is_gated: bool = False
+    ) -> None:
+        parts = [quantize_rows(part, dtype) for part in parts_of(weight)]
+        numbers, scales = zip(*parts, strict=True)
+        self._dtype = dtype
+        self._scale = torch.cat(scales).float()
+        form = GatedWeight if is_gated else PackedWeight
+        super().__init__(form(torch.cat(numbers), self._scale))
+        self.obstacle = obstacle
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See EmbeddingTable."""
+        rows = self._packed.rows(ids).float()
+        out: Tensor = rows.mul_(self._scale.index_select(0, ids)[:, None]).to(self._dtype)
+        return out
+
+    def as_matrix(self) -> tuple[Matrix, int]:
+        """See EmbeddingTable."""
+        return self, 0
+
+
+class PackedInt4Matrix(PackedMatrix):
+    """`Int4Matrix` for bfloat16 rows, by a table of the 16 numbers."""
+
+    kind = "int4"
+    obstacle_of = staticmethod(Int4Matrix.obstacle_of)
+
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, obstacle: str = "", is_gated: bool = False
+    ) -> None:
+        parts = [quantize_groups(part, dtype) for part in parts_of(weight)]
+        numbers, scales, zeros = zip(*parts, strict=True)
+        small = torch.cat([part.to(torch.int8) for part in numbers])
+        super().__init__(GroupedWeight(small, torch.cat(scales), torch.cat(zeros), is_gated))
+        self.obstacle = obstacle
+
+
+Int8Form = type[Int8Matrix] | type[PackedInt8Matrix]
+Int4Form = type[Int4Matrix] | type[PackedInt4Matrix]
+
+
+def forms_of(
+    quantize: str | None, int8: Int8Form, int4: Int4Form
+) -> tuple[Int8Form | Int4Form, ...]:
+    """What is tried, in this order, for weights that are to be int8 or int4, before they stay
+    float."""
+    return {None: (), "int8": (int8,), "int4": (int4, int8)}[quantize]

@@ -1,0 +1,124 @@
+"""Any device that torch knows, by torch's own operators: the specification of all others."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import (
+    Angles,
+    Attention,
+    Device,
+    DeviceOptions,
+    EmbeddingTable,
+    Matrix,
+    Model,
+    Room,
+    Rotation,
+    Runner,
+)
+from text_generation_shard.device.reference.attention import TorchAttention
+from text_generation_shard.device.reference.linear import (
+    FloatMatrix,
+    FloatTable,
+    GatedMatrix,
+    dtype_name,
+)
+from text_generation_shard.device.reference.rotation import TorchRotation
+from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
+from text_generation_shard.errors import ModelError
+
+# Nobody serves with the reference as it is: its cache is as large as a test needs.
+_REFERENCE_CACHE_BYTES = 2**28
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def refuse_determinism(device: Device, what: str) -> ModelError:
+    """What is said where --deterministic can not be kept because of `what`."""
+    return ModelError(
+        f"--deterministic can not be kept with {what} on this {device.name}; leave it out, or use "
+        "--device cpu with --dtype float32 or bfloat16"
+    )
+
+
+class TorchDevice:
+    """See `Device`."""
+
+    is_deterministic = False
+    runs_behind = False
+    spares_core = True
+
+    def __init__(
+        self, torch_device: torch.device, dtype: torch.dtype, options: DeviceOptions
+    ) -> None:
+        self.name = torch_device.type
+        self.torch_device, self.dtype = torch_device, dtype
+        self._memory_fraction = options.memory_fraction
+        self._must_be_deterministic = options.deterministic
+        if options.deterministic and not self.is_deterministic:
+            kind = options.quantize and f"--quantize {options.quantize}"
+            raise refuse_determinism(self, kind or f"--dtype {dtype_name(dtype)}")
+
+    def check_room(self, nbytes: int, kind: str) -> None:
+        """See Device: they fit."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was asked for is computed: it is."""
+
+    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+        """See Device; nothing is quantised."""
+        return FloatMatrix(weight.to(self.dtype))
+
+    def gated_matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        activation: Callable[[Tensor], Tensor],
+        has_bias: bool,
+    ) -> Matrix:
+        """See Device."""
+        return GatedMatrix(self.matrix(weight, quantize), activation)
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+        """See Device."""
+        return FloatTable(weight.to(self.dtype), lambda table: self.matrix(table, None))
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
+    ) -> Tensor:
+        """See Device. One copy in float32, all else in place."""
+        if delta is not None:
+            hidden.add_(delta, alpha=multiplier)
+        wide = hidden.to(torch.float32, copy=True)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = norm.square_().mul_(1.0 / hidden.shape[-1]).add_(eps).rsqrt_()
+        return wide.mul_(inverse).mul_(weight).to(hidden.dtype)
+
+    def rotation(self, angles: Angles) -> Rotation:
+        """See Device."""
+        return TorchRotation(angles, self.dtype)
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+        """See Device."""
+        return TorchAttention(self._make_zeros)
+
+    def _make_zeros(self, count: int, num_blocks: int, block_bytes: int) -> Tensor:
+        return torch.zeros(
+            count * num_blocks * block_bytes, dtype=torch.uint8, device=self.torch_device
+        )
+
+    def runner(self, model: Model) -> Runner:
+        """See Device."""
+        return TorchRunner(EagerForward(model), self.synchronize)
+
+    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
+        """See Device: enough for what is asked for with its numbers."""
+        return Room(_REFERENCE_CACHE_BYTES, step_bytes)
+
+    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+        """See Device."""
+        return 0
+
+    def serve(self) -> None:
+        """See Device: nothing."""

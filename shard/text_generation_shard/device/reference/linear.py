@@ -1,0 +1,60 @@
+"""Weights as they are, multiplied by torch."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from text_generation_shard.device.base import Matrix
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16 …"""
+    return str(dtype).removeprefix("torch.")
+
+
+class FloatMatrix:
+    """See `Matrix`."""
+
+    def __init__(self, weight: Tensor, obstacle: str = "") -> None:
+        self._weight = weight
+        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        return F.linear(hidden, self._weight, bias)
+
+
+class GatedMatrix:
+    """Any form of a weight [2 * N, K] whose product [T, 2 * N] is activation(gate) * up."""
+
+    def __init__(self, matrix: Matrix, activation: Callable[[Tensor], Tensor]) -> None:
+        self._matrix, self._activation = matrix, activation
+        self.kind, self.nbytes, self.obstacle = matrix.kind, matrix.nbytes, matrix.obstacle
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """hidden [T, K] → [T, N]; bias [2 * N]."""
+        gate, up = self._matrix(hidden, bias).chunk(2, dim=-1)
+        return self._activation(gate).mul_(up)
+
+
+class FloatTable:
+    """See `EmbeddingTable`."""
+
+    def __init__(
+        self, weight: Tensor, to_matrix: Callable[[Tensor], Matrix], obstacle: str = ""
+    ) -> None:
+        """`to_matrix`: what makes a matrix of the table."""
+        self.weight, self._to_matrix = weight.contiguous(), to_matrix
+        self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """See EmbeddingTable."""
+        return F.embedding(ids, self.weight)
+
+    def as_matrix(self) -> tuple[Matrix, int]:
+        """See EmbeddingTable."""
+        matrix = self._to_matrix(self.weight)
+        # A float matrix is the table itself.
+        return matrix, 0 if isinstance(matrix, FloatMatrix) else matrix.nbytes

@@ -1,0 +1,64 @@
+"""How weights are quantised: the numbers that stand for them in 8 or 4 bits.
+
+Only weights are quantised: activations and sums keep their type.
+"""
+
+import torch
+from torch import Tensor
+
+GROUP: int = 32
+"""Inputs that share a scale and a zero in int4, as in llama.cpp's Q4_0."""
+
+# Rows of a part are whole panels of so many, and as many as have so many numbers at most: what is
+# computed of them stays in the second-level cache.
+_PANEL = 64
+_FITTED_NUMBERS = 2**18
+# Passes over a group that fit scale and zero to the whole numbers and these to those.
+_INT4_FITS = 2
+
+
+def parts_of(weight: Tensor) -> tuple[Tensor, ...]:
+    """The weight in parts of whole panels, so that all that is computed of one stays in the cache,
+    and that no copy in float32 of a large matrix is ever made."""
+    return torch.split(weight, max(1, _FITTED_NUMBERS // weight.shape[1] // _PANEL) * _PANEL)
+
+
+def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Numbers int8 [N, K] and scale [N] of type `dtype`."""
+    wide = weight.float()
+    largest = wide.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny * 127)
+    scale = (largest / 127).to(dtype)
+    return (wide / scale.float()[:, None]).round_().clamp_(-127, 127).char(), scale
+
+
+def quantize_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers int32 [N, K], scale and zero [N, K / 32] of type `dtype` with a small squared error.
+
+    Starts from the least and the largest of each group, then alternates: scale and zero by least
+    squares for the numbers, the nearest numbers for these. Each uses scale and zero as they
+    are kept, so rounding them is part of what is fitted.
+    """
+    groups = weight.float().view(len(weight), -1, GROUP)
+    low, high = groups.aminmax(dim=-1)
+    scale = ((high - low) / 15).clamp_min_(torch.finfo(torch.float32).tiny)
+    scale, zero = _rounded(scale, dtype), _rounded(low + 8 * scale, dtype)
+    numbers = _nearest(groups, scale, zero)
+    middle = groups.mean(dim=-1)
+    for _ in range(_INT4_FITS):
+        average = numbers.mean(dim=-1)
+        spread = numbers.square().mean(dim=-1) - average.square()
+        together = (numbers * groups).mean(dim=-1) - average * middle
+        # A group of equal numbers says nothing about the scale.
+        scale = _rounded(torch.where(spread > 0, together / spread, scale), dtype)
+        zero = _rounded(middle - scale * average, dtype)
+        numbers = _nearest(groups, scale, zero)
+    return numbers.add_(8).int().flatten(1), scale.to(dtype), zero.to(dtype)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).float()
+
+
+def _nearest(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """The numbers from -8 to 7 that stand for the weights best."""
+    return ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(-8, 7)

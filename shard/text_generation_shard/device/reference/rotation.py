@@ -1,0 +1,25 @@
+"""Rotary embedding by torch."""
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import Angles
+
+
+class TorchRotation:
+    """See `Rotation`. Holds each angle twice, the first half of the sines negated, so that three
+    operators rotate."""
+
+    def __init__(self, angles: Angles, dtype: torch.dtype) -> None:
+        cos, sin = angles.table[angles.rows].unbind(dim=1)
+        # [T, 1, rotary_dim]
+        self._cos = torch.cat((cos, cos), dim=-1)[:, None].to(dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1)[:, None].to(dtype)
+
+    def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:
+        """See Rotation."""
+        rotary_dim = self._cos.shape[-1]
+        rotated = heads[:, :num_rotated, :rotary_dim]
+        swapped = rotated.roll(rotary_dim // 2, dims=-1)
+        torch.addcmul(rotated * self._cos, swapped, self._sin, out=rotated)
+        heads[:, :num_queries].mul_(scale)

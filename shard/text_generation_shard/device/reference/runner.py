@@ -1,0 +1,62 @@
+"""Steps by torch: pass after pass, then a token for each position that gets one."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import (
+    ForwardBatch,
+    Model,
+    StepPlan,
+    StepScores,
+)
+
+
+class Forward(Protocol):
+    """What computes a pass."""
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """The last hidden states [T, hidden_size] of all tokens."""
+
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        """Those of the tokens whose logits are wanted [S, vocab_size]."""
+
+
+class EagerForward:
+    """The model's own layers, one operator after another."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        """See Forward."""
+        return self._model.forward(batch)
+
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        """See Forward."""
+        hidden, wanted = self._model.forward(batch), batch.logits_indices
+        return self._model.logits(hidden if wanted is None else hidden[wanted])
+
+
+class TorchRunner:
+    """Computes a step while it is launched."""
+
+    def __init__(self, forward: Forward, synchronize: Callable[[], None]) -> None:
+        """`synchronize` waits until the device has done what it was asked for."""
+        self._forward, self._synchronize = forward, synchronize
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepScores:
+        """See Runner."""
+        scores = []
+        for scheduled in plan.passes():
+            if plan.wants_hidden:
+                scores.append(plan.scores(scheduled, self._forward.hidden))
+            else:
+                scores.append(self._forward.scores(plan.batch(scheduled)))
+        self._synchronize()
+        done = time.perf_counter_ns()
+        return StepScores(plan.choose(torch.cat(scores)), done)

@@ -1,0 +1,173 @@
+"""A step that was decided, as its device computes it."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Ints
+from text_generation_shard.device.base import ForwardBatch, Model, Rows, ScheduledTokens
+from text_generation_shard.engine.forward_batch import (
+    BatchBuilder,
+    SampledPositions,
+    sampled_positions,
+)
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.errors import BatchError
+from text_generation_shard.grammars.masks import StepGrammars
+from text_generation_shard.sampling.sampler import (
+    Choice,
+    Sampler,
+    Scores,
+    TokenHistory,
+    sample,
+)
+from text_generation_shard.sampling.table import Watermark
+
+# Rows of prompt logits computed at once: bounds their memory to this many vocabularies.
+LOGPROB_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What all steps of an engine have alike."""
+
+    model: Model
+    table: RowTable
+    builder: BatchBuilder
+    # Tokens that end a text.
+    end_ids: Ints
+    watermark: Watermark
+    # This rank chooses the tokens.
+    chooses: bool
+    # Once it is set, a step of several passes fails at the next of them.
+    is_stopping: threading.Event
+
+
+class Plan:
+    """See `device.base.StepPlan`. Owns the prompt log-probabilities that its passes brought."""
+
+    def __init__(
+        self,
+        fixed: Fixed,
+        passes: Sequence[ScheduledTokens],
+        recomputed: Sequence[ScheduledTokens],
+        new_rows: Sequence[int],
+        before: SampledPositions | None,
+    ) -> None:
+        """recomputed: passes before all others whose KV was there already. before: what the step
+        that is under way samples, and the host does not know yet."""
+        self.computed, self.new_rows = passes, new_rows
+        self.samples = sampled_positions(passes)
+        # What the sampled tokens must follow, if any must: set before the step is launched.
+        self.grammars: StepGrammars | None = None
+        # By row, of the inputs that want them.
+        self.prompt_logprobs: dict[int, list[float]] = {}
+        # Of the rows that sample [R]: their requests.
+        self.request_ids = fixed.table.ids(self.samples.owners.tolist())
+        self._fixed, self._recomputed, self._before = fixed, recomputed, before
+
+    @property
+    def rows(self) -> Rows:
+        """See StepPlan."""
+        return self._fixed.table
+
+    def passes(self) -> Iterator[ScheduledTokens]:
+        """See StepPlan."""
+        for scheduled in (*self._recomputed, *self.computed):
+            if self._fixed.is_stopping.is_set():
+                raise BatchError("the shard is stopping")
+            yield scheduled
+
+    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
+        """See StepPlan."""
+        return self._fixed.builder.batch(scheduled)
+
+    def waiting(self, scheduled: ScheduledTokens) -> Ints:
+        """See StepPlan."""
+        if self._before is None:
+            return scheduled.rows[:0]
+        return np.flatnonzero(np.isin(scheduled.rows, self._before.rows))
+
+    @property
+    def wants_hidden(self) -> bool:
+        """See StepPlan."""
+        return bool(self._fixed.table.prompt_logprobs)
+
+    def scores(
+        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
+    ) -> Tensor:
+        """See StepPlan."""
+        batch = self.batch(scheduled)
+        hidden, wanted = forward(batch), batch.logits_indices
+        if self.wants_hidden:
+            self._add_prompt_logprobs(scheduled, hidden)
+        return self._fixed.model.logits(hidden if wanted is None else hidden[wanted])
+
+    def _add_prompt_logprobs(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
+        """Of the inputs that want them, those of the tokens that follow the pass's in them."""
+        table, first = self._fixed.table, 0
+        for index, row in enumerate(scheduled.rows.tolist()):
+            part = hidden[first : first + int(scheduled.counts[index])]
+            first += len(part)
+            if row in table.prompt_logprobs:
+                start, known = int(scheduled.starts[index]), int(table.input_lens[row])
+                targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
+                values = self.prompt_logprobs.setdefault(row, [])
+                for at in range(0, len(targets), LOGPROB_ROWS):
+                    some = torch.from_numpy(targets[at : at + LOGPROB_ROWS])
+                    values += self._logprobs(part[at : at + len(some)], some)
+
+    def _logprobs(self, hidden: Tensor, targets: Tensor) -> list[float]:
+        """Of the tokens [N] that follow hidden states [N, hidden_size]."""
+        wanted = targets.to(hidden.device, torch.int64)
+        logits = self._fixed.model.logits(hidden)
+        found: list[float] = (
+            torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])[:, 0].tolist()
+        )
+        return found
+
+    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
+        """See StepPlan. As if each position were the only one: how far guesses were right is found
+        out afterwards."""
+        fixed, samples = self._fixed, self.samples
+        if not len(scores):
+            return None
+        if not fixed.chooses:
+            return nothing_chosen(samples)
+        table = fixed.table
+        history = TokenHistory(
+            *(table.token_ids, samples.rows, samples.positions),
+            *(table.prompt_lens, table.min_new_tokens),
+        )
+        if self.grammars is not None:
+            self.grammars.restrict(torch.as_tensor(scores))
+        sampler = sampler or sample
+        return sampler(scores, table.sampling, history, fixed.end_ids, fixed.watermark)
+
+    def drop_ended(self, choice: Choice) -> Choice:
+        """Without the rows that ended in the step before, which was under way when this one was
+        launched; `samples` and `request_ids` are without them, too."""
+        if self._before is None:
+            return choice
+        owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
+        kept = [index for index, owner in enumerate(owners) if self._fixed.table.has(*owner)]
+        # Each row samples once: nothing is guessed behind a step that is under way.
+        rows, index = self.samples.rows[kept], np.arange(len(kept) + 1)
+        positions = self.samples.positions[kept]
+        self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)
+        self.request_ids = [self.request_ids[index] for index in kept]
+        return Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
+
+
+def nothing_chosen(samples: SampledPositions) -> Choice:
+    """Of a rank that is told what rank 0 has chosen."""
+    count = len(samples.rows)
+    return Choice(
+        torch.zeros(count, dtype=torch.int64).numpy(),
+        torch.zeros(count).numpy(),
+        torch.zeros(count, 1),
+    )

@@ -1,0 +1,163 @@
+"""The sampling parameters of all rows, and the columns that a step needs of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Flags, Floats, Ints
+from text_generation_shard.sampling.params import SamplingParams
+
+# Below it float32 arithmetic may take a temperature for 0.
+_MIN_TEMPERATURE = 1e-30
+# Likewise a penalty, whose reciprocal must be finite, too.
+_LEAST_PENALTY, _MOST_PENALTY = 1e-30, 1e30
+# float32 holds integers up to here exactly; no vocabulary is larger.
+_LARGEST_TOP_K = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Share of the vocabulary that is green, and what green tokens get."""
+
+    gamma: float
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """The parameters of the S choices of a step, on a device; only who needs something has it."""
+
+    # [n] choices that are drawn, and their parameters [n, 1]; seeds [n] are the int64 of the bits.
+    sampling_rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    typical_p: Tensor
+    seeds: Tensor
+    # Whether some of them can not draw everything, and by which parameters.
+    is_filtering: bool
+    is_typical: bool
+    # [m] choices that are penalised, on the host, and their parameters [m, 1].
+    penalised_rows: Ints
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """What is added to the scores of a step: [b] which choice, which token, how much. On the
+    host."""
+
+    choices: Ints
+    token_ids: Ints
+    values: Floats
+
+
+class SamplingTable:
+    """Owns the parameters of every row, on the host."""
+
+    def __init__(self, capacity: int) -> None:
+        # temperature, top_k, top_p, typical_p, repetition, frequency and presence penalty.
+        self.values: Floats = np.zeros((capacity, 7), dtype=np.float32)
+        self.seeds: Ints = np.zeros(capacity, dtype=np.int64)
+        # is_sampling, is_filtering, whether typical_p is on, is_penalising.
+        self.flags: Flags = np.zeros((capacity, 4), dtype=np.bool_)
+        self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._watermarked: set[int] = set()
+        # What was gathered last, and of which rows: most steps have those of the step before.
+        self._last: tuple[Ints, SamplingColumns] | None = None
+        self._last_biases: tuple[Ints, Biases] | None = None
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """The parameters of a row that is taken now."""
+        self._last = self._last_biases = None
+        self.values[row] = (
+            max(params.temperature, _MIN_TEMPERATURE),
+            min(params.top_k, _LARGEST_TOP_K),
+            params.top_p,
+            params.typical_p,
+            min(max(params.repetition_penalty, _LEAST_PENALTY), _MOST_PENALTY),
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
+        # uint64 seeds as the int64 of the same bits.
+        self.seeds[row] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
+        self.flags[row] = (
+            params.is_sampling,
+            params.is_filtering,
+            params.typical_p < 1.0,
+            params.is_penalising,
+        )
+        self._biases.pop(row, None)
+        if params.logit_bias:
+            self._biases[row] = params.logit_bias
+        self._watermarked.discard(row)
+        if params.watermark:
+            self._watermarked.add(row)
+
+    def columns(self, rows: Ints, device: torch.device) -> SamplingColumns:
+        """The columns of a step whose choices [S] belong to `rows`; a row may have several.
+
+        An array given here must not be changed afterwards.
+        """
+        if self._last is None or self._last[0] is not rows:
+            self._last = (rows, self._gather(rows, device))
+        return self._last[1]
+
+    def _gather(self, rows: Ints, device: torch.device) -> SamplingColumns:
+        flags = self.flags[rows]
+        sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
+        drawn = torch.from_numpy(self.values[rows[sampling]]).to(device)
+        punished = torch.from_numpy(self.values[rows[penalised]]).to(device)
+        return SamplingColumns(
+            sampling_rows=torch.from_numpy(sampling).to(device),
+            temperature=drawn[:, 0:1],
+            top_k=drawn[:, 1:2].long(),
+            top_p=drawn[:, 2:3],
+            typical_p=drawn[:, 3:4],
+            seeds=torch.from_numpy(self.seeds[rows[sampling]]),
+            is_filtering=bool(flags[:, 1].any()),
+            is_typical=bool(flags[:, 2].any()),
+            penalised_rows=penalised,
+            repetition=punished[:, 4:5],
+            frequency=punished[:, 5:6],
+            presence=punished[:, 6:7],
+        )
+
+    def watermarked(self, rows: Ints) -> Sequence[int]:
+        """Which of a step's choices are watermarked."""
+        if not self._watermarked:
+            return ()
+        return [place for place, row in enumerate(rows.tolist()) if row in self._watermarked]
+
+    def biases(self, rows: Ints) -> Biases:
+        """What is added to the scores of a step's choices; see `columns`."""
+        if not self._biases:
+            return _NO_BIASES
+        if self._last_biases is None or self._last_biases[0] is not rows:
+            self._last_biases = (rows, self._biases_of(rows))
+        return self._last_biases[1]
+
+    def _biases_of(self, rows: Ints) -> Biases:
+        found = [
+            (place, token, value)
+            for place, row in enumerate(rows.tolist())
+            for token, value in self._biases.get(row, ())
+        ]
+        if not found:
+            return _NO_BIASES
+        choices, token_ids, values = zip(*found, strict=True)
+        return Biases(
+            np.array(choices, dtype=np.int64),
+            np.array(token_ids, dtype=np.int64),
+            np.array(values, dtype=np.float32),
+        )
+
+
+_NO_BIASES = Biases(
+    np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+)
