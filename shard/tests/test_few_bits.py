@@ -74,17 +74,17 @@ def test_compiled_code_multiplies_by_any_kind(
     """Item by item; together they read all of the weight."""
     matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
     hidden = torch.randn(rows, 128, dtype=torch.bfloat16)
-    expected, place = matrix(hidden), matrix.place
-    assert place is not None
+    expected, address = matrix(hidden), matrix.address
+    assert address is not None
     out, sums = torch.zeros_like(expected), torch.empty(rows, 4, dtype=torch.bfloat16)
-    beside = place.scales
+    beside = address.scales
     if form is PackedInt4Matrix:
         beside = sums.data_ptr()
         for row in range(rows):
             sum_groups(hidden.data_ptr(), beside, row, 4)
-    code = address_of(*layers.kernels(typeof(place.kind), typeof(BFLOAT16))["multiply"])
-    addresses = place.weight, beside, hidden.data_ptr(), out.data_ptr()
+    code = address_of(*layers.kernels(typeof(address.kind), typeof(BFLOAT16))["multiply"])
+    addresses = address.weight, beside, hidden.data_ptr(), out.data_ptr()
     product = Product(*addresses, rows, 64, out.shape[1], is_gated)
-    items, size = _multiply(code, place.kind, product)
+    items, size = _multiply(code, address.kind, product)
     assert torch.equal(out, expected)
     assert (items - 1) * size < matrix._packed._packed.nbytes <= items * size

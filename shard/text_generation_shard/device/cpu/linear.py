@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device.base import Matrix
-from text_generation_shard.device.cpu.kernels import Place
+from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
 from text_generation_shard.device.cpu.kernels.linear import GatedWeight, PackedWeight
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
@@ -58,10 +58,10 @@ class PackedMatrix:
         self.nbytes: int = packed.nbytes
 
     @property
-    def place(self) -> Place:
+    def address(self) -> WeightAddress:
         """Where it lies."""
-        place: Place = self._packed.place
-        return place
+        address: WeightAddress = self._packed.address
+        return address
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         """See Matrix."""

@@ -45,7 +45,7 @@ def fused_decoder(model: Model, dtype: torch.dtype) -> "FusedDecoder | None":
     matrices = [getattr(layer, name) for layer in weights.layers for name in _PRODUCTS]
     if not all(isinstance(matrix, PackedMatrix) for matrix in matrices):
         return None
-    kinds = {type(matrix.place.kind) for matrix in matrices}
+    kinds = {type(matrix.address.kind) for matrix in matrices}
     return FusedDecoder(model, weights, attention, dtype) if len(kinds) == 1 else None
 
 
@@ -237,7 +237,7 @@ _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 def _place(matrix: Matrix) -> Any:
     """Where a packed weight lies; None: it is in another form."""
-    return matrix.place if isinstance(matrix, PackedMatrix) else None
+    return matrix.address if isinstance(matrix, PackedMatrix) else None
 
 
 def _fields(layer: LayerWeights) -> dict[str, int]:
@@ -255,4 +255,4 @@ def _fields(layer: LayerWeights) -> dict[str, int]:
     for name in _PRODUCTS:
         place = _place(getattr(layer, name))
         found |= {name: place.weight, f"{name}_scales": place.scales}
-    return found | {"is_turned": int(layer.uses_rope), "window": layer.window or 0}
+    return found | {"is_rotated": int(layer.uses_rope), "window": layer.window or 0}

@@ -13,7 +13,7 @@ MAX_HEAD_DIM = 256
 """Features of a head at most, for `attention`."""
 
 
-class Place(NamedTuple):
+class WeightAddress(NamedTuple):
     """Where a packed weight lies: what kind its numbers are (a marker of `vector`), its address and
     that of its scales (0: it has none), and how many bytes it takes without them."""
 

@@ -28,7 +28,7 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     scratch,
     widened,
 )
-from text_generation_shard.device.cpu.kernels.softmax import CHUNK, NOTHING, soften
+from text_generation_shard.device.cpu.kernels.softmax import CHUNK, NOTHING, softmax_step
 from text_generation_shard.device.cpu.kernels.structs import Address, Count, struct_type
 from text_generation_shard.device.cpu.kernels.tile import Pages, paged_tile, tile
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32, STEP_BYTES, inlined
@@ -127,7 +127,7 @@ def task_code(kind: Any) -> int:
 def attend(kind: Any, code: int, layer: Attention, block_tables: Any, tasks: Any) -> None:
     """Each task's queries against the tokens they see.
 
-    code: where `attend_task` lies for this kind, see `calls`. block_tables [R, width]. tasks
+    code: where `attend_task` lies for this kind, see `llvm.call`. block_tables [R, width]. tasks
     [N, 5]: row, first token of the row in this pass and its position, first query vector of the
     task and number of query vectors of the row; a token's query vectors are those that share a KV
     head.
@@ -147,7 +147,7 @@ class _State(NamedTuple):
     # [rows, 64]: of the tokens of a chunk, scores in float32 and what they weigh.
     scores: Address
     weights: Address
-    # [rows] and [rows, 16] float32: see `soften`.
+    # [rows] and [rows, 16] float32: see `softmax_step`.
     best: Address
     totals: Address
     # [rows] int64: positions.
@@ -188,7 +188,7 @@ def attend_task(kind: Any, layer: Attention, head: int, table: Any, task: Any) -
             blocks + table[base + min(3, used - 1)] * block_bytes,
         )
         _score(kind, rows, keys, state.queries, stride, state.scores)
-        _soften_rows(kind, layer, state, count, chunk * _CHUNK)
+        _softmax_rows(kind, layer, state, count, chunk * _CHUNK)
         for block in range(used):
             pages[block] = keys[block] + stride * BLOCK_SIZE
         _collect(kind, rows, state.pages, used, state.weights, layer.head_dim, state.sums)
@@ -218,13 +218,13 @@ def _begin(kind: Any, layer: Attention, head: int, task: Any, state: _State, cou
 
 
 @njit(inline="always")
-def _soften_rows(kind: Any, layer: Attention, state: _State, count: int, start: int) -> None:
+def _softmax_rows(kind: Any, layer: Attention, state: _State, count: int, start: int) -> None:
     """The scores of a chunk of tokens, of which the first is at `start`, become weights."""
     sums, positions = array_at(FLOAT32, state.sums), array_at(ADDRESS, state.positions)
     for row in range(count):
         position = positions[row]
         begin = max(0, position - layer.window + 1) if layer.window else 0
-        shrink = soften(
+        shrink = softmax_step(
             kind,
             state.scores + row * _CHUNK * 4,
             state.weights + row * _CHUNK * itemsize(kind),

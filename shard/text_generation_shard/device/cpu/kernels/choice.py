@@ -102,7 +102,7 @@ class Choices(NamedTuple):
 TAKEN: Final = (struct_type(Choices), int64)
 """What `choose_one` takes."""
 
-# Nothing may raise an exception, see `calls.call`: what is divided by 0 is infinite.
+# Nothing may raise an exception, see `llvm.call`: what is divided by 0 is infinite.
 _QUIET: Final = {"nogil": True, "error_model": "numpy"}
 # Of functions that Python never calls: without a way to do that they compile in three quarters of
 # the time.
@@ -163,13 +163,13 @@ def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
     repetition, frequency, presence = values[4], values[5], values[6]
     # -1: in the prompt only.
     counts = np.empty(len(scores), np.int32)
-    for place in range(len(scores)):
-        counts[place] = 0
-    for place in range(len(known)):
-        if place < prompt_len:
-            counts[known[place]] = -1
+    for index in range(len(scores)):
+        counts[index] = 0
+    for index in range(len(known)):
+        if index < prompt_len:
+            counts[known[index]] = -1
         else:
-            counts[known[place]] = max(counts[known[place]], 0) + 1
+            counts[known[index]] = max(counts[known[index]], 0) + 1
     for token in known:
         count = counts[token]
         if count == 0:
@@ -192,8 +192,8 @@ def _drawn(scores: Any, values: Any, number: float) -> Any:
     top_k, top_p, typical_p = values[1], values[2], values[3]
     if 0 < top_k < len(scores):
         ones = np.empty(len(scores), np.float32)
-        for place in range(len(scores)):
-            ones[place] = np.float32(1.0)
+        for index in range(len(scores)):
+            ones[index] = np.float32(1.0)
         least, _ = reached_at(scores, ones, np.float64(top_k))
         # Ties with the k-th best stay.
         _cut(scores, weights, sums, scores, least, len(scores))
@@ -216,9 +216,9 @@ def best_of(scores: Any) -> Any:
         top = largest_number(load(_BLOCK, _block_at(scores, start, spare)))
         if top > highest:
             highest, first = top, start
-    for place in range(first, min(first + BLOCK, len(scores))):
-        if scores[place] == highest:
-            return place
+    for index in range(first, min(first + BLOCK, len(scores))):
+        if scores[index] == highest:
+            return index
     return 0
 
 
@@ -229,9 +229,9 @@ def _block_at(scores: Any, start: int, spare: int) -> Any:
     if start + BLOCK <= len(scores):
         return address
     copy = array_at(FLOAT32, spare)
-    for place in range(BLOCK):
-        is_there = start + place < len(scores)
-        copy[place] = scores[start + place] if is_there else _NOTHING
+    for index in range(BLOCK):
+        is_there = start + index < len(scores)
+        copy[index] = scores[start + index] if is_there else _NOTHING
     return spare
 
 
@@ -266,8 +266,8 @@ def _weigh(scores: int, highest: Any, weights: int) -> Any:
 @njit(**_INNER)
 def _scale(scores: Any, highest: Any, temperature: Any) -> None:
     """From the best one down, so that the smallest temperatures overflow to -inf, not to NaN."""
-    for place in range(len(scores)):
-        scores[place] = (scores[place] - highest) / temperature
+    for index in range(len(scores)):
+        scores[index] = (scores[index] - highest) / temperature
 
 
 @njit(**_INNER)
@@ -302,8 +302,8 @@ def draw(weights: Any, sums: Any, number: float) -> Any:
     target = number * total
     block, before = _first_beyond(sums, 0, len(sums), 0.0, target)
     start = block * BLOCK
-    place, _ = _first_beyond(weights, start, start + BLOCK, before, target)
-    return place, total
+    index, _ = _first_beyond(weights, start, start + BLOCK, before, target)
+    return index, total
 
 
 @njit(**_INNER)
@@ -316,13 +316,13 @@ def _total(sums: Any) -> float:
 
 @njit(**_INNER)
 def _first_beyond(weights: Any, first: int, end: int, before: float, target: float) -> Any:
-    """The first place where the sum, `before` in front, exceeds the target, and the sum before it;
-    the last place that has a weight, should rounding have put the target behind it."""
+    """The first index where the sum, `before` in front, exceeds the target, and the sum before it;
+    the last index that has a weight, should rounding have put the target behind it."""
     found, start = first, before
-    for place in range(first, end):
-        if weights[place] > 0:
-            found, start = place, before
-            before += weights[place]
+    for index in range(first, end):
+        if weights[index] > 0:
+            found, start = index, before
+            before += weights[index]
             if before > target:
                 break
     return found, start
@@ -332,46 +332,46 @@ def _first_beyond(weights: Any, first: int, end: int, before: float, target: flo
 def _nearness(scores: Any, weights: Any, total: float) -> Any:
     """How near each score is to what is expected of it, at most 0 (Meister et al. 2022)."""
     entropy, shift = 0.0, np.log(total)
-    for place in range(len(scores)):
-        if weights[place] > 0:
-            entropy -= weights[place] / total * (scores[place] - shift)
+    for index in range(len(scores)):
+        if weights[index] > 0:
+            entropy -= weights[index] / total * (scores[index] - shift)
     nearness = np.empty(len(scores), np.float32)
-    for place in range(len(scores)):
+    for index in range(len(scores)):
         # What can not be drawn is infinitely far.
-        nearness[place] = -np.abs(scores[place] - shift + entropy)
+        nearness[index] = -np.abs(scores[index] - shift + entropy)
     return nearness
 
 
 @njit(**_INNER)
 def _cut(scores: Any, weights: Any, sums: Any, keys: Any, least: Any, last: int) -> None:
-    """Drop what has a key below `least`, or just that behind the place `last`."""
+    """Drop what has a key below `least`, or just that behind the index `last`."""
     for block in range(len(sums)):
         total = 0.0
-        for place in range(block * BLOCK, min((block + 1) * BLOCK, len(scores))):
-            if keys[place] < least or (keys[place] == least and place > last):
-                scores[place] = _NOTHING
-                weights[place] = np.float32(0.0)
-            total += weights[place]
+        for index in range(block * BLOCK, min((block + 1) * BLOCK, len(scores))):
+            if keys[index] < least or (keys[index] == least and index > last):
+                scores[index] = _NOTHING
+                weights[index] = np.float32(0.0)
+            total += weights[index]
         sums[block] = total
 
 
 @njit(**_INNER)
 def reached_at(keys: Any, weights: Any, target: float) -> Any:
-    """The key and the place at which weights, from the largest key down and equals in order, add up
+    """The key and the index at which weights, from the largest key down and equals in order, add up
     to the target; the last ones above -inf, if they never do. Keys are at most 0."""
-    places = np.empty(len(keys), np.int32)
-    count, total = _candidates(keys, weights, -_DEPTH, places)
+    indices = np.empty(len(keys), np.int32)
+    count, total = _candidates(keys, weights, -_DEPTH, indices)
     if total < target:
-        count, total = _candidates(keys, weights, _LOWEST, places)
+        count, total = _candidates(keys, weights, _LOWEST, indices)
     if count == 0:
         # All are NaN or -inf.
         return _NOTHING, np.int64(len(keys) - 1)
     before = 0.0
     sums = np.empty(_BINS, np.float64)
     while count > _FEW:
-        high, low = keys[places[0]], keys[places[0]]
+        high, low = keys[indices[0]], keys[indices[0]]
         for index in range(count):
-            high, low = max(high, keys[places[index]]), min(low, keys[places[index]])
+            high, low = max(high, keys[indices[index]]), min(low, keys[indices[index]])
         if high == low:
             break
         # The largest and the smallest are never in one bin, so that every turn leaves fewer.
@@ -379,20 +379,20 @@ def reached_at(keys: Any, weights: Any, target: float) -> Any:
         for index in range(_BINS):
             sums[index] = 0.0
         for index in range(count):
-            sums[_bin(keys[places[index]], high, scale)] += weights[places[index]]
+            sums[_bin(keys[indices[index]], high, scale)] += weights[indices[index]]
         limit, before = _first_reaching(sums, before, target)
         kept = 0
         for index in range(count):
-            if _bin(keys[places[index]], high, scale) == limit:
-                places[kept] = places[index]
+            if _bin(keys[indices[index]], high, scale) == limit:
+                indices[kept] = indices[index]
                 kept += 1
         count = kept
-    _sort(keys, places, count)
+    _sort(keys, indices, count)
     index = 0
-    while index < count - 1 and before + weights[places[index]] < target:
-        before += weights[places[index]]
+    while index < count - 1 and before + weights[indices[index]] < target:
+        before += weights[indices[index]]
         index += 1
-    return keys[places[index]], np.int64(places[index])
+    return keys[indices[index]], np.int64(indices[index])
 
 
 @njit(**_INNER)
@@ -401,14 +401,14 @@ def _bin(key: float, high: float, scale: float) -> Any:
 
 
 @njit(**_INNER)
-def _candidates(keys: Any, weights: Any, lowest: float, places: Any) -> Any:
-    """Write the places of keys of at least `lowest`; how many there are, and what they weigh."""
+def _candidates(keys: Any, weights: Any, lowest: float, indices: Any) -> Any:
+    """Write the indices of keys of at least `lowest`; how many there are, and what they weigh."""
     count, total = 0, 0.0
-    for place in range(len(keys)):
-        if keys[place] >= lowest:
-            places[count] = place
+    for index in range(len(keys)):
+        if keys[index] >= lowest:
+            indices[count] = index
             count += 1
-            total += weights[place]
+            total += weights[index]
     return count, total
 
 
@@ -417,21 +417,21 @@ def _first_reaching(sums: Any, before: float, target: float) -> Any:
     """The first bin with which the sum, `before` in front, reaches the target, and the sum before
     it; the last bin with anything, where rounding or a lack of tokens has none reach it."""
     found, start = 0, before
-    for place in range(len(sums)):
-        if sums[place] > 0:
-            found, start = place, before
-            before += sums[place]
+    for index in range(len(sums)):
+        if sums[index] > 0:
+            found, start = index, before
+            before += sums[index]
             if before >= target:
                 break
     return found, start
 
 
 @njit(**_INNER)
-def _sort(keys: Any, places: Any, count: int) -> None:
-    """The first `count` places by insertion: largest key first, equals in order."""
+def _sort(keys: Any, indices: Any, count: int) -> None:
+    """The first `count` indices by insertion: largest key first, equals in order."""
     for end in range(1, count):
-        moving, place = places[end], end
-        while place > 0 and keys[places[place - 1]] < keys[moving]:
-            places[place] = places[place - 1]
-            place -= 1
-        places[place] = moving
+        moving, index = indices[end], end
+        while index > 0 and keys[indices[index - 1]] < keys[moving]:
+            indices[index] = indices[index - 1]
+            index -= 1
+        indices[index] = moving

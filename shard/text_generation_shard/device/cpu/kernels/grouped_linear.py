@@ -17,7 +17,7 @@ from numba import njit, prange, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import Place
+from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.linear import (
     item_bytes,
     item_signature,
@@ -127,9 +127,9 @@ class GroupedWeight:
         )
         blocks[:, :, 0] = zeros.transpose(1, 2).flatten(2)
         blocks[:, :, 1] = scales.permute(0, 2, 3, 1).flatten(2)
-        places = numbers.view(panels, LANES, groups, VECTORS, NUMBERS_PER_WORD, 2)
+        members = numbers.view(panels, LANES, groups, VECTORS, NUMBERS_PER_WORD, 2)
         shifts = 4 * torch.arange(NUMBERS_PER_WORD, dtype=torch.int32)[:, None]
-        words = (places.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
+        words = (members.int() << shifts).sum(dim=-2).permute(0, 2, 3, 1, 4).flatten(3)
         words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, extra))
         blocks[:, :, 2:] = words.view(panels, pairs, 2 * VECTORS, 2 * LANES)
         packed = self._packed.view(torch.int16).view(panels, -1)
@@ -141,9 +141,9 @@ class GroupedWeight:
         self.nbytes = self._packed.nbytes
 
     @property
-    def place(self) -> Place:
+    def address(self) -> WeightAddress:
         """For `kernels.layers`."""
-        return Place(INT4, self._packed.data_ptr(), 0, self._packed.nbytes)
+        return WeightAddress(INT4, self._packed.data_ptr(), 0, self._packed.nbytes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""

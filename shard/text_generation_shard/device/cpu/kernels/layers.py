@@ -60,7 +60,7 @@ FIELDS: Final = {
     "down": "address: packed weight behind the gates",
     "down_scales": "as qkv_scales",
     "down_bias": "as qkv_bias",
-    "is_turned": "whether queries and keys are rotated by positions",
+    "is_rotated": "whether queries and keys are rotated by positions",
     "window": "tokens that a query sees, itself counted in; 0: all",
 }
 LAYER: Final = np.dtype([(name, np.int64) for name in FIELDS])
@@ -80,7 +80,7 @@ CODES: Final = {
     "add_bias": "of `add_bias`",
     "widen": "of `widen_row`",
 }
-"""Where the functions lie that compute items, see `calls`."""
+"""Where the functions lie that compute items, see `llvm.call`."""
 SIZES: Final = {
     "hidden_size": "numbers of a hidden state",
     "inner_size": "numbers inside the feed-forward",

@@ -18,7 +18,7 @@ import torch
 from numba import int64, njit, prange, typeof
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import Place, are_vectors_wide, bfloat12
+from text_generation_shard.device.cpu.kernels import WeightAddress, are_vectors_wide, bfloat12
 from text_generation_shard.device.cpu.kernels.bfloat12 import add_exceptions, narrow
 from text_generation_shard.device.cpu.kernels.llvm import (
     LANES,
@@ -87,7 +87,7 @@ def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
     """weight [N, K] as [N / 16, steps, 16, numbers per step], aligned to vectors.
 
     Rows are filled up to a multiple of 16, inputs to one of so many steps, with zeros. What is int8
-    is multiplied by bfloat16: see `_in_turns`.
+    is multiplied by bfloat16: see `_interleave_steps`.
     """
     per_step = _numbers_at_once(weight.dtype)
     outputs, inputs = weight.shape
@@ -100,7 +100,7 @@ def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
         weight = padded
     ordered = weight.view(panels, LANES, steps, per_step).transpose(1, 2)
     if weight.dtype == torch.int8:
-        packed, ordered = packed.view(panels, steps, 4, 2, 4, 2), _in_turns(ordered)
+        packed, ordered = packed.view(panels, steps, 4, 2, 4, 2), _interleave_steps(ordered)
     return packed.copy_(ordered)
 
 
@@ -109,7 +109,7 @@ def _numbers_at_once(dtype: torch.dtype) -> int:
     return 4 if dtype == torch.int8 else numbers_per_step(dtype)
 
 
-def _in_turns(numbers: Tensor) -> Tensor:
+def _interleave_steps(numbers: Tensor) -> Tensor:
     """int8 [panels, steps, 16, 4] as `tile` takes two steps of pairs at once: signed magnitudes,
     where of four outputs two numbers each are followed by their next two, [..., 4, 2, 4, 2]."""
     panels, steps = numbers.shape[:2]
@@ -152,12 +152,12 @@ class PackedWeight:
         self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
 
     @property
-    def place(self) -> Place | None:
+    def address(self) -> WeightAddress | None:
         """For `kernels.layers`; None if rows of inputs must be filled up for it."""
         if self._padding:
             return None
         where = self._address, self._beside_address
-        return Place(self._weight_kind, *where, self._packed.nbytes)
+        return WeightAddress(self._weight_kind, *where, self._packed.nbytes)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""

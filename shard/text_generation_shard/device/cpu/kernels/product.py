@@ -47,8 +47,8 @@ class Product(NamedTuple):
     """out [num_rows, num_outputs] = inputs [num_rows, steps] times packed weights."""
 
     weights: Address
-    # What is beside the weights: of INT8 scales, float32 [num_outputs]; of BFLOAT12 see `narrow`;
-    # of INT4 the sums of groups of inputs, see `grouped_linear`; of others 0.
+    # What is beside the weights: of INT8 scales, float32 [num_outputs]; of BFLOAT12 see
+    # `bfloat12.Narrowed`; of INT4 the sums of groups of inputs, see `grouped_linear`; of others 0.
     beside: Address
     inputs: Address
     out: Address
@@ -68,8 +68,8 @@ def clear(sums: int, rows: int, columns: int) -> None:
     """Sums of a tile begin with 0."""
     for row in range(rows):
         numbers = array_at(FLOAT32, sums + row * SUMS_BYTES)
-        for place in range(columns * LANES):
-            numbers[place] = FLOAT32
+        for lane in range(columns * LANES):
+            numbers[lane] = FLOAT32
 
 
 @njit(inline="always")

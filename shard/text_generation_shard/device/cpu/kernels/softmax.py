@@ -45,7 +45,7 @@ _LANE_NUMBERS: Final[Any] = Table(INTS, range(LANES))
 
 
 @inlined
-def soften(
+def softmax_step(
     kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int
 ) -> Any:
     """Numerators of 64 scores of one row; returns what all earlier ones are to be multiplied by.
@@ -55,14 +55,12 @@ def soften(
     along. Only the scores from `low` to `high` are seen; the others weigh 0.
     """
     if low <= 0 and high >= CHUNK - 1:
-        return _soften(kind, scores, weights, best, totals, 0, CHUNK - 1)
-    return _soften(kind, scores, weights, best, totals, low, high)
+        return _step(kind, scores, weights, best, totals, 0, CHUNK - 1)
+    return _step(kind, scores, weights, best, totals, low, high)
 
 
 @inlined
-def _soften(
-    kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int
-) -> Any:
+def _step(kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int) -> Any:
     # What is not a literal has each function compiled once.
     step = LANES * itemsize(kind)
     first = _seen(scores, low, high)

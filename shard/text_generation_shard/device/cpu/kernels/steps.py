@@ -186,8 +186,8 @@ def _rotate(given: Any, index: int, row: int) -> None:
     width = (num_rotated + this.num_kv_heads) * this.head_dim
     if layer.qkv_bias:
         _add_bias(given, this.heads, layer.qkv_bias, row, width)
-    if layer.is_turned or layer.query_norm or this.attention_scale != np.float32(1.0):
-        half: Any = this.half if layer.is_turned else np.int64(0)
+    if layer.is_rotated or layer.query_norm or this.attention_scale != np.float32(1.0):
+        half: Any = this.half if layer.is_rotated else np.int64(0)
         rotation = Rotation(
             this.heads,
             width,

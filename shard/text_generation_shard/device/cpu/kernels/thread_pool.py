@@ -73,8 +73,8 @@ class Work(NamedTuple):
     """What threads do together. Nothing that a phase reads may be written by its items if two
     threads may compute one of them."""
 
-    # Where a function lies, see `calls`, that computes an item: of (given, the phases, the index
-    # of one, the item, a ticket for `may_put`).
+    # Where a function lies, see `llvm.call`, that computes an item: of (given, the phases, the
+    # index of one, the item, a ticket for `may_put`).
     code: Address
     given: Any
     phases: Annotated[Any, PHASES]
@@ -180,8 +180,8 @@ def _take_items(work: Work, phase: int, me: int, ticket: int) -> None:
     is_short, held = work.phases[phase].is_short, _line(work, me) + _HELD
     words = array_at(ADDRESS, ticket)
     words[0], words[3] = held if is_short else 0, 1
-    for turn in range(work.num_threads):
-        owner = (me + turn) % work.num_threads
+    for offset in range(work.num_threads):
+        owner = (me + offset) % work.num_threads
         end = (owner + 1) * work.phases[phase].items // work.num_threads
         share = _line(work, owner)
         while True:
@@ -215,8 +215,8 @@ def _take_over(work: Work, phase: int, me: int, ticket: int) -> None:
     if not work.phases[phase].is_short:
         return
     words = array_at(ADDRESS, ticket)
-    for turn in range(1, work.num_threads):
-        held = _line(work, (me + turn) % work.num_threads) + _HELD
+    for offset in range(1, work.num_threads):
+        held = _line(work, (me + offset) % work.num_threads) + _HELD
         at = get_word(held)
         if at >> _PHASE_BITS == phase and at & 3 == _NOBODY:
             words[0], words[1], words[2] = held, at, at - _NOBODY + _OTHER

@@ -187,8 +187,8 @@ def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) 
         for number in range(first, first + 8)
         for side in (0, 1)
     ]
-    places = ir.Constant(ir.VectorType(INT32, VECTOR_BYTES), order)
-    return builder.bitcast(builder.shuffle_vector(lower, upper, places), INTS.code)
+    order_code = ir.Constant(ir.VectorType(INT32, VECTOR_BYTES), order)
+    return builder.bitcast(builder.shuffle_vector(lower, upper, order_code), INTS.code)
 
 
 @instruction(SHORTS)
@@ -248,14 +248,14 @@ def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, s
 @instruction(types.void)
 def store_sums(builder: Any, kinds: Any, sums: Any, address: Any, stride: Any) -> None:
     """Put sums to an address, in rows of so many bytes."""
-    for place, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
-        builder.store(builder.extract_value(sums, place), pointer, align=4)
+    for index, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
+        builder.store(builder.extract_value(sums, index), pointer, align=4)
 
 
 def _joined(builder: Any, kind: Sums, vectors: list[Any]) -> Any:
     value = ir.Constant(kind.code, ir.Undefined)
-    for place, vector in enumerate(vectors):
-        value = builder.insert_value(value, vector, place)
+    for index, vector in enumerate(vectors):
+        value = builder.insert_value(value, vector, index)
     return value
 
 
@@ -284,8 +284,8 @@ def add_steps(
             cgutils.unpack_tuple(builder, apply(builder, [values[0], start, *more]))
             for start in cgutils.unpack_tuple(builder, values[3], sums.columns)
         ]
-        places = range(sums.rows * sums.columns)
-        totals = [builder.extract_value(values[1], place) for place in places]
+        indices = range(sums.rows * sums.columns)
+        totals = [builder.extract_value(values[1], index) for index in indices]
         rows = [
             builder.add(values[5], builder.mul(values[6], INT64(row))) for row in range(sums.rows)
         ]
@@ -293,8 +293,8 @@ def add_steps(
             for row, start in enumerate(rows):
                 at = pointer_to(builder, builder.add(start, INT64(4 * step)), INT32)
                 value = fill(builder, INTS, builder.load(at, align=4))
-                for place, column in enumerate(vectors, row * sums.columns):
-                    totals[place] = multiply(builder, totals[place], column[step], value)
+                for index, column in enumerate(vectors, row * sums.columns):
+                    totals[index] = multiply(builder, totals[index], column[step], value)
         return _joined(builder, sums, totals)
 
     return sums(kind, sums, unpack, columns, others, types.int64, types.int64), generate
@@ -305,8 +305,8 @@ def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) ->
     """Totals and a vector times sums, each rounded once."""
     kind = kinds.return_type
     pairs = (
-        (builder.extract_value(totals, place), builder.extract_value(sums, place))
-        for place in range(kind.rows * kind.columns)
+        (builder.extract_value(totals, index), builder.extract_value(sums, index))
+        for index in range(kind.rows * kind.columns)
     )
     return _joined(builder, kind, [_fma(builder, FLOATS, *pair, factor) for pair in pairs])
 
