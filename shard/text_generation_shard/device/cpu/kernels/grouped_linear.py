@@ -195,16 +195,15 @@ def _tile(rows: int) -> Any:
                 at = input_sums + pair * STEP_BYTES
                 zeros = (block,)
                 totals = add_steps(BFLOAT16, totals, _load_step, zeros, (), at, input_sums_stride)
-            numbers = block + _NUMBERS_AT + member * _NUMBER_BYTES
+            start = (block + _NUMBERS_AT + member * _NUMBER_BYTES,)
             at = inputs + group * STEPS * STEP_BYTES
             products = no_sums(rows, 1)
-            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (0,), at, stride)
-            at += NUMBERS_PER_WORD * STEP_BYTES
-            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (1,), at, stride)
-            at += NUMBERS_PER_WORD * STEP_BYTES
-            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (2,), at, stride)
-            at += NUMBERS_PER_WORD * STEP_BYTES
-            products = add_steps(BFLOAT16, products, _look_up, (numbers,), (3,), at, stride)
+            for step in range(STEPS):
+                word, shift = step // NUMBERS_PER_WORD, step % NUMBERS_PER_WORD * _BITS
+                own = at + step * STEP_BYTES
+                products = add_steps(
+                    BFLOAT16, products, _look_up, start, (word, shift), own, stride
+                )
             scales = widen(load(SHORTS, block + _SCALES_AT + member * _SCALE_BYTES))
             totals = add_scaled(totals, scales, products)
         store_sums(totals, sums, SUMS_BYTES)
@@ -218,15 +217,10 @@ def _load_step(kind: Any, start: int) -> Any:
 
 
 @inlined
-def _look_up(kind: Any, numbers: int, vector: int) -> Any:
-    """The numbers of one of a group's vectors, as pairs of bfloat16."""
+def _look_up(kind: Any, numbers: int, vector: int, shift: int) -> Any:
+    """The numbers of one step of a group, as pairs of bfloat16."""
     words = load(WORDS, numbers + vector * VECTOR_BYTES)
-    return (
-        reinterpreted(INTS, look_up(_TABLE, words)),
-        reinterpreted(INTS, look_up(_TABLE, words >> _BITS)),
-        reinterpreted(INTS, look_up(_TABLE, words >> (2 * _BITS))),
-        reinterpreted(INTS, look_up(_TABLE, words >> (3 * _BITS))),
-    )
+    return (reinterpreted(INTS, look_up(_TABLE, words >> shift)),)
 
 
 _TILE_1, _TILE_2, _TILE_4, _TILE_8, _TILE_12 = _tile(1), _tile(2), _tile(4), _tile(8), _tile(12)
