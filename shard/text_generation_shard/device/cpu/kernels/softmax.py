@@ -55,7 +55,7 @@ def softmax_step(
     along. Only the scores from `low` to `high` are seen; the others weigh 0.
     """
     if low <= 0 and high >= CHUNK - 1:
-        return _step(kind, scores, weights, best, totals, 0, CHUNK - 1)
+        return _step(kind, scores, weights, best, totals, np.int64(0), np.int64(CHUNK - 1))
     return _step(kind, scores, weights, best, totals, low, high)
 
 

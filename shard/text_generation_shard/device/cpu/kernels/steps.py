@@ -45,11 +45,11 @@ def num_phases(given: Any) -> int:
 @njit(inline="always")
 def write_phases(given: Any, phases: Any) -> None:
     """The phases of all layers, and of what comes behind them."""
-    end, last = 0, len(given.layers) - 1
+    # Numba compiles a function anew for each literal that it is called with, and so there is none.
+    end, last = np.int64(0), len(given.layers) - 1
     for layer in range(len(given.layers)):
         for step in range(_NUM_STEPS):
             end = _write_step(given, phases, end, layer, step)
-    # Numba compiles a function anew for each literal that it is called with, and so they are none.
     for step in range(_NORM_BEFORE_HEAD, _WIDEN + 1 if len(given.logits) else _HEAD):
         end = _write_step(given, phases, end, last, step)
 
