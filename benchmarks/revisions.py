@@ -32,7 +32,7 @@ from streams import Streams
 import router
 
 # Checkpoint, layers, requests for each client in a run.
-MODELS = (("llama-125m", 30, 1), ("llama-2-layers", 2, 4))
+MODELS = {"llama-125m": (30, 1), "llama-2-layers": (2, 4)}
 # Runs of each server in a round.
 SLICES = 4
 # The speed of a host changes within seconds, so the router's rounds are short and many.
@@ -59,7 +59,8 @@ def main() -> None:
     trees = (_checkout(options.before), Tree("now", FOLDER.parent))
     found: dict[str, list[dict[str, float]]] = {}
     if options.loads:
-        found |= _served(trees, options.loads, options.rounds)
+        for model in options.models:
+            found |= _served(trees, model, options.loads, options.rounds)
     if options.streams:
         found |= _routed(trees, options.streams, options.rounds)
     if options.starts:
@@ -82,6 +83,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", required=True, help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--streams", type=int, nargs="*", default=[512])
     parser.add_argument("--starts", type=int, default=5)
@@ -126,26 +128,26 @@ def _in_turn(
 
 
 def _served(
-    trees: Sequence[Tree], loads: Sequence[str], rounds: int
+    trees: Sequence[Tree], model: str, loads: Sequence[str], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
     """Each round starts both servers anew: what a start finds free, huge pages for one, stays."""
     found: dict[str, list[dict[str, float]]] = {}
     seeds = iter(range(1, 100_000))
-    for model, num_layers, times in MODELS:
-        checkpoint = WORK / model
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, num_layers=num_layers)
-        for number in range(rounds):
-            with ExitStack() as stack:
-                handles = _started(stack, trees if number % 2 == 0 else trees[::-1], checkpoint)
-                for load in loads:
-                    values = _rates(handles, LOADS[load], times, seeds)
-                    both = {"before": values[trees[0].name], "now": values["now"]}
-                    found.setdefault(f"{model} {load}: tokens/s", []).append(both)
-                    print(model, load, both, file=sys.stderr)
-                held = {name: handle.pss_mb() for name, handle in handles.items()}
-                both = {"before": held[trees[0].name], "now": held["now"]}
-                found.setdefault(f"{model}: memory of all processes, MB", []).append(both)
+    num_layers, times = MODELS[model]
+    checkpoint = WORK / model
+    if not (checkpoint / "config.json").exists():
+        write_checkpoint(checkpoint, num_layers=num_layers)
+    for number in range(rounds):
+        with ExitStack() as stack:
+            handles = _started(stack, trees if number % 2 == 0 else trees[::-1], checkpoint)
+            for load in loads:
+                values = _rates(handles, LOADS[load], times, seeds)
+                both = {"before": values[trees[0].name], "now": values["now"]}
+                found.setdefault(f"{model} {load}: tokens/s", []).append(both)
+                print(model, load, both, file=sys.stderr)
+            held = {name: handle.pss_mb() for name, handle in handles.items()}
+            both = {"before": held[trees[0].name], "now": held["now"]}
+            found.setdefault(f"{model}: memory of all processes, MB", []).append(both)
     return found
 
 
