@@ -219,7 +219,7 @@ class Model(Protocol):
 
     @property
     def recompute_at(self) -> int | None:
-        """A row that grows beyond so many tokens is computed anew; None: none ever is."""
+        """Length beyond which a row is computed anew; None: no row ever is."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size]; keys and values go into the cache."""
@@ -278,8 +278,8 @@ class StepPlan(Protocol):
     def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
         """The inputs of a pass, on the device.
 
-        Where a step is launched before the one before has a result, input_ids at `waiting` are not
-        known on the host: the runner puts the ids there that it chose itself.
+        Where a step is launched before the previous one has a result, the host does not know
+        input_ids at `waiting`: the runner puts the ids there that it chose itself.
         """
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
@@ -311,7 +311,7 @@ class Launched(Protocol):
 class StepScores(NamedTuple):
     """What became of a step; as `Launched`, one that was computed when it was launched."""
 
-    # None: nobody's input was complete.
+    # None: no input was complete.
     choice: Choice | None
     # time.perf_counter_ns() when all passes were computed.
     forward_done_ns: int
@@ -337,7 +337,7 @@ class Device(Protocol):
     dtype: torch.dtype
     # Products of a row do not depend on the other rows, bit for bit.
     is_deterministic: bool
-    # Whether a step may be launched before the one before has a result.
+    # Whether a step may be launched before the previous one has a result.
     runs_behind: bool
 
     @property
@@ -345,7 +345,7 @@ class Device(Protocol):
         """Whether other processes find a core while a step is computed."""
 
     def check_room(self, nbytes: int, kind: str) -> None:
-        """ModelError if weights of so many bytes, in `kind`, can not fit."""
+        """ModelError if weights of `nbytes`, held in `kind`, can not fit."""
 
     def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
         """A weight [N, K] of any type in the best form there is; quantize: int8, int4 or None."""

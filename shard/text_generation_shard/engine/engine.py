@@ -186,7 +186,7 @@ class Engine:
         return self.launch(step).result()
 
     def launch(self, step: StepInput) -> StepHandle:
-        """Begin with a step. The one before it is collected first, unless the device runs behind
+        """Begin with a step. The previous one is collected first, unless the device runs behind
         and nothing of this step depends on the tokens of that one.
 
         BatchError if the step makes no sense: nothing has changed then, but for grown tables.

@@ -52,7 +52,7 @@ class Planner:
         self._recompute_at = fixed.model.recompute_at
 
     def may_run_behind(self, step: StepInput) -> bool:
-        """Whether a step can be decided without the tokens of the one before it."""
+        """Whether a step can be decided without the tokens of the previous one."""
         return not step.speculate and not self._table.constraints and self._recompute_at is None
 
     def running(self, step: StepInput, before: SampledPositions | None) -> Running:

@@ -164,7 +164,7 @@ class RowTable:
         self.token_ids[rows, positions] = token_ids
 
     def set_lens(self, rows: Ints, lens: Ints) -> None:
-        """So many tokens of the rows are in the cache: both [R]."""
+        """Set how many tokens of each row are in the cache: both [R]."""
         self.lens[rows] = lens
 
     def add_prompt_logprobs(self, row: int, values: Sequence[float]) -> None:

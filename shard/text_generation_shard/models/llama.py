@@ -75,7 +75,7 @@ class LlamaModel:
     """Token ids to hidden states (`forward`), and these to scores (`logits`); see `Model`."""
 
     def __init__(self, parameters: Parameters, world: World, config: ModelConfig) -> None:
-        """ValueError if the model can not be split over so many ranks."""
+        """ValueError if the model can not be split over the ranks."""
         self.config = config
         self._device, self._world = parameters.device, world
         self.attention = parameters.device.attention(

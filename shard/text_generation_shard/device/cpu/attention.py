@@ -22,8 +22,8 @@ from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.vector import marker
 
-# Tokens whose pages are written when a cache is made, for the passes that are measured then: a page
-# that nobody has written is read from the first-level cache, whichever it is.
+# Tokens whose pages are written when a cache is made, for the passes that are measured then: pages
+# that were never written share one page of zeros, and would be read faster than real ones.
 _WARM_TOKENS = 2112
 
 

@@ -37,7 +37,7 @@ from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-# Share of the machine's free memory that the KV cache may take when nobody says how much.
+# Share of the machine's free memory that the KV cache may take by default.
 _CACHE_SHARE = 0.5
 
 
@@ -46,7 +46,7 @@ def open_device(options: DeviceOptions) -> Device:
     can not do what the options ask for."""
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
     dtype = DTYPES[name]
-    if not kernels.are_used(dtype, torch.device("cpu")):
+    if not kernels.are_used(dtype):
         return CpuDevice(dtype, options)
     device = KernelDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize

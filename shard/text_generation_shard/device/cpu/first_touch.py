@@ -104,7 +104,7 @@ class FirstTouch:
         return memory
 
     def note_use(self, num_blocks: int) -> None:
-        """The first so many blocks are in use, or have been."""
+        """The first `num_blocks` blocks are in use, or have been."""
         if (parts := self._parts) is None:
             return
         ahead = _AHEAD_BYTES // (parts.count * parts.block_bytes)
@@ -148,7 +148,7 @@ class FirstTouch:
 
 
 def untouched(nbytes: int) -> Tensor:
-    """So many bytes of zeros, uint8, that take neither memory nor time until they are written."""
+    """`nbytes` of zeros, uint8, that take neither memory nor time until they are written."""
     # Private, because the system gives shared pages more slowly.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)

@@ -166,7 +166,7 @@ class FusedDecoder:
     def _compute(
         self, ids: Ints, angles: Angles, plan: PackedPlan, hidden: Tensor | None, logits: Any
     ) -> None:
-        """All layers of a pass. hidden [T, hidden_size] is overwritten; None: nobody asks for it.
+        """All layers of a pass. hidden [T, hidden_size] is overwritten; None: it is not needed.
         logits [S, vocab_size], or none, are written."""
         cache, rows = self._attention.cache, angles.rows
         assert cache is not None and (hidden is None or hidden.is_contiguous())

@@ -28,7 +28,7 @@ from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
 
-# Nobody serves with the reference as it is: its cache is as large as a test needs.
+# The reference is used in tests only: its cache is as large as they need.
 _REFERENCE_CACHE_BYTES = 2**28
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -18,7 +18,7 @@ class KVCache:
     def __init__(
         self, shape: CacheShape, num_blocks: int, make_zeros: Callable[[int, int, int], Tensor]
     ) -> None:
-        """`make_zeros`: of so many parts, blocks of each and bytes of a block, in uint8."""
+        """`make_zeros(parts, blocks of a part, bytes of a block)` makes zeros in uint8."""
         self.shape = shape
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks

@@ -23,6 +23,6 @@ class WeightAddress(NamedTuple):
     nbytes: int
 
 
-def are_used(dtype: torch.dtype, device: torch.device) -> bool:
+def are_used(dtype: torch.dtype) -> bool:
     """Whether models of this kind are computed by these kernels, not by torch's operators."""
-    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+    return dtype in (torch.bfloat16, torch.float32)
