@@ -32,6 +32,10 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "internal"
     # The `err` label of tgi_request_failure.
     metric_label: ClassVar[str] = "generation"
+    # What the message begins with.
+    prefix: ClassVar[str] = ""
+    # The sentence for the log, where the message has text that a user wrote.
+    logged: ClassVar[str] = ""
     retry_after_s: int | None = None
     """When the same request may be sent again; None where that does not help. Every 429 and 503 has
     it, and is found out before an answer begins."""
@@ -46,12 +50,12 @@ class RouterError(Exception):
     @property
     def message(self) -> str:
         """The sentence in the body's `error` field."""
-        return str(self)
+        return f"{self.prefix}{self}"
 
     @property
     def log_message(self) -> str:
         """The sentence for the log, which has no text that a user wrote."""
-        return self.message
+        return self.logged or self.message
 
 
 class ValidationError(RouterError):
@@ -60,10 +64,7 @@ class ValidationError(RouterError):
     status_code = 422
     error_type = "validation"
     metric_label = "validation"
-
-    @property
-    def message(self) -> str:
-        return f"Input validation error: {self}"
+    prefix = "Input validation error: "
 
 
 class ContextLengthError(ValidationError):
@@ -73,9 +74,7 @@ class ContextLengthError(ValidationError):
 class GrammarError(ValidationError):
     """The grammar is wrong, too large, or not enabled."""
 
-    @property
-    def log_message(self) -> str:
-        return "Input validation error: the grammar can not be used"
+    logged = "Input validation error: the grammar can not be used"
 
 
 class AdapterNotFoundError(RouterError):
@@ -84,16 +83,13 @@ class AdapterNotFoundError(RouterError):
     status_code = 404
     error_type = "adapter_not_found"
     metric_label = "validation"
+    logged = "`adapter_id` names an adapter that is not served"
 
     def __init__(self, adapter_id: str) -> None:
         super().__init__(
             f"`adapter_id` {adapter_id[:64]!r} is not served; this server has no adapters; "
             "remove `adapter_id`"
         )
-
-    @property
-    def log_message(self) -> str:
-        return "`adapter_id` names an adapter that is not served"
 
 
 class TemplateError(RouterError):
@@ -102,14 +98,8 @@ class TemplateError(RouterError):
     status_code = 422
     error_type = "template_error"
     metric_label = "validation"
-
-    @property
-    def message(self) -> str:
-        return f"Template error: {self}"
-
-    @property
-    def log_message(self) -> str:
-        return "Template error: the chat template refuses the messages, or is broken"
+    prefix = "Template error: "
+    logged = "Template error: the chat template refuses the messages, or is broken"
 
 
 class ToolError(RouterError):
@@ -118,14 +108,8 @@ class ToolError(RouterError):
     status_code = 422
     error_type = "tool_error"
     metric_label = "validation"
-
-    @property
-    def message(self) -> str:
-        return f"Tool error: {self}"
-
-    @property
-    def log_message(self) -> str:
-        return "Tool error: the tools can not be used as they were given"
+    prefix = "Tool error: "
+    logged = "Tool error: the tools can not be used as they were given"
 
 
 class OverloadedError(RouterError):

@@ -5,14 +5,7 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device.base import (
-    Attention,
-    AttentionPlan,
-    DecoderWeights,
-    ForwardBatch,
-    LayerWeights,
-    Rotation,
-)
+from text_generation_shard.device import base
 from text_generation_shard.layers.attention import SelfAttention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
@@ -30,7 +23,7 @@ class Block:
         world: World,
         config: ModelConfig,
         layer: int,
-        attention: Attention,
+        attention: base.Attention,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.norm_eps
@@ -43,7 +36,11 @@ class Block:
         self._multiplier = config.residual_multiplier
 
     def __call__(
-        self, hidden: Tensor, delta: Tensor | None, rotation: Rotation, plan: AttentionPlan
+        self,
+        hidden: Tensor,
+        delta: Tensor | None,
+        rotation: base.Rotation,
+        plan: base.AttentionPlan,
     ) -> Tensor:
         """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
         place; returns what its feed-forward adds, for the next block to take in."""
@@ -52,14 +49,14 @@ class Block:
         normed = self._mlp_norm.add(hidden, attended, self._multiplier)
         return self._mlp(normed)
 
-    def weights(self) -> LayerWeights:
+    def weights(self) -> base.LayerWeights:
         """For devices that compute all layers as one."""
         attention, mlp = self._attention, self._mlp
         query_norm, key_norm = (
             None if norm is None else norm.weight
             for norm in (attention.query_norm, attention.key_norm)
         )
-        return LayerWeights(
+        return base.LayerWeights(
             self._attention_norm.weight,
             *(attention.qkv.matrix, attention.qkv.bias),
             *(query_norm, key_norm),
@@ -107,7 +104,7 @@ class LlamaModel:
         """See Model."""
         return self.rotary.recompute_at
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: base.ForwardBatch) -> Tensor:
         """See Model."""
         config = self.config
         hidden = self._embedding(batch.input_ids)
@@ -130,10 +127,10 @@ class LlamaModel:
         logits, divisor = self._head(self._norm.add(hidden, None)), self.config.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
 
-    def weights(self) -> DecoderWeights | None:
+    def weights(self) -> base.DecoderWeights | None:
         """See Model."""
         if self._world.size > 1:
             return None
         layers = [block.weights() for block in self._blocks]
         own = self._embedding.table, layers, self._norm.weight, self._head.matrix
-        return DecoderWeights(self.config, *own)
+        return base.DecoderWeights(self.config, *own)

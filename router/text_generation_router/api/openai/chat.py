@@ -12,21 +12,12 @@ from text_generation_router.api.generate import (
     open_stream,
     unless_disconnected,
 )
+from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
 from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
 from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.errors import ERRORS, RequestError
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.openai.stream import (
-    DONE,
-    ChunkWriter,
-    check_num_sequences,
-    envelope,
-    generated_tokens,
-    merged,
-    usage,
-    with_error_event,
-)
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.chat.conversation import Conversation
@@ -47,7 +38,7 @@ async def chat_completions(
 ) -> Response:
     """Generate the next message of a conversation."""
     check_model(body.model, services)
-    check_num_sequences(body.num_sequences, "n", services)
+    stream.check_num_sequences(body.num_sequences, "n", services)
     most = services.limits.max_top_n_tokens
     if (body.top_logprobs or 0) > most:
         raise RequestError(
@@ -62,7 +53,7 @@ async def chat_completions(
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(_characters(conversation)),
         }
-        chunks = with_error_event(_stream(body, conversation, services), request.url.path)
+        chunks = stream.with_error_event(_stream(body, conversation, services), request.url.path)
         return await open_stream(request, chunks, headers)
     answer = await unless_disconnected(request, _answer(body, conversation, services))
     return Response(status_code=499) if answer is None else answer
@@ -72,18 +63,18 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     """The whole answer."""
     async with services.chat.start(conversation) as generations:
         steps: list[list[ChatStep]] = [[] for _ in generations]
-        async with aclosing(merged(generations)) as parts:
+        async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
                 steps[index] += new
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
     cached_tokens = generations[0].cached_tokens
-    answer = envelope("chatcmpl", "chat.completion", services) | {
+    answer = stream.envelope("chatcmpl", "chat.completion", services) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
         ],
-        "usage": usage(prompt_tokens, cached_tokens, generated_tokens(generations)),
+        "usage": stream.usage(prompt_tokens, cached_tokens, stream.generated_tokens(generations)),
     }
     return Response(
         orjson.dumps(answer),
@@ -96,24 +87,26 @@ async def _stream(
     body: ChatRequest, conversation: Conversation, services: Services
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices go on side by side."""
-    head = envelope("chatcmpl", "chat.completion.chunk", services)
+    head = stream.envelope("chatcmpl", "chat.completion.chunk", services)
     if body.includes_usage:
         head["usage"] = None
-    chunk_writer = ChunkWriter(head)
+    chunk_writer = stream.ChunkWriter(head)
     async with services.chat.start(conversation) as generations:
         writers = [
             ChoiceStream(index, body, generation, services.tokenizer)
             for index, generation in enumerate(generations)
         ]
-        async with aclosing(merged(generations)) as parts:
+        async with aclosing(stream.merged(generations)) as parts:
             async for index, steps in parts:
                 yield chunk_writer.chunks(writers[index].choices(steps))
         last = b""
         if body.includes_usage:
             first = generations[0]
-            totals = usage(first.prompt_tokens, first.cached_tokens, generated_tokens(generations))
+            totals = stream.usage(
+                first.prompt_tokens, first.cached_tokens, stream.generated_tokens(generations)
+            )
             last = event(head | {"choices": [], "usage": totals})
-    yield last + DONE
+    yield last + stream.DONE
 
 
 def _characters(conversation: Conversation) -> int:

@@ -15,6 +15,7 @@ from text_generation_router.api.generate import (
     open_stream,
     unless_disconnected,
 )
+from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import (
     Completion,
     CompletionChunk,
@@ -28,17 +29,6 @@ from text_generation_router.api.openai.logprobs import (
 )
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import CompletionRequest
-from text_generation_router.api.openai.stream import (
-    DONE,
-    ChunkWriter,
-    Json,
-    check_num_sequences,
-    envelope,
-    generated_tokens,
-    merged,
-    usage,
-    with_error_event,
-)
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.infer import GenerateResult, Generation
@@ -79,7 +69,7 @@ async def completions(
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
         }
-        chunks = with_error_event(_stream(body, prompts, services), request.url.path)
+        chunks = stream.with_error_event(_stream(body, prompts, services), request.url.path)
         return await open_stream(request, chunks, headers)
     work = (services.infer.generate_many(prompt.asked, body.num_candidates) for prompt in prompts)
     results = await unless_disconnected(request, _all(list(work)))
@@ -102,7 +92,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
             f"`best_of` must be <= {config.max_best_of} (--max-best-of). Given: {body.best_of}",
             "best_of",
         )
-    check_num_sequences(
+    stream.check_num_sequences(
         num_prompts * body.num_candidates, "best_of" if body.best_of else "n", services
     )
     asked = replace(
@@ -152,7 +142,7 @@ def _answer(
     results: Sequence[Sequence[GenerateResult]],
     services: Services,
 ) -> Response:
-    choices: list[Json] = []
+    choices: list[stream.Json] = []
     for prompt, candidates in zip(prompts, results, strict=True):
         chosen = candidates
         if body.num_candidates > body.num_sequences:
@@ -165,9 +155,9 @@ def _answer(
     cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
     characters = sum(len(prompt.text) for prompt in prompts)
     completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
-    answer = envelope("cmpl", "text_completion", services) | {
+    answer = stream.envelope("cmpl", "text_completion", services) | {
         "choices": choices,
-        "usage": usage(
+        "usage": stream.usage(
             prompt_tokens, cached_tokens, 0 if body.max_tokens == 0 else completion_tokens
         ),
     }
@@ -186,11 +176,11 @@ def _choice(
     prompt: Prompt,
     result: GenerateResult,
     services: Services,
-) -> Json:
+) -> stream.Json:
     generated = result.ending.generated
     text = "" if body.max_tokens == 0 else generated.text
     echoed = prompt.text if body.echo else ""
-    logprobs: Json | None = None
+    logprobs: stream.Json | None = None
     if body.logprobs is not None:
         trail = TokenTrail()
         top_tokens = result.top_tokens or ((),) * len(result.tokens)
@@ -234,9 +224,9 @@ class _ChoiceStream:
         self._echoed = prompt.text if body.echo else ""
         self._offset = len(self._echoed)
 
-    def choices(self, outputs: Sequence[Output]) -> list[Json]:
+    def choices(self, outputs: Sequence[Output]) -> list[stream.Json]:
         """What is new with the outputs: no choice where all of it is held back."""
-        choices: list[Json] = []
+        choices: list[stream.Json] = []
         for output in outputs:
             assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
             if self._body.logprobs is not None:
@@ -248,8 +238,8 @@ class _ChoiceStream:
                 choices.append(self._choice("", _finish_reason(output.generated)))
         return choices
 
-    def _choice(self, text: str, finish_reason: str | None) -> Json:
-        logprobs: Json | None = None
+    def _choice(self, text: str, finish_reason: str | None) -> stream.Json:
+        logprobs: stream.Json | None = None
         if self._body.logprobs is not None and text:
             scored = self._trail.take(text)
             logprobs = completion_logprobs(
@@ -269,10 +259,10 @@ async def _stream(
     body: CompletionRequest, prompts: Sequence[Prompt], services: Services
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices go on side by side."""
-    head = envelope("cmpl", "text_completion", services)
+    head = stream.envelope("cmpl", "text_completion", services)
     if body.includes_usage:
         head["usage"] = None
-    chunk_writer = ChunkWriter(head)
+    chunk_writer = stream.ChunkWriter(head)
     async with AsyncExitStack() as stack:
         generations: list[Generation] = []
         writers: list[_ChoiceStream] = []
@@ -286,20 +276,20 @@ async def _stream(
             for generation in started:
                 writers.append(_ChoiceStream(len(writers), body, prompt, services.tokenizer))
                 generations.append(generation)
-        async with aclosing(merged(generations)) as parts:
+        async with aclosing(stream.merged(generations)) as parts:
             async for index, outputs in parts:
                 if choices := writers[index].choices(outputs):
                     yield chunk_writer.chunks(choices)
         last = b""
         if body.includes_usage:
-            completion_tokens = 0 if body.max_tokens == 0 else generated_tokens(generations)
-            totals = usage(
+            completion_tokens = 0 if body.max_tokens == 0 else stream.generated_tokens(generations)
+            totals = stream.usage(
                 sum(generation.prompt_tokens for generation in firsts),
                 sum(generation.cached_tokens for generation in firsts),
                 completion_tokens,
             )
             last = event(head | {"choices": [], "usage": totals})
-    yield last + DONE
+    yield last + stream.DONE
 
 
 def _finish_reason(generated: GeneratedText) -> str:

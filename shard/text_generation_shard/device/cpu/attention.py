@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.base import (
-    Angles,
-    AttentionPlan,
-    CacheShape,
-    ForwardBatch,
-    Rows,
-    ScheduledTokens,
-)
+from text_generation_shard.device import base
 from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
@@ -30,7 +23,7 @@ _WARM_TOKENS = 2112
 class PackedCache:
     """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int, pages: FirstTouch) -> None:
+    def __init__(self, shape: base.CacheShape, num_blocks: int, pages: FirstTouch) -> None:
         count = shape.num_layers * shape.num_kv_heads
         first = -(-_WARM_TOKENS // shape.block_size)
         self._memory = pages.allocate(count, num_blocks, shape.block_bytes // count, first)
@@ -71,17 +64,17 @@ class PackedAttention:
         self._pages = pages
         self.cache: PackedCache | None = None
 
-    def workspace_bytes(self, shape: CacheShape) -> int:
+    def workspace_bytes(self, shape: base.CacheShape) -> int:
         """See Attention; nothing is copied."""
         return 0
 
-    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
+    def allocate(self, shape: base.CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
         self.cache = PackedCache(shape, num_blocks, self._pages)
         return self.cache.nbytes
 
-    def plan(self, batch: ForwardBatch) -> PackedPlan:
+    def plan(self, batch: base.ForwardBatch) -> PackedPlan:
         """See Attention."""
         offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
@@ -94,7 +87,9 @@ class PackedAttention:
         last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
         return PackedPlan(slots, tables, tasks, wanted.numpy(), last_tasks, num_threads)
 
-    def plan_rows(self, rows: Rows, scheduled: ScheduledTokens) -> tuple[Ints, PackedPlan]:
+    def plan_rows(
+        self, rows: base.Rows, scheduled: base.ScheduledTokens
+    ) -> tuple[Ints, PackedPlan]:
         """Of a decode pass: the ids of its tokens [R], and its plan."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
         which, tables = (scheduled.rows, scheduled.starts), rows.block_tables
@@ -108,7 +103,7 @@ class PackedAttention:
         key_value: Tensor,
         layer: int,
         window: int | None,
-        plan: AttentionPlan,
+        plan: base.AttentionPlan,
     ) -> Tensor:
         """See Attention. Queries, keys and values must lie as one projection left them."""
         assert self.cache is not None and isinstance(plan, PackedPlan)
@@ -136,7 +131,7 @@ class PackedAttention:
 class KernelRotation:
     """See `Rotation`; by one kernel."""
 
-    def __init__(self, angles: Angles) -> None:
+    def __init__(self, angles: base.Angles) -> None:
         self._angles = angles
 
     def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:

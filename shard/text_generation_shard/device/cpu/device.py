@@ -8,18 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import (
-    Angles,
-    Attention,
-    Device,
-    DeviceOptions,
-    EmbeddingTable,
-    Matrix,
-    Model,
-    Room,
-    Rotation,
-    Runner,
-)
+from text_generation_shard.device import base
 from text_generation_shard.device.cpu import cgroup, host, kernels, linear
 from text_generation_shard.device.cpu.attention import KernelRotation, PackedAttention
 from text_generation_shard.device.cpu.cores import num_cores
@@ -41,7 +30,7 @@ logger = logging.getLogger(__name__)
 _CACHE_SHARE = 0.5
 
 
-def open_device(options: DeviceOptions) -> Device:
+def open_device(options: base.DeviceOptions) -> base.Device:
     """The processor by our kernels, or by torch's where ours do not take the type. ModelError if it
     can not do what the options ask for."""
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
@@ -60,7 +49,7 @@ def open_device(options: DeviceOptions) -> Device:
     return device
 
 
-def _milliseconds(kind: Callable[[Tensor], Matrix]) -> float:
+def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
     """Milliseconds of products as a request of 512 prompt tokens and 64 new ones has them, by a
     form of a weight, at the best of three tries."""
     matrix, total = kind(torch.randn(2048, 1024).bfloat16()), 0.0
@@ -80,7 +69,7 @@ class CpuDevice(TorchDevice):
     int8: linear.Int8Form = Int8Matrix
     int4: linear.Int4Form = Int4Matrix
 
-    def __init__(self, dtype: torch.dtype, options: DeviceOptions) -> None:
+    def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         super().__init__(torch.device("cpu"), dtype, options)
         self.spares_core = num_cores() > torch.get_num_threads()
         self.passes = Passes()
@@ -98,7 +87,7 @@ class CpuDevice(TorchDevice):
                 "model"
             )
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
         """See Device. What can not be int4 becomes int8, what can not be that stays float."""
         obstacle = ""
         for form in linear.forms_of(quantize, self.int8, self.int4):
@@ -107,10 +96,10 @@ class CpuDevice(TorchDevice):
             obstacle = obstacle or found
         return self._float_matrix(weight.to(self.dtype), obstacle)
 
-    def _float_matrix(self, weight: Tensor, obstacle: str) -> Matrix:
+    def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
         return linear.float_matrix(weight, obstacle)
 
-    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+    def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
         """See Device. Quantised, it is int8 whether int8 or int4 was asked for: int4 is nine times
         as far off, and a tied head has the error in its scores."""
         obstacle = "" if quantize is None else self.int8.obstacle_of(weight)
@@ -118,17 +107,19 @@ class CpuDevice(TorchDevice):
             return self.int8(weight, self.dtype)
         return FloatTable(weight.to(self.dtype), lambda it: self._float_matrix(it, ""), obstacle)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
         """See Device."""
         return TorchAttention(self.pages.allocate)
 
-    def runner(self, model: Model) -> Runner:
+    def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
         return CpuRunner(model, None, self.pages, self.passes)
 
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
+    def free_bytes(
+        self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]
+    ) -> base.Room:
         """See Device; nothing is rehearsed."""
-        return Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
+        return base.Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """See Device. The cache's pages count as free until they are written."""
@@ -145,7 +136,7 @@ class KernelDevice(CpuDevice):
 
     is_deterministic = True
 
-    def __init__(self, dtype: torch.dtype, options: DeviceOptions) -> None:
+    def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         # Products of few bits are ours only on bfloat16 rows and wide vectors.
         if dtype is torch.bfloat16 and kernels.are_vectors_wide():
             self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
@@ -163,7 +154,7 @@ class KernelDevice(CpuDevice):
         quantize: str | None,
         activation: Callable[[Tensor], Tensor],
         has_bias: bool,
-    ) -> Matrix:
+    ) -> base.Matrix:
         """See Device. The kernels know silu, without a bias."""
         if activation is not torch.nn.functional.silu or has_bias or weight.shape[0] % 32:
             return GatedMatrix(self.matrix(weight, quantize), activation)
@@ -174,7 +165,7 @@ class KernelDevice(CpuDevice):
             return GatedMatrix(self.matrix(weight, quantize), activation)
         return form(weight, self.dtype, is_gated=True)
 
-    def _float_matrix(self, weight: Tensor, obstacle: str) -> Matrix:
+    def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
         return linear.PackedFloatMatrix(weight, obstacle)
 
     def add_norm(
@@ -183,11 +174,11 @@ class KernelDevice(CpuDevice):
         """See Device."""
         return add_norm(hidden, delta, multiplier, weight, eps)
 
-    def rotation(self, angles: Angles) -> Rotation:
+    def rotation(self, angles: base.Angles) -> base.Rotation:
         """See Device."""
         return KernelRotation(angles)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
             if self._must_be_deterministic:
@@ -196,7 +187,7 @@ class KernelDevice(CpuDevice):
             return super().attention(num_heads, num_kv_heads, head_dim)
         return PackedAttention(num_heads, num_kv_heads, self.pages)
 
-    def runner(self, model: Model) -> Runner:
+    def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
         if self.is_deterministic:
             # All that is large is computed by our kernels. torch and they each have a pool of

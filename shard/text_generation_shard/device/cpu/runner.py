@@ -11,17 +11,7 @@ from numba import typeof
 from torch import Tensor
 
 from text_generation_shard.arrays import Floats, Ints
-from text_generation_shard.device.base import (
-    Angles,
-    DecoderWeights,
-    ForwardBatch,
-    LayerWeights,
-    Matrix,
-    Model,
-    ScheduledTokens,
-    StepPlan,
-    StepScores,
-)
+from text_generation_shard.device import base
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.kernels import layers
@@ -36,7 +26,7 @@ from text_generation_shard.device.reference.runner import EagerForward, Forward
 from text_generation_shard.sampling.sampler import Scores
 
 
-def fused_decoder(model: Model, dtype: torch.dtype) -> "FusedDecoder | None":
+def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None":
     """The loaded model as one call; None if the kernels do not take all of its layers: another
     shape, torch's attention, or weights of several kinds."""
     weights, attention = model.weights(), model.attention
@@ -55,8 +45,8 @@ class FusedDecoder:
 
     def __init__(
         self,
-        model: Model,
-        weights: DecoderWeights,
+        model: base.Model,
+        weights: base.DecoderWeights,
         attention: PackedAttention,
         dtype: torch.dtype,
     ) -> None:
@@ -118,7 +108,7 @@ class FusedDecoder:
         """Whether the head is computed in the same call."""
         return self._has_head
 
-    def hidden(self, batch: ForwardBatch) -> Tensor:
+    def hidden(self, batch: base.ForwardBatch) -> Tensor:
         """See Forward."""
         ids = batch.input_ids
         hidden = self._embedded(ids)
@@ -129,7 +119,7 @@ class FusedDecoder:
         self._compute(ids.numpy(), self._model.angles(batch), plan, hidden, _NO_LOGITS)
         return hidden
 
-    def scores(self, batch: ForwardBatch) -> Tensor:
+    def scores(self, batch: base.ForwardBatch) -> Tensor:
         """See Forward. Of tokens whose logits are not wanted the last layer computes keys and
         values, and nothing else."""
         if not self._has_head:
@@ -138,16 +128,16 @@ class FusedDecoder:
         ids, plan = batch.input_ids.numpy(), self._attention.plan(batch)
         return torch.from_numpy(self._logits(ids, self._model.angles(batch), plan))
 
-    def decode_scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Floats:
+    def decode_scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Floats:
         """`scores` of a decode pass, where no length matters to rope, without an operator of torch:
         each takes 20 to 30 us when nothing of it is in the caches."""
         end = max(scheduled.ends.tolist())
         ids, tokens = self._attention.plan_rows(plan.rows, scheduled)
         # Positions are starts: only their type is numpy's.
-        angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
+        angles = base.Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
         return self._logits(ids, angles, tokens)
 
-    def _logits(self, ids: Ints, angles: Angles, plan: PackedPlan) -> Floats:
+    def _logits(self, ids: Ints, angles: base.Angles, plan: PackedPlan) -> Floats:
         own = self._weights.sizes
         logits: Floats = np.empty((len(plan.wanted), own.vocab_size), dtype=np.float32)
         self._compute(ids, angles, plan, self._embedded(ids), logits)
@@ -164,7 +154,7 @@ class FusedDecoder:
         return hidden if multiplier == 1.0 else hidden * multiplier
 
     def _compute(
-        self, ids: Ints, angles: Angles, plan: PackedPlan, hidden: Tensor | None, logits: Any
+        self, ids: Ints, angles: base.Angles, plan: PackedPlan, hidden: Tensor | None, logits: Any
     ) -> None:
         """All layers of a pass. hidden [T, hidden_size] is overwritten; None: it is not needed.
         logits [S, vocab_size], or none, are written."""
@@ -199,7 +189,7 @@ class CpuRunner:
     """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
 
     def __init__(
-        self, model: Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
+        self, model: base.Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:
         """`pages` of the cache are told of the blocks in use, `passes` when a pass runs."""
         self._forward: Forward = decoder or EagerForward(model)
@@ -207,18 +197,18 @@ class CpuRunner:
         self._decoder = decoder if is_whole else None
         self._pages, self._passes, self._threads = pages, passes, Threads()
 
-    def launch(self, plan: StepPlan) -> StepScores:
+    def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
         scores = [self._scores(plan, scheduled) for scheduled in plan.passes()]
         done = time.perf_counter_ns()
         if len(scores) == 1 and isinstance(scores[0], np.ndarray):
             # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
-            return StepScores(plan.choose(scores[0], sample), done)
+            return base.StepScores(plan.choose(scores[0], sample), done)
         with torch.inference_mode():
             together = torch.cat([torch.as_tensor(item) for item in scores])
-            return StepScores(plan.choose(together, sample), done)
+            return base.StepScores(plan.choose(together, sample), done)
 
-    def _scores(self, plan: StepPlan, scheduled: ScheduledTokens) -> Scores:
+    def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
         """Of the tokens of one pass after which one is sampled [S, vocab_size]."""
         if self._decoder is not None and scheduled.is_decode:
             with self._passes, self._threads.measured(len(scheduled.rows)):
@@ -235,12 +225,12 @@ _PRODUCTS = "qkv", "out", "gate_up", "down"
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
-def _place(matrix: Matrix) -> Any:
+def _place(matrix: base.Matrix) -> Any:
     """Where a packed weight lies; None: it is in another form."""
     return matrix.address if isinstance(matrix, PackedMatrix) else None
 
 
-def _fields(layer: LayerWeights) -> dict[str, int]:
+def _fields(layer: base.LayerWeights) -> dict[str, int]:
     """A layer as `layers.LAYER` has it."""
     tensors = {
         "attention_norm": layer.attention_norm,

@@ -5,18 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import (
-    Angles,
-    Attention,
-    Device,
-    DeviceOptions,
-    EmbeddingTable,
-    Matrix,
-    Model,
-    Room,
-    Rotation,
-    Runner,
-)
+from text_generation_shard.device import base
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
@@ -34,7 +23,7 @@ _REFERENCE_CACHE_BYTES = 2**28
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def refuse_determinism(device: Device, what: str) -> ModelError:
+def refuse_determinism(device: base.Device, what: str) -> ModelError:
     """What is said where --deterministic can not be kept because of `what`."""
     return ModelError(
         f"--deterministic can not be kept with {what} on this {device.name}; leave it out, or use "
@@ -50,7 +39,7 @@ class TorchDevice:
     spares_core = True
 
     def __init__(
-        self, torch_device: torch.device, dtype: torch.dtype, options: DeviceOptions
+        self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
     ) -> None:
         self.name = torch_device.type
         self.torch_device, self.dtype = torch_device, dtype
@@ -66,7 +55,7 @@ class TorchDevice:
     def synchronize(self) -> None:
         """Wait until all that was asked for is computed: it is."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
         """See Device; nothing is quantised."""
         return FloatMatrix(weight.to(self.dtype))
 
@@ -76,11 +65,11 @@ class TorchDevice:
         quantize: str | None,
         activation: Callable[[Tensor], Tensor],
         has_bias: bool,
-    ) -> Matrix:
+    ) -> base.Matrix:
         """See Device."""
         return GatedMatrix(self.matrix(weight, quantize), activation)
 
-    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+    def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
         """See Device."""
         return FloatTable(weight.to(self.dtype), lambda table: self.matrix(table, None))
 
@@ -95,11 +84,11 @@ class TorchDevice:
         inverse = norm.square_().mul_(1.0 / hidden.shape[-1]).add_(eps).rsqrt_()
         return wide.mul_(inverse).mul_(weight).to(hidden.dtype)
 
-    def rotation(self, angles: Angles) -> Rotation:
+    def rotation(self, angles: base.Angles) -> base.Rotation:
         """See Device."""
         return TorchRotation(angles, self.dtype)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
         """See Device."""
         return TorchAttention(self._make_zeros)
 
@@ -108,13 +97,15 @@ class TorchDevice:
             count * num_blocks * block_bytes, dtype=torch.uint8, device=self.torch_device
         )
 
-    def runner(self, model: Model) -> Runner:
+    def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
         return TorchRunner(EagerForward(model), self.synchronize)
 
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
+    def free_bytes(
+        self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]
+    ) -> base.Room:
         """See Device: enough for what is asked for with its numbers."""
-        return Room(_REFERENCE_CACHE_BYTES, step_bytes)
+        return base.Room(_REFERENCE_CACHE_BYTES, step_bytes)
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """See Device."""

@@ -7,35 +7,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import (
-    ForwardBatch,
-    Model,
-    StepPlan,
-    StepScores,
-)
+from text_generation_shard.device import base
 
 
 class Forward(Protocol):
     """What computes a pass."""
 
-    def hidden(self, batch: ForwardBatch) -> Tensor:
+    def hidden(self, batch: base.ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size] of all tokens."""
 
-    def scores(self, batch: ForwardBatch) -> Tensor:
+    def scores(self, batch: base.ForwardBatch) -> Tensor:
         """Those of the tokens whose logits are wanted [S, vocab_size]."""
 
 
 class EagerForward:
     """The model's own layers, one operator after another."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: base.Model) -> None:
         self._model = model
 
-    def hidden(self, batch: ForwardBatch) -> Tensor:
+    def hidden(self, batch: base.ForwardBatch) -> Tensor:
         """See Forward."""
         return self._model.forward(batch)
 
-    def scores(self, batch: ForwardBatch) -> Tensor:
+    def scores(self, batch: base.ForwardBatch) -> Tensor:
         """See Forward."""
         hidden, wanted = self._model.forward(batch), batch.logits_indices
         return self._model.logits(hidden if wanted is None else hidden[wanted])
@@ -49,7 +44,7 @@ class TorchRunner:
         self._forward, self._synchronize = forward, synchronize
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepScores:
+    def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
         scores = []
         for scheduled in plan.passes():
@@ -59,4 +54,4 @@ class TorchRunner:
                 scores.append(self._forward.scores(plan.batch(scheduled)))
         self._synchronize()
         done = time.perf_counter_ns()
-        return StepScores(plan.choose(torch.cat(scores)), done)
+        return base.StepScores(plan.choose(torch.cat(scores)), done)

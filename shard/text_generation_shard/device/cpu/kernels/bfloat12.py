@@ -18,6 +18,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from text_generation_shard.device.cpu.kernels import vector_code
 from text_generation_shard.device.cpu.kernels.llvm import (
     INTS,
     LANES,
@@ -41,14 +42,6 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 from text_generation_shard.device.cpu.kernels.vector import (
     STEP_BYTES as INPUT_BYTES,
-)
-from text_generation_shard.device.cpu.kernels.vector_code import (
-    add_steps,
-    is_any,
-    load_sums,
-    look_up,
-    store_sums,
-    swap_bytes,
 )
 
 STEPS: Final = 4
@@ -81,15 +74,15 @@ def decoded(address: int) -> Any:
     others = load(WORDS, address + 2 * VECTOR_BYTES)
     return (
         _numbers(codes, words),
-        _numbers(codes >> _BITS, swap_bytes(words)),
+        _numbers(codes >> _BITS, vector_code.swap_bytes(words)),
         _numbers(codes >> (2 * _BITS), others),
-        _numbers(codes >> (3 * _BITS), swap_bytes(others)),
+        _numbers(codes >> (3 * _BITS), vector_code.swap_bytes(others)),
     )
 
 
 @inlined
 def _numbers(codes: Any, words: Any) -> Any:
-    return reinterpreted(INTS, (words & _SIGN_AND_MANTISSA) | look_up(_TABLE, codes))
+    return reinterpreted(INTS, (words & _SIGN_AND_MANTISSA) | vector_code.look_up(_TABLE, codes))
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
@@ -114,9 +107,9 @@ def add_exceptions(
             source, to = inputs + steps[index] * INPUT_BYTES, sums_at + column * VECTOR_BYTES
             for row in range(rows):
                 at, own = source + row * row_bytes, to + row * sums_stride
-                total = load_sums(1, 1, own, 0)
-                total = add_steps(BFLOAT16, total, _load_step, start, (), at, 0)
-                store_sums(total, own, 0)
+                total = vector_code.load_sums(1, 1, own, 0)
+                total = vector_code.add_steps(BFLOAT16, total, _load_step, start, (), at, 0)
+                vector_code.store_sums(total, own, 0)
 
 
 @inlined
@@ -278,9 +271,9 @@ def _put_codes(vectors: int, highest: Any, target: int) -> Any:
     code_3, kept_3, is_3 = _coded(vectors + 3 * VECTOR_BYTES, highest)
     lower, upper = code_0 | (code_1 << _BITS), code_2 | (code_3 << _BITS)
     store(lower | (upper << (2 * _BITS)), target)
-    store(kept_0 | swap_bytes(kept_1), target + VECTOR_BYTES)
-    store(kept_2 | swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
-    return is_any(is_0 | is_1 | is_2 | is_3)
+    store(kept_0 | vector_code.swap_bytes(kept_1), target + VECTOR_BYTES)
+    store(kept_2 | vector_code.swap_bytes(kept_3), target + 2 * VECTOR_BYTES)
+    return vector_code.is_any(is_0 | is_1 | is_2 | is_3)
 
 
 @inlined
@@ -294,4 +287,4 @@ def _put_exceptions(vector: int, highest: Any, target: int) -> Any:
     moved = chosen(exponents > 0, moved, 0)
     moved = chosen(_exponents(words) == _INFINITE, words, moved)
     store(chosen(is_exception, moved, 0), target)
-    return is_any(is_exception)
+    return vector_code.is_any(is_exception)

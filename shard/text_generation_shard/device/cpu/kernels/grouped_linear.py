@@ -17,7 +17,7 @@ from numba import njit, prange, typeof, types
 from numba.extending import overload
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import WeightAddress
+from text_generation_shard.device.cpu.kernels import WeightAddress, vector_code
 from text_generation_shard.device.cpu.kernels.linear import (
     item_bytes,
     item_signature,
@@ -56,14 +56,6 @@ from text_generation_shard.device.cpu.kernels.vector import (
     aligned,
     inlined,
     widen,
-)
-from text_generation_shard.device.cpu.kernels.vector_code import (
-    add_scaled,
-    add_steps,
-    look_up,
-    no_sums,
-    store_sums,
-    sum_of_lanes,
 )
 
 GROUP: Final = 32
@@ -171,7 +163,7 @@ def _sum_group(inputs: int) -> Any:
     pairs = load(INTS, inputs)
     # A bfloat16 is the upper half of a float32.
     lower, upper = reinterpreted(FLOATS, pairs << 16), reinterpreted(FLOATS, pairs & -(2**16))
-    return sum_of_lanes(lower + upper)
+    return vector_code.sum_of_lanes(lower + upper)
 
 
 def _tile(rows: int) -> Any:
@@ -186,7 +178,7 @@ def _tile(rows: int) -> Any:
     @njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
     def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
         inputs, stride, input_sums, input_sums_stride = source
-        totals = no_sums(rows, 1)
+        totals = vector_code.no_sums(rows, 1)
         for group in range(groups):
             pair, member = group >> 1, group & 1
             block = blocks + pair * BLOCK_BYTES
@@ -194,19 +186,21 @@ def _tile(rows: int) -> Any:
                 # With the first of two groups, what the zeros of both contribute.
                 at = input_sums + pair * STEP_BYTES
                 zeros = (block,)
-                totals = add_steps(BFLOAT16, totals, _load_step, zeros, (), at, input_sums_stride)
+                totals = vector_code.add_steps(
+                    BFLOAT16, totals, _load_step, zeros, (), at, input_sums_stride
+                )
             start = (block + _NUMBERS_AT + member * _NUMBER_BYTES,)
             at = inputs + group * STEPS * STEP_BYTES
-            products = no_sums(rows, 1)
+            products = vector_code.no_sums(rows, 1)
             for step in range(STEPS):
                 word, shift = step // NUMBERS_PER_WORD, step % NUMBERS_PER_WORD * _BITS
                 own = at + step * STEP_BYTES
-                products = add_steps(
+                products = vector_code.add_steps(
                     BFLOAT16, products, _look_up, start, (word, shift), own, stride
                 )
             scales = widen(load(SHORTS, block + _SCALES_AT + member * _SCALE_BYTES))
-            totals = add_scaled(totals, scales, products)
-        store_sums(totals, sums, SUMS_BYTES)
+            totals = vector_code.add_scaled(totals, scales, products)
+        vector_code.store_sums(totals, sums, SUMS_BYTES)
 
     return multiply_blocks
 
@@ -220,7 +214,7 @@ def _load_step(kind: Any, start: int) -> Any:
 def _look_up(kind: Any, numbers: int, vector: int, shift: int) -> Any:
     """The numbers of one step of a group, as pairs of bfloat16."""
     words = load(WORDS, numbers + vector * VECTOR_BYTES)
-    return (reinterpreted(INTS, look_up(_TABLE, words >> shift)),)
+    return (reinterpreted(INTS, vector_code.look_up(_TABLE, words >> shift)),)
 
 
 _TILE_1, _TILE_2, _TILE_4, _TILE_8, _TILE_12 = _tile(1), _tile(2), _tile(4), _tile(8), _tile(12)

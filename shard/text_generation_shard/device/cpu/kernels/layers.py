@@ -11,12 +11,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import float32, from_dtype, int64, njit, uint8
 
-from text_generation_shard.device.cpu.kernels.attention import (
-    ATTENTION,
-    attend_task,
-    store_token,
-    task_signature,
-)
+from text_generation_shard.device.cpu.kernels import attention, pointwise
 from text_generation_shard.device.cpu.kernels.grouped_linear import (
     GROUP,
     multiply_grouped_item,
@@ -24,15 +19,6 @@ from text_generation_shard.device.cpu.kernels.grouped_linear import (
 )
 from text_generation_shard.device.cpu.kernels.linear import item_signature, multiply_item
 from text_generation_shard.device.cpu.kernels.llvm import address_of, itemsize
-from text_generation_shard.device.cpu.kernels.pointwise import (
-    NORM,
-    ROTATION,
-    add_bias,
-    normalize_row,
-    rotate_row,
-    scale_row,
-    widen_row,
-)
 from text_generation_shard.device.cpu.kernels.steps import compute_item, num_phases, write_phases
 from text_generation_shard.device.cpu.kernels.structs import (
     Address,
@@ -168,14 +154,14 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
     these types; what takes longest to compile first."""
     multiply = multiply_grouped_item if weight_kind == uint8 else multiply_item
     found: Kernels = {
-        "attend": (attend_task, task_signature(kind)),
+        "attend": (attention.attend_task, attention.task_signature(kind)),
         "multiply": (multiply, item_signature(weight_kind, kind)),
-        "rotate": (rotate_row, (kind, ROTATION, int64, int64)),
-        "store": (store_token, (kind, ATTENTION, int64, int64)),
-        "normalize": (normalize_row, (kind, NORM, int64)),
-        "add_bias": (add_bias, (kind, int64, int64, int64)),
-        "embed": (scale_row, (kind, int64, float32, int64, int64)),
-        "widen": (widen_row, (kind, int64, int64, int64)),
+        "rotate": (pointwise.rotate_row, (kind, pointwise.ROTATION, int64, int64)),
+        "store": (attention.store_token, (kind, attention.ATTENTION, int64, int64)),
+        "normalize": (pointwise.normalize_row, (kind, pointwise.NORM, int64)),
+        "add_bias": (pointwise.add_bias, (kind, int64, int64, int64)),
+        "embed": (pointwise.scale_row, (kind, int64, float32, int64, int64)),
+        "widen": (pointwise.widen_row, (kind, int64, int64, int64)),
     }
     if weight_kind == uint8:
         found["sum_groups"] = sum_groups, (int64,) * 4

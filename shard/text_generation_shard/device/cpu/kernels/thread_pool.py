@@ -17,18 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, prange
 
-from text_generation_shard.device.cpu.kernels.llvm import (
-    array_at,
-    call,
-    exchange_word,
-    fence,
-    fetch,
-    get_word,
-    give_way,
-    pause,
-    put_word,
-    scratch,
-)
+from text_generation_shard.device.cpu.kernels import llvm
 from text_generation_shard.device.cpu.kernels.structs import Address, Count
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS
 
@@ -96,16 +85,16 @@ def go_through(code: int, given: Any, phases: Any, board: int, num_threads: int)
 def begin(work: Work) -> None:
     """Before the first thread comes."""
     for thread in range(work.num_threads):
-        put_word(_line(work, thread) + _DONE, 0)
-        put_word(_line(work, thread) + _HELD, 0)
+        llvm.put_word(_line(work, thread) + _DONE, 0)
+        llvm.put_word(_line(work, thread) + _HELD, 0)
     _open(work, 0)
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
 def take_part(work: Work, me: int) -> None:
     """What a thread does until all is done."""
-    ticket = scratch(1)
-    phase = get_word(work.board) >> 32
+    ticket = llvm.scratch(1)
+    phase = llvm.get_word(work.board) >> 32
     while phase < len(work.phases):
         _take_items(work, phase, me, ticket)
         _close(work, phase)
@@ -118,9 +107,9 @@ def take_part(work: Work, me: int) -> None:
             _close(work, phase)
             looked += looks
             if looked >= _MOST_LOOKS:
-                give_way()
+                llvm.give_way()
                 looked = 0
-        phase = get_word(work.board) >> 32
+        phase = llvm.get_word(work.board) >> 32
 
 
 @njit(inline="always")
@@ -132,8 +121,8 @@ def _line(work: Work, thread: int) -> int:
 @njit(inline="always")
 def may_put(ticket: int) -> Any:
     """Whether it is this thread that puts the results of an item. Asked once."""
-    words = array_at(ADDRESS, ticket)
-    is_mine = words[0] == 0 or exchange_word(words[0], words[1], words[2])
+    words = llvm.array_at(ADDRESS, ticket)
+    is_mine = words[0] == 0 or llvm.exchange_word(words[0], words[1], words[2])
     words[3] = is_mine
     return is_mine
 
@@ -146,21 +135,21 @@ def _open(work: Work, phase: int) -> None:
     if phase < len(work.phases):
         for thread in range(work.num_threads):
             start = thread * work.phases[phase].items // work.num_threads
-            put_word(_line(work, thread), (phase << 32) + start)
-    put_word(work.board, phase << 32)
+            llvm.put_word(_line(work, thread), (phase << 32) + start)
+    llvm.put_word(work.board, phase << 32)
 
 
 @njit(inline="always")
 def _close(work: Work, phase: int) -> None:
     """Open the next phase if all is done in this one and nobody else has."""
     # Of two threads that finish at once, one sees what the other has done.
-    fence()
+    llvm.fence()
     count = 0
     for thread in range(work.num_threads):
-        done = get_word(_line(work, thread) + _DONE)
+        done = llvm.get_word(_line(work, thread) + _DONE)
         if done >> 32 == phase:
             count += done & _LOWER
-    if count == work.phases[phase].items and exchange_word(
+    if count == work.phases[phase].items and llvm.exchange_word(
         work.board, phase << 32, (phase << 32) + 1
     ):
         _open(work, phase + 1)
@@ -170,15 +159,15 @@ def _close(work: Work, phase: int) -> None:
 def _note(work: Work, phase: int, me: int) -> None:
     """An item is done. Noted at once: a thread may be stopped at the next."""
     at = _line(work, me) + _DONE
-    done = get_word(at)
-    put_word(at, done + 1 if done >> 32 == phase else (phase << 32) + 1)
+    done = llvm.get_word(at)
+    llvm.put_word(at, done + 1 if done >> 32 == phase else (phase << 32) + 1)
 
 
 @njit(inline="always")
 def _take_items(work: Work, phase: int, me: int, ticket: int) -> None:
     """Compute items until none is left to be taken."""
     is_short, held = work.phases[phase].is_short, _line(work, me) + _HELD
-    words = array_at(ADDRESS, ticket)
+    words = llvm.array_at(ADDRESS, ticket)
     words[0], words[3] = held if is_short else 0, 1
     for offset in range(work.num_threads):
         owner = (me + offset) % work.num_threads
@@ -191,8 +180,8 @@ def _take_items(work: Work, phase: int, me: int, ticket: int) -> None:
             if is_short:
                 at = (phase << _PHASE_BITS) + (item << 2)
                 words[1], words[2] = at + _NOBODY, at + _OWNER
-                put_word(held, at + _NOBODY)
-            call(work.code, (work.given, work.phases, phase, item, ticket))
+                llvm.put_word(held, at + _NOBODY)
+            llvm.call(work.code, (work.given, work.phases, phase, item, ticket))
             if words[3]:
                 _note(work, phase, me)
 
@@ -201,11 +190,11 @@ def _take_items(work: Work, phase: int, me: int, ticket: int) -> None:
 def _take(share: int, phase: int, end: int) -> Any:
     """The next item of a share; negative: there is none, or the phase is over."""
     while True:
-        now = get_word(share)
+        now = llvm.get_word(share)
         item = now & _LOWER
         if now >> 32 != phase or item >= end:
             return np.int64(-1)
-        if exchange_word(share, now, now + 1):
+        if llvm.exchange_word(share, now, now + 1):
             return item
 
 
@@ -214,13 +203,13 @@ def _take_over(work: Work, phase: int, me: int, ticket: int) -> None:
     """Compute what others have been at for too long."""
     if not work.phases[phase].is_short:
         return
-    words = array_at(ADDRESS, ticket)
+    words = llvm.array_at(ADDRESS, ticket)
     for offset in range(1, work.num_threads):
         held = _line(work, (me + offset) % work.num_threads) + _HELD
-        at = get_word(held)
+        at = llvm.get_word(held)
         if at >> _PHASE_BITS == phase and at & 3 == _NOBODY:
             words[0], words[1], words[2] = held, at, at - _NOBODY + _OTHER
-            call(work.code, (work.given, work.phases, phase, (at >> 2) & _LOWER, ticket))
+            llvm.call(work.code, (work.given, work.phases, phase, (at >> 2) & _LOWER, ticket))
             if words[3]:
                 _note(work, phase, me)
 
@@ -237,9 +226,9 @@ def _fetch_share(work: Work, phase: int, me: int) -> None:
     at = work.phases[following].weights + me * items // work.num_threads * size
     share = work.phases[following].weights + (me + 1) * items // work.num_threads * size
     end = min(at + _AHEAD_BYTES, share)
-    while at < end and get_word(work.board) >> 32 == phase:
+    while at < end and llvm.get_word(work.board) >> 32 == phase:
         for line in range(_LINES_AT_ONCE):
-            fetch(at + line * _LINE)
+            llvm.fetch(at + line * _LINE)
         at += _LINES_AT_ONCE * _LINE
 
 
@@ -247,7 +236,7 @@ def _fetch_share(work: Work, phase: int, me: int) -> None:
 def _is_over(work: Work, phase: int, looks: int) -> bool:
     """Whether a phase ends while the board is looked at so often."""
     for _ in range(looks):
-        if get_word(work.board) >> 32 != phase:
+        if llvm.get_word(work.board) >> 32 != phase:
             return True
-        pause()
+        llvm.pause()
     return False

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from text_generation_shard.device.cpu.kernels import bfloat12, processor
+from text_generation_shard.device.cpu.kernels import bfloat12, processor, vector_code
 from text_generation_shard.device.cpu.kernels.llvm import (
     BYTES,
     INTS,
@@ -30,15 +30,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
 )
 from text_generation_shard.device.cpu.kernels.structs import Address, Count
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, INT8, STEP_BYTES, inlined
-from text_generation_shard.device.cpu.kernels.vector_code import (
-    add_steps,
-    load_sums,
-    look_up_bytes,
-    no_sums,
-    pairs_of_bytes,
-    spaced,
-    store_sums,
-)
 
 
 def _magnitudes() -> list[list[Table]]:
@@ -67,14 +58,14 @@ def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool
     numbers = load(BYTES, start + offset)
     lower, upper = look_up_magnitudes(numbers) if _HAS_BYTE_TABLES else convert_magnitudes(numbers)
     upper = upper | (numbers & _SIGN)
-    return pairs_of_bytes(lower, upper, 0), pairs_of_bytes(lower, upper, 1)
+    return vector_code.pairs_of_bytes(lower, upper, 0), vector_code.pairs_of_bytes(lower, upper, 1)
 
 
 @inlined
 def look_up_magnitudes(numbers: Any) -> Any:
     """The lower and the upper bytes of the bfloat16 that magnitudes of 7 bits stand for."""
-    lower = look_up_bytes(_LOWER_0, numbers, _LOWER_64)
-    return lower, look_up_bytes(_UPPER_0, numbers, _UPPER_64)
+    lower = vector_code.look_up_bytes(_LOWER_0, numbers, _LOWER_64)
+    return lower, vector_code.look_up_bytes(_UPPER_0, numbers, _UPPER_64)
 
 
 @inlined
@@ -155,12 +146,12 @@ def tile(rows: int, columns: int) -> Any:
         kind: Any, starts: Any, inputs: int, stride: int, steps: int, sums: int, sums_stride: int
     ) -> None:
         step_bytes, is_ahead = bytes_per_step(kind), rows <= _fetching_rows(kind)
-        totals = no_sums(rows, columns)
+        totals = vector_code.no_sums(rows, columns)
         for step in range(0, steps, _steps_at_once(kind)):
             where = step * step_bytes, steps * step_bytes * columns, is_ahead
             at = inputs + step * STEP_BYTES
-            totals = add_steps(kind, totals, _unpack, starts, where, at, stride)
-        store_sums(totals, sums, sums_stride)
+            totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
+        vector_code.store_sums(totals, sums, sums_stride)
 
     return multiply_tile
 
@@ -185,15 +176,15 @@ def paged_tile(rows: int, columns: int) -> Any:
     def add_pages(
         kind: Any, pages: Pages, inputs: int, stride: int, sums: int, sums_stride: int
     ) -> None:
-        totals = load_sums(rows, columns, sums, sums_stride)
+        totals = vector_code.load_sums(rows, columns, sums, sums_stride)
         for page in range(pages.num_pages):
             start = array_at(ADDRESS, pages.pages)[page] + pages.offset
-            starts = spaced(columns, start, pages.column_bytes)
+            starts = vector_code.spaced(columns, start, pages.column_bytes)
             first = inputs + page * pages.steps * STEP_BYTES
             for step in range(0, pages.steps, _steps_at_once(kind)):
                 where, at = (step * bytes_per_step(kind), 0, False), first + step * STEP_BYTES
-                totals = add_steps(kind, totals, _unpack, starts, where, at, stride)
-        store_sums(totals, sums, sums_stride)
+                totals = vector_code.add_steps(kind, totals, _unpack, starts, where, at, stride)
+        vector_code.store_sums(totals, sums, sums_stride)
 
     return add_pages
 
