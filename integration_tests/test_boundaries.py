@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -95,14 +95,15 @@ def test_imports_go_down(package: str, above: tuple[str, ...]) -> None:
     assert imported_by(package) & {f"{top}.{name}" for name in above} == set()
 
 
-def imports_of(path: Path, package: str) -> Iterator[str]:
-    """What a file imports of its own package, wherever in it: modules, and names that may be."""
+def imports_of(path: Path, modules: Collection[str]) -> Iterator[str]:
+    """Which of the modules a file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == package:
-            yield str(node.module)
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            for item in node.names:
+                name = f"{node.module}.{item.name}"
+                yield name if name in modules else str(node.module)
         elif isinstance(node, ast.Import):
-            yield from (item.name for item in node.names if item.name.split(".")[0] == package)
+            yield from (item.name for item in node.names)
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
@@ -113,7 +114,7 @@ def import_graph(root: Path) -> dict[str, set[str]]:
     }
     modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
     return {
-        name: {item for item in imports_of(path, root.name) if item in modules and item != name}
+        name: {item for item in imports_of(path, modules) if item in modules and item != name}
         for name, path in modules.items()
     }
 
