@@ -87,8 +87,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS))
     parser.add_argument("--streams", type=int, nargs="*", default=[512])
     parser.add_argument("--starts", type=int, default=5)
-    day = f"{datetime.now(UTC):%Y-%m-%d}"
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / f"revisions-{day}.json")
+    parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()
 
 

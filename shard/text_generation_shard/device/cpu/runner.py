@@ -80,24 +80,25 @@ class FusedDecoder:
     def _constants(self, head: Any) -> Any:
         """What is the same in all passes: [1] of `layers.PASS`."""
         own = self._weights.sizes
-        sizes = (
-            own.hidden_size,
-            own.intermediate_size,
-            own.num_heads,
-            own.num_kv_heads,
-            own.head_dim,
-        )
-        scales = own.attention_scale, own.norm_eps, own.residual_multiplier
-        at_head = (head.weight, head.scales) if self._has_head else (0, 0)
-        others = (
-            *(self._board.data_ptr(), self._embedding, *at_head),
-            *(self._weights.norm.data_ptr(), own.vocab_size),
-        )
-        values: dict[str, float] = {}
-        values |= layers.codes(*(typeof(kind) for kind in self._kinds))
-        values |= dict(zip(layers.SIZES, (*sizes, own.rotary_dim // 2), strict=True))
-        values |= dict(zip(layers.OTHERS, others, strict=True))
-        values |= dict(zip(layers.CONSTANTS, (own.embedding_multiplier, *scales), strict=True))
+        codes = layers.codes(*(typeof(kind) for kind in self._kinds))
+        values: dict[str, float] = codes | {
+            "hidden_size": own.hidden_size,
+            "inner_size": own.intermediate_size,
+            "num_heads": own.num_heads,
+            "num_kv_heads": own.num_kv_heads,
+            "head_dim": own.head_dim,
+            "half": own.rotary_dim // 2,
+            "board": self._board.data_ptr(),
+            "embedding": self._embedding,
+            "head": head.weight if self._has_head else 0,
+            "head_scales": head.scales if self._has_head else 0,
+            "final_norm": self._weights.norm.data_ptr(),
+            "vocab_size": own.vocab_size,
+            "embedding_multiplier": own.embedding_multiplier,
+            "attention_scale": own.attention_scale,
+            "eps": own.norm_eps,
+            "multiplier": own.residual_multiplier,
+        }
         constants = np.zeros(1, layers.PASS)
         for name, value in values.items():
             constants[name] = value
@@ -222,6 +223,10 @@ class CpuRunner:
 
 
 _PRODUCTS = "qkv", "out", "gate_up", "down"
+_TENSORS = (
+    *("attention_norm", "query_norm", "key_norm", "mlp_norm"),
+    *("qkv_bias", "out_bias", "down_bias"),
+)
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
@@ -232,15 +237,7 @@ def _place(matrix: base.Matrix) -> Any:
 
 def _fields(layer: base.LayerWeights) -> dict[str, int]:
     """A layer as `layers.LAYER` has it."""
-    tensors = {
-        "attention_norm": layer.attention_norm,
-        "query_norm": layer.query_norm,
-        "key_norm": layer.key_norm,
-        "mlp_norm": layer.mlp_norm,
-        "qkv_bias": layer.qkv_bias,
-        "out_bias": layer.out_bias,
-        "down_bias": layer.down_bias,
-    }
+    tensors = {name: getattr(layer, name) for name in _TENSORS}
     found = {name: 0 if value is None else value.data_ptr() for name, value in tensors.items()}
     for name in _PRODUCTS:
         place = _place(getattr(layer, name))
