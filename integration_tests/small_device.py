@@ -20,33 +20,33 @@ class Weight:
         return out if self.gate is None else self.gate(out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
 
 
-class Rotation(NamedTuple):
-    angles: Any
-
-    def rotate_(self, heads: Any, num_rotated: int, num_queries: int, scale: float) -> None:
-        cos, sin = self.angles.table[self.angles.rows][:, :, None].unbind(1)
-        first, second = heads[:, :num_rotated, : 2 * cos.shape[2]].chunk(2, 2)
-        first[:], second[:] = first * cos - second * sin, second * cos + first * sin
-        heads[:, :num_queries] *= scale
-
-
 class Attention:
     name, block_size, is_deterministic = "small", 16, False
-    workspace_bytes, plan = (lambda self, shape: 0), (lambda self, batch: batch)
+    workspace_bytes, plan = (lambda self, shape: 0), (lambda self, *batch_angles: batch_angles)
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+        self.kinds, self.scale = (num_heads, num_kv_heads, num_kv_heads), scale
 
     def allocate(self, shape: Any, num_blocks: int) -> int:
-        heads = 2 * shape.num_kv_heads, shape.head_dim
-        self.cache = torch.zeros(shape.num_layers, num_blocks * 16, *heads)
+        sizes = shape.num_layers, num_blocks * 16, 2 * shape.num_kv_heads, shape.head_dim
+        self.cache = torch.zeros(sizes)
         return self.cache.nbytes
 
-    def forward(self, query: Any, key_value: Any, layer: int, window: Any, plan: Any) -> Any:
-        self.cache[layer, plan.slots], out = key_value, []
+    def forward(self, heads: Any, layer: int, window: Any, is_rotated: bool, both: Any) -> Any:
+        (plan, angles), out = both, []
+        if is_rotated:
+            cos, sin = angles.table[angles.rows][:, :, None].unbind(1)
+            first, second = heads[:, : -self.kinds[1], : 2 * cos.shape[2]].chunk(2, 2)
+            first[:], second[:] = first * cos - second * sin, second * cos + first * sin
+        query, *key_value = heads.split(self.kinds, 1)
+        self.cache[layer, plan.slots] = torch.cat(key_value, 1)
         for row, end in enumerate(plan.host_context_lens):
             own, seen = slice(*plan.cu_seqlens_q[row : row + 2]), torch.arange(end)
             slots = plan.block_tables[row, seen // 16] * 16 + seen % 16
             mask = torch.ones(end, end).tril().triu(1 - (window or end))[own.start - own.stop :]
             given = query[own].transpose(0, 1), *self.cache[layer, slots].transpose(0, 1).chunk(2)
-            got = F.scaled_dot_product_attention(*given, mask.bool(), scale=1.0, enable_gqa=True)
+            options = {"scale": self.scale, "enable_gqa": True}
+            got = F.scaled_dot_product_attention(*given, mask.bool(), **options)
             out.append(got.transpose(0, 1).flatten(1))
         return torch.cat(out)
 
@@ -56,7 +56,7 @@ class Runner(NamedTuple):
 
     @torch.inference_mode()
     def launch(self, plan: Any) -> Any:
-        scores = [plan.scores(scheduled, self.model.forward) for scheduled in plan.passes()]
+        scores = [plan.scores(scheduled, self.model.forward) for scheduled in plan.passes]
         return StepScores(plan.choose(torch.cat(scores)), time.perf_counter_ns())
 
 
@@ -65,8 +65,7 @@ class SmallDevice:
     is_deterministic = runs_behind = spares_core = False
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
-    embedding, rotation, runner = matrix, Rotation, Runner
-    attention = staticmethod(lambda *heads: Attention())
+    embedding, attention, runner = matrix, Attention, Runner
     check_room = serve = staticmethod(lambda *_: None)
     free_bytes = staticmethod(lambda step, rest, rehearse: Room(2**26, step))
     left_bytes = staticmethod(lambda cache, step: 0)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from text_generation_shard.device.base import CacheShape, ForwardBatch
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.attention import (
     MAX_GATHER_TOKENS,
     TorchAttention,
@@ -12,6 +12,7 @@ from text_generation_shard.device.reference.attention import (
 
 BLOCK = 16
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
+NO_ANGLES = Angles(torch.zeros(1, 2, 0), torch.zeros(0, dtype=torch.int64))
 
 
 def expected(
@@ -51,10 +52,10 @@ def make_batch(contexts: list[int], lengths: list[int], is_decode: bool) -> Forw
     )
 
 
-def attention_on(device: str) -> TorchAttention:
+def attention_on(device: str, scale: float = 1.0) -> TorchAttention:
     """The reference, with its cache there."""
     return TorchAttention(
-        lambda *sizes: torch.zeros(math.prod(sizes), dtype=torch.uint8, device=device)
+        scale, lambda *sizes: torch.zeros(math.prod(sizes), dtype=torch.uint8, device=device)
     )
 
 
@@ -85,11 +86,10 @@ def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
     torch.manual_seed(0)
     key, value = torch.randn(23, KV_HEADS, HEAD_DIM), torch.randn(23, KV_HEADS, HEAD_DIM)
     key[:3], value[:3] = float("nan"), float("inf")
-    none = torch.zeros(23, HEADS, HEAD_DIM)
-    key_value = torch.cat([key, value], dim=1)
-    backend.forward(none, key_value, 0, None, backend.plan(batch))
+    heads = torch.cat([torch.zeros(23, HEADS, HEAD_DIM), key, value], dim=1)
+    backend.forward(heads, 0, None, False, backend.plan(batch, NO_ANGLES))
     # The second row's table is padded with, and its last block shared by nothing but, block 0 …
     step = make_batch([4, 21], [1, 1], True)
-    one = torch.ones(2, 2 * KV_HEADS, HEAD_DIM)
-    out = backend.forward(torch.ones(2, HEADS, HEAD_DIM), one, 0, None, backend.plan(step))
+    ones = torch.ones(2, HEADS + 2 * KV_HEADS, HEAD_DIM)
+    out = backend.forward(ones, 0, None, False, backend.plan(step, NO_ANGLES))
     assert bool(out.isfinite().all())

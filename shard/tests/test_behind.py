@@ -28,7 +28,7 @@ class Later:
     def __init__(self, runner: "BehindRunner", plan: StepPlan) -> None:
         self.runner, self.plan = runner, plan
         # Of rows and tables nothing may be read after this.
-        self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes()]
+        self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes]
 
     @torch.inference_mode()
     def result(self) -> StepScores:

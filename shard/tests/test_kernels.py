@@ -19,6 +19,8 @@ from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from torch import Tensor
 
+from shard.tests.test_attention import NO_ANGLES
+
 DTYPES = [torch.float32, torch.bfloat16]
 # Of one rounding of a result near 1, and of sums of some hundred products.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -122,7 +124,7 @@ def test_rotation(dtype: torch.dtype, rows: int, rotary_dim: int) -> None:
     table = Angles(torch.stack((angles.cos(), angles.sin()), dim=1), torch.arange(len(heads)))
     expected = heads.float()
     TorchRotation(table, torch.float32).rotate_(expected, 5, 3, 0.25)
-    packed.KernelRotation(table).rotate_(heads, 5, 3, 0.25)
+    pointwise.rotate_(heads, 5, 3, 0.25, *table)
     torch.testing.assert_close(heads.float(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
 
 
@@ -137,7 +139,7 @@ class Sequences:
         width = self.num_heads + 2 * self.num_kv_heads
         self.heads = [torch.randn(length, width, self.head_dim).to(dtype) for length in lengths]
         self.attention = PackedAttention(
-            self.num_heads, self.num_kv_heads, FirstTouch(lambda: True)
+            self.num_heads, self.num_kv_heads, 1.0, FirstTouch(lambda: True)
         )
         cache = CacheShape(2, self.num_kv_heads, self.head_dim, 16, dtype)
         self.attention.allocate(cache, count + 2)
@@ -166,9 +168,8 @@ class Sequences:
             logits_indices=None,
             is_decode=False,
         )
-        plan = self.attention.plan(batch)
-        query, key_value = passed[:, : self.num_heads], passed[:, self.num_heads :]
-        out = self.attention.forward(query, key_value, 1, window, plan)
+        plan = self.attention.plan(batch, NO_ANGLES)
+        out = self.attention.forward(passed, 1, window, False, plan)
         return list(out.split([len(part) for part in parts]))
 
     def expected(self, item: int, start: int, end: int, window: int | None) -> Tensor:

@@ -5,7 +5,7 @@ form it multiplies, attention with its cache, and the runner that computes steps
 the folder of a device knows how. `device.reference` is the specification: plain torch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -57,14 +57,6 @@ class EmbeddingTable(Protocol):
 
     def as_matrix(self) -> tuple[Matrix, int]:
         """The same weight for products, and the bytes that takes beside the table."""
-
-
-class Rotation(Protocol):
-    """Rotates the heads of T tokens by the angles of their positions."""
-
-    def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:
-        """Rotate the first `num_rotated` of heads [T, n, head_dim], contiguous, in place: feature i
-        with feature i + half. The first `num_queries` of them are multiplied by `scale`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +123,18 @@ class Attention(Protocol):
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """Make the cache and return its bytes; called again, the former one is dropped first."""
 
-    def plan(self, batch: ForwardBatch) -> AttentionPlan:
+    def plan(self, batch: ForwardBatch, angles: "Angles") -> AttentionPlan:
         """Everything that is the same in all layers of one pass."""
 
     def forward(
-        self,
-        query: Tensor,
-        key_value: Tensor,
-        layer: int,
-        window: int | None,
-        plan: AttentionPlan,
+        self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
     ) -> Tensor:
-        """Store keys and values, then attend with query [T, heads, head_dim].
+        """Rotate queries and keys, if `is_rotated`: feature i with feature i + rotary_dim / 2.
+        Scale queries, store keys and values, attend.
 
-        `key_value` is [T, 2 * kv_heads, head_dim], keys first. `query` is already scaled; a token
-        sees itself and what came before it in its row, with a `window` only the last `window` of
-        those. Answers [T, heads * head_dim].
+        `heads` is [T, num_heads + 2 * num_kv_heads, head_dim], contiguous: queries, keys, values.
+        It may be overwritten. A token sees itself and what came before it in its row, with a
+        `window` only the last `window` of those. Answers [T, num_heads * head_dim].
         """
 
 
@@ -268,15 +256,15 @@ class StepPlan(Protocol):
     Row state is read while `launch` runs, and not afterwards.
     """
 
-    @property
-    def rows(self) -> Rows:
-        """What they are computed from."""
-
-    def passes(self) -> Iterator[ScheduledTokens]:
-        """One after another; BatchError between two of them if the shard is stopping."""
+    # What the passes are computed from, one after another.
+    rows: Rows
+    passes: Sequence[ScheduledTokens]
+    # Whether hidden states are needed of tokens after which none is sampled. If not, a device may
+    # compute scores by itself.
+    wants_hidden: bool
 
     def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
-        """The inputs of a pass, on the device.
+        """The inputs of a pass, on the device. BatchError if the shard is stopping.
 
         Where a step is launched before the previous one has a result, the host does not know
         input_ids at `waiting`: the runner puts the ids there that it chose itself.
@@ -290,11 +278,6 @@ class StepPlan(Protocol):
     ) -> Tensor:
         """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
         prompt log-probabilities. `forward` answers all hidden states [T, hidden_size]."""
-
-    @property
-    def wants_hidden(self) -> bool:
-        """Whether hidden states are needed of tokens after which none is sampled. If not, a device
-        may compute scores by itself."""
 
     def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
         """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
@@ -368,11 +351,10 @@ class Device(Protocol):
         """hidden [T, size] += delta * multiplier, in place; returns hidden / rms(hidden) * weight,
         weight [size] in float32."""
 
-    def rotation(self, angles: Angles) -> Rotation:
-        """What rotates the tokens of a pass, in all its layers."""
-
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Attention:
-        """The best attention for heads of this shape."""
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> Attention:
+        """The best attention for heads of this shape; queries are multiplied by `scale`."""
 
     def runner(self, model: Model) -> Runner:
         """What computes the steps of a loaded model."""

@@ -1,7 +1,7 @@
 """A step that was decided, as its device computes it."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,9 @@ class Plan:
         """recomputed: passes before all others whose KV was there already. before: what the step
         that is under way samples, and the host does not know yet."""
         self.computed, self.new_rows = passes, new_rows
+        self.rows: Rows = fixed.table
+        self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
+        self.wants_hidden = bool(fixed.table.prompt_logprobs)
         self.samples = sampled_positions(passes)
         # What the sampled tokens must follow, if any must: set before the step is launched.
         self.grammars: StepGrammars | None = None
@@ -68,22 +71,12 @@ class Plan:
         self.prompt_logprobs: dict[int, list[float]] = {}
         # Of the rows that sample [R]: their requests.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
-        self._fixed, self._recomputed, self._before = fixed, recomputed, before
-
-    @property
-    def rows(self) -> Rows:
-        """See StepPlan."""
-        return self._fixed.table
-
-    def passes(self) -> Iterator[ScheduledTokens]:
-        """See StepPlan."""
-        for scheduled in (*self._recomputed, *self.computed):
-            if self._fixed.is_stopping.is_set():
-                raise BatchError("the shard is stopping")
-            yield scheduled
+        self._fixed, self._before = fixed, before
 
     def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
         """See StepPlan."""
+        if self._fixed.is_stopping.is_set():
+            raise BatchError("the shard is stopping")
         return self._fixed.builder.batch(scheduled)
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
@@ -91,11 +84,6 @@ class Plan:
         if self._before is None:
             return scheduled.rows[:0]
         return np.flatnonzero(np.isin(scheduled.rows, self._before.rows))
-
-    @property
-    def wants_hidden(self) -> bool:
-        """See StepPlan."""
-        return bool(self._fixed.table.prompt_logprobs)
 
     def scores(
         self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]

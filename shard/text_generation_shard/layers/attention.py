@@ -1,4 +1,4 @@
-"""Self-attention: projections and rotation around a device's attention."""
+"""Self-attention: projections around a device's attention."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,14 +6,14 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters, Split
-from text_generation_shard.device.base import Attention, AttentionPlan, Rotation
+from text_generation_shard.device.base import Attention, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.parallel import World
 
 
 class SelfAttention:
-    """One layer's attention; ranks share the heads. Queries are scaled here."""
+    """One layer's attention; ranks share the heads."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class SelfAttention:
     ) -> None:
         self._layer, self._attention = layer, attention
         self.window, self.uses_rope = config.layer_windows[layer], config.layer_uses_rope[layer]
-        self._scale, self._head_dim = config.attention_scale, config.head_dim
+        self._head_dim = config.head_dim
         self._num_heads = world.share(config.num_heads, "heads")
         self._num_kv_heads = world.share(config.num_kv_heads, "KV heads")
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -49,21 +49,14 @@ class SelfAttention:
                 for name in ("q_norm", "k_norm")
             )
 
-    def __call__(self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] → [T, hidden_size]."""
         heads = self.qkv(hidden).view(hidden.shape[0], -1, self._head_dim)
-        # All that follows happens in the projection's own output: queries, keys, values.
-        query, key_value = heads[:, : self._num_heads], heads[:, self._num_heads :]
         if self.query_norm is not None and self.key_norm is not None:
+            query, key_value = heads[:, : self._num_heads], heads[:, self._num_heads :]
             key = key_value[:, : self._num_kv_heads]
             query.copy_(self.query_norm(query))
             key.copy_(self.key_norm(key))
-        if self.uses_rope:
-            # Queries and keys are rotated by the same angles: one call for both.
-            rotation.rotate_(
-                heads, self._num_heads + self._num_kv_heads, self._num_heads, self._scale
-            )
-        else:
-            query.mul_(self._scale)
-        attended = self._attention.forward(query, key_value, self._layer, self.window, plan)
-        return self.out(attended)
+        return self.out(
+            self._attention.forward(heads, self._layer, self.window, self.uses_rope, plan)
+        )

@@ -35,17 +35,11 @@ class Block:
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        delta: Tensor | None,
-        rotation: base.Rotation,
-        plan: base.AttentionPlan,
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, plan: base.AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
         place; returns what its feed-forward adds, for the next block to take in."""
         normed = self._attention_norm.add(hidden, delta, self._multiplier)
-        attended = self._attention(normed, rotation, plan)
+        attended = self._attention(normed, plan)
         normed = self._mlp_norm.add(hidden, attended, self._multiplier)
         return self._mlp(normed)
 
@@ -79,6 +73,7 @@ class LlamaModel:
             world.share(config.num_heads, "heads"),
             world.share(config.num_kv_heads, "KV heads"),
             config.head_dim,
+            config.attention_scale,
         )
         self._embedding = Embedding(
             *(parameters, world, "model.embed_tokens"), config.vocab_size, config.hidden_size
@@ -110,11 +105,10 @@ class LlamaModel:
         hidden = self._embedding(batch.input_ids)
         if config.embedding_multiplier != 1.0:
             hidden = hidden * config.embedding_multiplier
-        plan = self.attention.plan(batch)
-        rotation = self._device.rotation(self.angles(batch))
+        plan = self.attention.plan(batch, self.angles(batch))
         delta: Tensor | None = None
         for block in self._blocks:
-            delta = block(hidden, delta, rotation, plan)
+            delta = block(hidden, delta, plan)
         if delta is not None:
             # Rounded as between two blocks; the norm is not asked for.
             self._norm.add(hidden, delta, config.residual_multiplier)

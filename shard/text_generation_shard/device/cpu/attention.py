@@ -49,6 +49,7 @@ class PackedPlan(NamedTuple):
     last_tasks: Any
     # That the tasks were dealt to.
     num_threads: int
+    angles: base.Angles
 
 
 class PackedAttention:
@@ -58,9 +59,9 @@ class PackedAttention:
     block_size = attention.BLOCK_SIZE
     is_deterministic = True
 
-    def __init__(self, num_heads: int, num_kv_heads: int, pages: FirstTouch) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, scale: float, pages: FirstTouch) -> None:
         """`pages` makes the memory of the cache."""
-        self._num_heads, self._num_kv_heads = num_heads, num_kv_heads
+        self._num_heads, self._num_kv_heads, self._scale = num_heads, num_kv_heads, scale
         self._pages = pages
         self.cache: PackedCache | None = None
 
@@ -74,7 +75,7 @@ class PackedAttention:
         self.cache = PackedCache(shape, num_blocks, self._pages)
         return self.cache.nbytes
 
-    def plan(self, batch: base.ForwardBatch) -> PackedPlan:
+    def plan(self, batch: base.ForwardBatch, angles: base.Angles) -> PackedPlan:
         """See Attention."""
         offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
@@ -83,41 +84,46 @@ class PackedAttention:
         tasks = _tasks(offsets, contexts, group, num_threads)
         wanted = batch.logits_indices
         if wanted is None or len(wanted) == len(slots):
-            return PackedPlan(slots, tables, tasks, np.arange(len(slots)), _NO_TASKS, num_threads)
-        last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
-        return PackedPlan(slots, tables, tasks, wanted.numpy(), last_tasks, num_threads)
+            own = np.arange(len(slots)), _NO_TASKS
+        else:
+            last_tasks = _tasks_of(wanted.numpy(), offsets, contexts, group, num_threads)
+            own = wanted.numpy(), last_tasks
+        return PackedPlan(slots, tables, tasks, *own, num_threads, angles)
 
     def plan_rows(
-        self, rows: base.Rows, scheduled: base.ScheduledTokens
+        self, rows: base.Rows, scheduled: base.ScheduledTokens, angles: base.Angles
     ) -> tuple[Ints, PackedPlan]:
         """Of a decode pass: the ids of its tokens [R], and its plan."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
         which, tables = (scheduled.rows, scheduled.starts), rows.block_tables
         input_ids, slots, tasks = plan_rows(*which, rows.token_ids, tables, group, num_threads)
         plan = slots, tables, tasks, np.arange(len(slots)), _NO_TASKS
-        return input_ids, PackedPlan(*plan, num_threads)
+        return input_ids, PackedPlan(*plan, num_threads, angles)
 
     def forward(
         self,
-        query: Tensor,
-        key_value: Tensor,
+        heads: Tensor,
         layer: int,
         window: int | None,
+        is_rotated: bool,
         plan: base.AttentionPlan,
     ) -> Tensor:
-        """See Attention. Queries, keys and values must lie as one projection left them."""
-        assert self.cache is not None and isinstance(plan, PackedPlan)
-        tokens, heads, head_dim = query.shape
-        kind, start = marker(query.dtype), query.data_ptr()
-        assert query.stride(0) == (heads + key_value.shape[1]) * head_dim
-        assert key_value.data_ptr() == start + heads * head_dim * query.element_size()
-        out = torch.empty(tokens, heads * head_dim, dtype=query.dtype)
+        """See Attention."""
+        assert self.cache is not None and isinstance(plan, PackedPlan) and heads.is_contiguous()
+        num_queries, head_dim = self._num_heads, heads.shape[2]
+        if is_rotated:
+            num_rotated = num_queries + self._num_kv_heads
+            rotate_(heads, num_rotated, num_queries, self._scale, *plan.angles)
+        else:
+            heads[:, :num_queries].mul_(self._scale)
+        kind = marker(heads.dtype)
+        out = torch.empty(len(heads), num_queries * head_dim, dtype=heads.dtype)
         parts = attention.Attention(
-            heads=start,
+            heads=heads.data_ptr(),
             out=out.data_ptr(),
             blocks=self.cache.layer(layer),
             num_blocks=self.cache.num_blocks,
-            num_heads=heads,
+            num_heads=num_queries,
             num_kv_heads=self._num_kv_heads,
             head_dim=head_dim,
             window=window or 0,
@@ -126,17 +132,6 @@ class PackedAttention:
         code = attention.task_code(numba.typeof(kind))
         attention.attend(kind, code, parts, plan.block_tables, plan.tasks)
         return out
-
-
-class KernelRotation:
-    """See `Rotation`; by one kernel."""
-
-    def __init__(self, angles: base.Angles) -> None:
-        self._angles = angles
-
-    def rotate_(self, heads: Tensor, num_rotated: int, num_queries: int, scale: float) -> None:
-        """See Rotation."""
-        rotate_(heads, num_rotated, num_queries, scale, *self._angles)
 
 
 def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu import cgroup, host, kernels, linear
-from text_generation_shard.device.cpu.attention import KernelRotation, PackedAttention
+from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
@@ -107,9 +107,11 @@ class CpuDevice(TorchDevice):
             return self.int8(weight, self.dtype)
         return FloatTable(weight.to(self.dtype), lambda it: self._float_matrix(it, ""), obstacle)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> base.Attention:
         """See Device."""
-        return TorchAttention(self.pages.allocate)
+        return TorchAttention(scale, self.pages.allocate)
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
@@ -174,18 +176,16 @@ class KernelDevice(CpuDevice):
         """See Device."""
         return add_norm(hidden, delta, multiplier, weight, eps)
 
-    def rotation(self, angles: base.Angles) -> base.Rotation:
-        """See Device."""
-        return KernelRotation(angles)
-
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> base.Attention:
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
             if self._must_be_deterministic:
                 raise refuse_determinism(self, f"heads of {head_dim} features")
             self.is_deterministic = False
-            return super().attention(num_heads, num_kv_heads, head_dim)
-        return PackedAttention(num_heads, num_kv_heads, self.pages)
+            return super().attention(num_heads, num_kv_heads, head_dim, scale)
+        return PackedAttention(num_heads, num_kv_heads, scale, self.pages)
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""

@@ -116,8 +116,9 @@ class FusedDecoder:
         if hidden is None:
             # Uninitialized on entry: the kernels look it up.
             hidden = torch.empty(len(ids), self._weights.sizes.hidden_size, dtype=self._dtype)
-        plan = self._attention.plan(replace(batch, logits_indices=None))
-        self._compute(ids.numpy(), self._model.angles(batch), plan, hidden, _NO_LOGITS)
+        angles = self._model.angles(batch)
+        plan = self._attention.plan(replace(batch, logits_indices=None), angles)
+        self._compute(ids.numpy(), plan, hidden, _NO_LOGITS)
         return hidden
 
     def scores(self, batch: base.ForwardBatch) -> Tensor:
@@ -126,22 +127,21 @@ class FusedDecoder:
         if not self._has_head:
             hidden, wanted = self.hidden(batch), batch.logits_indices
             return self._model.logits(hidden if wanted is None else hidden[wanted])
-        ids, plan = batch.input_ids.numpy(), self._attention.plan(batch)
-        return torch.from_numpy(self._logits(ids, self._model.angles(batch), plan))
+        plan = self._attention.plan(batch, self._model.angles(batch))
+        return torch.from_numpy(self._logits(batch.input_ids.numpy(), plan))
 
     def decode_scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Floats:
         """`scores` of a decode pass, where no length matters to rope, without an operator of torch:
         each takes 20 to 30 us when nothing of it is in the caches."""
         end = max(scheduled.ends.tolist())
-        ids, tokens = self._attention.plan_rows(plan.rows, scheduled)
         # Positions are starts: only their type is numpy's.
         angles = base.Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
-        return self._logits(ids, angles, tokens)
+        return self._logits(*self._attention.plan_rows(plan.rows, scheduled, angles))
 
-    def _logits(self, ids: Ints, angles: base.Angles, plan: PackedPlan) -> Floats:
+    def _logits(self, ids: Ints, plan: PackedPlan) -> Floats:
         own = self._weights.sizes
         logits: Floats = np.empty((len(plan.wanted), own.vocab_size), dtype=np.float32)
-        self._compute(ids, angles, plan, self._embedded(ids), logits)
+        self._compute(ids, plan, self._embedded(ids), logits)
         if own.logits_divisor != 1.0:
             logits /= np.float32(own.logits_divisor)
         return logits
@@ -154,19 +154,17 @@ class FusedDecoder:
         multiplier = self._weights.sizes.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
-    def _compute(
-        self, ids: Ints, angles: base.Angles, plan: PackedPlan, hidden: Tensor | None, logits: Any
-    ) -> None:
+    def _compute(self, ids: Ints, plan: PackedPlan, hidden: Tensor | None, logits: Any) -> None:
         """All layers of a pass. hidden [T, hidden_size] is overwritten; None: it is not needed.
         logits [S, vocab_size], or none, are written."""
-        cache, rows = self._attention.cache, angles.rows
+        cache, (table, rows) = self._attention.cache, plan.angles
         assert cache is not None and (hidden is None or hidden.is_contiguous())
         given = layers.Given(
             *self._kinds,
             self._pass,
             self._layers,
             0 if hidden is None else hidden.data_ptr(),
-            angles.table.data_ptr(),
+            table.data_ptr(),
             cache.address,
             cache.layer_bytes,
             cache.num_blocks,
@@ -200,7 +198,7 @@ class CpuRunner:
 
     def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
-        scores = [self._scores(plan, scheduled) for scheduled in plan.passes()]
+        scores = [self._scores(plan, scheduled) for scheduled in plan.passes]
         done = time.perf_counter_ns()
         if len(scores) == 1 and isinstance(scores[0], np.ndarray):
             # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.device.base import AttentionPlan, CacheShape, ForwardBatch
+from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.kv_cache import KVCache
+from text_generation_shard.device.reference.rotation import TorchRotation
 
 # Cached tokens that are copied at once, for keys and again for values.
 MAX_GATHER_TOKENS = 1 << 17
@@ -39,6 +40,7 @@ class TorchPlan:
     """Indices into the cache for one pass."""
 
     batch: ForwardBatch
+    rotation: TorchRotation
     slot_index: Tensor
     groups: list[RowGroup]
     # Rows that are attended one by one.
@@ -59,9 +61,9 @@ class TorchAttention:
     block_size = 16
     is_deterministic = False
 
-    def __init__(self, make_zeros: Callable[[int, int, int], Tensor]) -> None:
-        """`make_zeros`: see KVCache."""
-        self._make_zeros = make_zeros
+    def __init__(self, scale: float, make_zeros: Callable[[int, int, int], Tensor]) -> None:
+        """scale: of queries. `make_zeros`: see KVCache."""
+        self._scale, self._make_zeros = scale, make_zeros
         self._cache: KVCache | None = None
 
     def workspace_bytes(self, shape: CacheShape) -> int:
@@ -74,7 +76,7 @@ class TorchAttention:
         self._cache = KVCache(shape, num_blocks, self._make_zeros)
         return self._cache.nbytes
 
-    def plan(self, batch: ForwardBatch) -> TorchPlan:
+    def plan(self, batch: ForwardBatch, angles: Angles) -> TorchPlan:
         """See Attention."""
         assert self._cache is not None, "allocate comes before plan"
         slot_index = self._cache.slot_index(batch.slots)
@@ -94,7 +96,8 @@ class TorchAttention:
             for length, rows in by_length.items()
             for group in self._groups(self._cache, batch, rows, length)
         ]
-        return TorchPlan(batch, slot_index, groups, long_rows)
+        rotation = TorchRotation(angles, self._cache.shape.dtype)
+        return TorchPlan(batch, rotation, slot_index, groups, long_rows)
 
     def _groups(
         self, cache: KVCache, batch: ForwardBatch, rows: list[int], length: int
@@ -124,15 +127,18 @@ class TorchAttention:
         return groups
 
     def forward(
-        self,
-        query: Tensor,
-        key_value: Tensor,
-        layer: int,
-        window: int | None,
-        plan: AttentionPlan,
+        self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
     ) -> Tensor:
         """See Attention."""
         assert self._cache is not None and isinstance(plan, TorchPlan)
+        num_kv_heads = self._cache.shape.num_kv_heads
+        query, key_value = heads.tensor_split((-2 * num_kv_heads,), dim=1)
+        num_heads = query.shape[1]
+        if is_rotated:
+            # Queries and keys are rotated by the same angles: one call for both.
+            plan.rotation.rotate_(heads, num_heads + num_kv_heads, num_heads, self._scale)
+        else:
+            query.mul_(self._scale)
         self._cache.store(layer, plan.slot_index, key_value)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._grouped(self._cache, query, layer, window, plan.groups[0])

@@ -13,7 +13,6 @@ from text_generation_shard.device.reference.linear import (
     GatedMatrix,
     dtype_name,
 )
-from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
 
@@ -84,13 +83,11 @@ class TorchDevice:
         inverse = norm.square_().mul_(1.0 / hidden.shape[-1]).add_(eps).rsqrt_()
         return wide.mul_(inverse).mul_(weight).to(hidden.dtype)
 
-    def rotation(self, angles: base.Angles) -> base.Rotation:
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> base.Attention:
         """See Device."""
-        return TorchRotation(angles, self.dtype)
-
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> base.Attention:
-        """See Device."""
-        return TorchAttention(self._make_zeros)
+        return TorchAttention(scale, self._make_zeros)
 
     def _make_zeros(self, count: int, num_blocks: int, block_bytes: int) -> Tensor:
         return torch.zeros(

@@ -47,7 +47,7 @@ class TorchRunner:
     def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
         scores = []
-        for scheduled in plan.passes():
+        for scheduled in plan.passes:
             if plan.wants_hidden:
                 scores.append(plan.scores(scheduled, self._forward.hidden))
             else:
