@@ -8,7 +8,7 @@ HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 UV := .venv-clients/uv/bin/uv
 
-.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-test bench
+.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -16,7 +16,7 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) $(ARGS)
+	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) --numprocesses 2 --dist loadfile $(ARGS)
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
 	$(BIN)/python -m shard.tests.processors
@@ -47,8 +47,11 @@ proto: .venv/.installed-dev ## generated code is committed; run this after editi
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto \
 		--grpc_python_out=proto proto/text_generation_proto/v1/generate.proto
 
-gpu-test: .venv/.installed-dev ## what needs an NVIDIA GPU
-	$(BIN)/pytest -m gpu $(ARGS)
+gpu-wheels: .venv/.installed-dev ## into .whl/, for a GPU machine without a package index
+	$(BIN)/python integration_tests/on_gpu.py wheels $(ARGS)
+
+gpu-test: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## what needs an NVIDIA GPU
+	python3 integration_tests/on_gpu.py test $(ARGS)
 
 bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes, once), transformers; ARGS=--help
 	$(BIN)/python benchmarks/serve.py $(ARGS)

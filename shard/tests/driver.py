@@ -27,9 +27,11 @@ def load_engine(
     max_prefill_tokens: int = 4096,
     device: Device | str = "cpu",
     world: World | None = None,
+    max_batch_size: int = 64,
+    max_total_tokens: int = 400,
     **config: Any,
 ) -> Engine:
-    """An engine that is warm, with room for 64 rows and NUM_BLOCKS blocks."""
+    """An engine that is warm, with room for these rows and NUM_BLOCKS blocks."""
     settings = ShardConfig(model_path=path, **{"dtype": "float32", **config})
     if isinstance(device, str):
         engine = load(replace(settings, device=device))
@@ -38,8 +40,8 @@ def load_engine(
     engine.warmup(
         WarmupLimits(
             max_prefill_tokens=max_prefill_tokens,
-            max_batch_size=64,
-            max_total_tokens=400,
+            max_batch_size=max_batch_size,
+            max_total_tokens=max_total_tokens,
             max_batch_total_tokens=NUM_BLOCKS * engine.block_size,
         )
     )

@@ -11,6 +11,7 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Angles, CacheShape, Device, DeviceOptions
 from torch import Tensor
 
+from shard.tests import interpreted
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.test_attention import BLOCK, expected, make_batch, to_device
 
@@ -34,12 +35,22 @@ DEVICES = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[GPU] if "cuda" in name else []) for name in DEVICES],
-)
+# The GPU's kernels on the processor, which takes too long for what is not small.
+INTERPRETED = {
+    "interpreted-float32": lambda: interpreted.device(torch.float32),
+    "interpreted-bfloat16": lambda: interpreted.device(torch.bfloat16),
+}
+NAMES = [pytest.param(name, marks=[GPU] if "cuda" in name else []) for name in DEVICES]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def device(request: pytest.FixtureRequest) -> Device:
     return DEVICES[request.param]()
+
+
+@pytest.fixture(scope="module", params=[*NAMES, *INTERPRETED])
+def any_device(request: pytest.FixtureRequest) -> Device:
+    return (DEVICES | INTERPRETED)[request.param]()
 
 
 def on(device: Device, *shape: int) -> Tensor:
@@ -59,7 +70,8 @@ def seeded() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("shape", [(96, 64), (50, 48), (33, 160)])
-def test_a_matrix_multiplies(device: Device, rows: int, shape: tuple[int, int]) -> None:
+def test_a_matrix_multiplies(any_device: Device, rows: int, shape: tuple[int, int]) -> None:
+    device = any_device
     weight, hidden, bias = torch.randn(shape), on(device, rows, shape[1]), on(device, shape[0])
     matrix = device.matrix(weight.to(device.torch_device, device.dtype), None)
     kept = weight.to(device.dtype).double()
@@ -73,8 +85,9 @@ def test_a_matrix_multiplies(device: Device, rows: int, shape: tuple[int, int]) 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", [64, 40])
 def test_a_gated_matrix_multiplies(
-    device: Device, activation: Any, has_bias: bool, size: int
+    any_device: Device, activation: Any, has_bias: bool, size: int
 ) -> None:
+    device = any_device
     weight, hidden = on(device, 2 * size, 64) / 8, on(device, 7, 64)
     bias = on(device, 2 * size) if has_bias else None
     out = device.gated_matrix(weight, None, activation, has_bias)(hidden, bias)
@@ -84,7 +97,8 @@ def test_a_gated_matrix_multiplies(
     close(device, out, activation(gate) * up)
 
 
-def test_an_embedding_is_looked_up_and_multiplied(device: Device) -> None:
+def test_an_embedding_is_looked_up_and_multiplied(any_device: Device) -> None:
+    device = any_device
     weight = on(device, 50, 64)
     table, ids = device.embedding(weight, None), torch.tensor([3, 49, 3, 0])
     ids = ids.to(device.torch_device)
@@ -95,7 +109,8 @@ def test_an_embedding_is_looked_up_and_multiplied(device: Device) -> None:
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 0.22])
-def test_a_norm_takes_in_what_a_block_adds(device: Device, multiplier: float) -> None:
+def test_a_norm_takes_in_what_a_block_adds(any_device: Device, multiplier: float) -> None:
+    device = any_device
     hidden, delta = on(device, 9, 48), on(device, 9, 48)
     weight, total = torch.rand(48).to(device.torch_device), hidden.double()
     for added in (None, delta):
@@ -106,49 +121,58 @@ def test_a_norm_takes_in_what_a_block_adds(device: Device, multiplier: float) ->
         close(device, hidden, total)
 
 
-@pytest.mark.parametrize("rotary_dim", [32, 8])
-def test_heads_are_rotated(device: Device, rotary_dim: int) -> None:
-    heads, turn = on(device, 6, 7, 32), torch.rand(20, rotary_dim // 2) * 6
-    table = torch.stack((turn.cos(), turn.sin()), dim=1).to(device.torch_device)
-    index = torch.tensor([3, 19, 0, 7, 7, 1], device=device.torch_device)
-    plain = heads.double()
-    first, second = plain[:, :5, :rotary_dim].chunk(2, dim=-1)
-    cos, sin = (part[index][:, None].double() for part in table.unbind(1))
-    both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    plain[:, :5, :rotary_dim] = both
-    plain[:, :3] *= 0.25
-    device.rotation(Angles(table, index)).rotate_(heads, 5, 3, 0.25)
-    close(device, heads, plain)
+def rotated(heads: Tensor, angles: Tensor) -> Tensor:
+    """Heads [T, n, head_dim] by angles [T, rotary_dim / 2]."""
+    half = angles.shape[1]
+    first, second, rest = heads.split((half, half, heads.shape[2] - 2 * half), dim=2)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=2)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, BLOCK, 1000])
-@pytest.mark.parametrize(
-    "tails",
-    # The last: rows that decode, that verify guesses, and prompts in parts, in one pass.
-    [[1], [5], [10**6], [1, 2, 40, 3, 17, 1, 60, 16]],
-    ids=["decode", "continued", "whole", "mixed"],
-)
-def test_attention_is_paged(device: Device, window: int | None, tails: list[int]) -> None:
+def check_attention(
+    device: Device, window: int | None, tails: list[int], rotary_dim: int = 0
+) -> None:
     heads, kv_heads, head_dim = 6, 2, 16
     # The longest two make a decode fall into several groups by length.
     contexts = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 15 * BLOCK, 7]
-    attention = device.attention(heads, kv_heads, head_dim)
+    attention = device.attention(heads, kv_heads, head_dim, 0.25)
     attention.allocate(CacheShape(2, kv_heads, head_dim, BLOCK, device.dtype), 128)
-    rows = [on(device, length, heads + 2 * kv_heads, head_dim) / 2 for length in contexts]
+    rows = [on(device, length, heads + 2 * kv_heads, head_dim) for length in contexts]
     lengths = [min(tails[row % len(tails)], length) for row, length in enumerate(contexts)]
+    turn = torch.rand(max(contexts), rotary_dim // 2) * 6
+    table = torch.stack((turn.cos(), turn.sin()), dim=1).to(device.torch_device)
     # Everything before the last tokens comes from an earlier pass.
     for counts in (contexts, lengths):
         is_decode = counts is lengths and tails == [1]
         batch = to_device(make_batch(contexts, counts, is_decode), str(device.torch_device))
         passed = torch.cat([row[-count:] for row, count in zip(rows, counts, strict=True)])
-        query, key_value = passed[:, :heads], passed[:, heads:]
-        found = attention.forward(query, key_value, 1, window, attention.plan(batch))
-    parts = [row.cpu().double().split([heads, kv_heads, kv_heads], dim=1) for row in rows]
-    definition = [
-        expected(query[-count:], key, value, window).flatten(1)
-        for (query, key, value), count in zip(parts, lengths, strict=True)
-    ]
+        plan = attention.plan(batch, Angles(table, batch.positions))
+        found = attention.forward(passed, 1, window, rotary_dim > 0, plan)
+    definition = []
+    for row, count in zip(rows, lengths, strict=True):
+        query, key, value = row.cpu().double().split([heads, kv_heads, kv_heads], dim=1)
+        angles = turn[: len(row)].double()
+        query, key = rotated(query, angles) * 0.25, rotated(key, angles)
+        definition.append(expected(query[-count:], key, value, window).flatten(1))
     close(device, found, torch.cat(definition))
+
+
+# Rows that decode, that verify guesses, and prompts in parts, in one pass.
+MIXED = [1, 2, 40, 3, 17, 1, 60, 16]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, BLOCK, 1000])
+@pytest.mark.parametrize(
+    "tails", [[1], [5], [10**6], MIXED], ids=["decode", "continued", "whole", "mixed"]
+)
+def test_attention_is_paged(device: Device, window: int | None, tails: list[int]) -> None:
+    check_attention(device, window, tails)
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 8])
+@pytest.mark.parametrize("tails", [[1], MIXED], ids=["decode", "mixed"])
+def test_queries_and_keys_are_rotated(device: Device, rotary_dim: int, tails: list[int]) -> None:
+    check_attention(device, None, tails, rotary_dim)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "phi3", "granite", "mistral"])

@@ -1,11 +1,9 @@
-"""An NVIDIA GPU, by torch's operators."""
-
-from collections.abc import Callable
+"""Opens an NVIDIA GPU. Imports what needs one only where there is one."""
 
 import torch
 
-from text_generation_shard.device.base import Device, DeviceOptions, Room
-from text_generation_shard.device.reference.device import DTYPES, TorchDevice
+from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.reference.device import DTYPES
 from text_generation_shard.errors import ModelError
 
 
@@ -17,40 +15,7 @@ def open_device(options: DeviceOptions) -> Device:
         raise ModelError(
             f"--quantize {options.quantize} runs on the CPU only; leave it out, or use --device cpu"
         )
+    from text_generation_shard.device.cuda.gpu import CudaDevice
+
     dtype = DTYPES.get(options.dtype or options.checkpoint_dtype, torch.float16)
     return CudaDevice(torch.device("cuda"), dtype, options)
-
-
-class CudaDevice(TorchDevice):
-    """See `Device`."""
-
-    def check_room(self, nbytes: int, kind: str) -> None:
-        """See Device."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        if nbytes > free:
-            raise ModelError(
-                f"the weights take {nbytes / 1e9:.2f} GB in {kind}, and {free / 1e9:.2f} GB of the "
-                "GPU's memory are free; use --dtype bfloat16, a smaller model or a larger GPU"
-            )
-
-    def synchronize(self) -> None:
-        """See TorchDevice."""
-        torch.cuda.synchronize(self.torch_device)
-
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
-        """See Device. What the rehearsal took at its peak will be needed again."""
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        rehearse()
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        held = torch.cuda.memory_allocated(self.torch_device)
-        peak = torch.cuda.max_memory_allocated(self.torch_device) - held
-        cached = torch.cuda.memory_reserved(self.torch_device) - held
-        # 5 % of slack for fragmentation and what libraries allocate on their own.
-        kept = (1.0 - self._memory_fraction * 0.95) * total
-        return Room(max(0, int(free + cached - peak - kept) - rest_bytes), peak + rest_bytes)
-
-    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
-        """See Device."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        held = torch.cuda.memory_allocated(self.torch_device)
-        return max(0, free + torch.cuda.memory_reserved(self.torch_device) - held - step_bytes)

@@ -1,0 +1,138 @@
+"""Compiles every kernel of the CUDA device, as its launches would, without a GPU: a process of its
+own, since the interpreter and the compiler exclude each other.
+
+Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from text_generation_shard.device.base import Angles, CacheShape, DeviceOptions
+from text_generation_shard.device.cuda import attention, operators
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.knobs import nvidia
+
+from shard.tests.test_attention import make_batch, to_device
+
+CAPABILITIES = (80, 89, 90)
+# Heads, KV heads, features of a head, hidden size: of Llama 3 8 B; all of them with `--all`.
+SHAPES = ((32, 8, 128, 4096), (32, 8, 64, 2048), (8, 1, 256, 2048), (14, 2, 80, 1120))
+OPTIONS = ("num_warps", "num_stages")
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+class Compiler:
+    """Takes the place of `launch` and compiles what it is asked to start."""
+
+    def __init__(self) -> None:
+        self.capability = 0
+        self.shape: tuple[int, ...] = ()
+        self.found: list[dict[str, Any]] = []
+        self._seen: set[str] = set()
+
+    def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        signature, constants, attributes = {}, {}, {}
+        for index, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+            if isinstance(value, torch.Tensor):
+                signature[name] = "*" + TYPES[value.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            elif value is None:
+                signature[name], constants[(index,)] = "constexpr", None
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+        chosen = {name: options.pop(name) for name in OPTIONS if name in options}
+        for name, value in options.items():
+            signature[name] = "constexpr"
+            constants[(kernel.arg_names.index(name),)] = value
+        key = repr((kernel.__name__, self.capability, signature, constants))
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        source = ASTSource(kernel, signature, constants, attributes)
+        target = GPUTarget("cuda", self.capability, 32)
+        compiled = triton.compile(source, target=target, options=chosen)
+        row = {"kernel": kernel.__name__, "sm": self.capability, "heads": self.shape}
+        self.found.append(row | taken(compiled, self.capability))
+
+
+def taken(compiled: Any, capability: int) -> dict[str, int]:
+    """Registers, spilled bytes, shared memory; products on tensor cores, loads of 16 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        architecture = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
+        said = run(nvidia.ptxas.path, "-v", architecture, str(ptx), "-o", str(cubin) + ".2")
+        code = run(nvidia.cuobjdump.path, "--dump-sass", str(cubin))
+    return {
+        "registers": number(r"Used (\d+) registers", said),
+        "spilled": number(r"(\d+) bytes spill stores", said),
+        "shared": compiled.metadata.shared,
+        "products": len(re.findall(r"\bHG?MMA\b", code)),
+        "wide_loads": len(re.findall(r"LDG(?:STS)?[.\w]*\.128", code)),
+    }
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern} is not in {text[-500:]}"
+    return int(found[1])
+
+
+def exercise(compiler: Compiler) -> None:
+    """Everything a model of such heads launches."""
+    num_heads, num_kv_heads, head_dim, hidden_size = compiler.shape
+    kind, meta = torch.bfloat16, torch.device("meta")
+    device = operators.TritonDevice(meta, kind, DeviceOptions("bfloat16", "bfloat16"))
+    device.capability = compiler.capability
+    hidden = torch.empty(4, hidden_size, dtype=kind, device=meta)
+    device.add_norm(hidden, hidden, 1.0, hidden[0].float(), 1e-5)
+    weight = torch.empty(2 * hidden_size, hidden_size, dtype=kind, device=meta)
+    device.gated_matrix(weight, None, F.silu, False)(hidden)
+    own = device.attention(num_heads, num_kv_heads, head_dim, 0.1)
+    own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kind), 4096)
+    angles = torch.empty(4096, 2, head_dim // 2, device=meta)
+    for lengths in ([1, 1], [300, 20]):
+        batch = to_device(make_batch([1000, 2000], lengths, lengths == [1, 1]), "meta")
+        width = num_heads + 2 * num_kv_heads
+        heads = torch.empty(sum(lengths), width, head_dim, dtype=kind, device=meta)
+        plan = own.plan(batch, Angles(angles, batch.positions))
+        own.forward(heads, 0, None, True, plan)
+        own.forward(heads, 0, 512, True, plan)
+
+
+def main() -> None:
+    """Compile."""
+    shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
+    compiler = Compiler()
+    for module in (attention, operators):
+        module.launch = compiler  # type: ignore[assignment]
+    for capability in CAPABILITIES:
+        for shape in shapes:
+            compiler.capability, compiler.shape = capability, shape
+            exercise(compiler)
+    json.dump(compiler.found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

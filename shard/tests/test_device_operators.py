@@ -1,0 +1,124 @@
+"""How many operators a GPU is given for a step, and that the host waits for none of them: on `meta`
+tensors, which have shapes and no numbers."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.device.base import CacheShape, DeviceOptions
+from text_generation_shard.device.cuda import attention, operators
+from text_generation_shard.models.llama import LlamaModel
+from text_generation_shard.parallel import World
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shard.tests import interpreted
+from shard.tests.test_attention import make_batch, to_device
+
+assert interpreted
+LAYER = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64},
+}
+NUM_LAYERS = {"8B": 32, "1B": 16}
+# What only says how memory is to be read.
+VIEWS = {
+    *("view", "slice", "expand", "t", "transpose", "unsqueeze", "select", "split", "permute"),
+    *("as_strided", "detach", "alias", "unbind", "_unsafe_view", "chunk", "squeeze", "narrow"),
+    *("split_with_sizes", "empty", "new_empty", "empty_like"),
+}
+
+
+class Operators(TorchDispatchMode):
+    """Counts what torch and we give to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        tensors = [item for item in tree_leaves((args, found)) if isinstance(item, torch.Tensor)]
+        if name not in VIEWS and any(item.is_meta for item in tensors):
+            self.counts[name] += 1
+        return found
+
+
+@pytest.fixture(params=list(LAYER))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
+    """Of the shape of Llama 3, without weights."""
+    given = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": NUM_LAYERS[request.param],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "eos_token_id": 1,
+        **LAYER[request.param],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    config = ModelConfig.from_hf(tmp_path)
+    options = DeviceOptions("bfloat16", "bfloat16")
+    device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
+    parameters = Parameters(device, World())
+    found = LlamaModel(parameters, World(), config)
+    for name, stack in list(parameters._stacks.items()):
+        shape = sum(stack.sections[name]), *stack.tail
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        parameters._fill(name, tensor, tmp_path)
+    for action in parameters._after_load:
+        action()
+    shape = CacheShape(config.num_layers, 8, config.head_dim, 16, torch.bfloat16)
+    found.attention.allocate(shape, 4096)
+    found.angle_table(4096)
+    return found
+
+
+def count(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, contexts: list[int], lengths: list[int]
+) -> Counter[str]:
+    """What a pass asks of the device, from its inputs to its scores."""
+    is_decode = set(lengths) == {1}
+    batch = to_device(make_batch(contexts, lengths, is_decode), "meta")
+    with Operators() as seen, torch.inference_mode(False):
+
+        def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+            seen.counts[kernel.__name__] += 1
+
+        for module in (attention, operators):
+            monkeypatch.setattr(module, "launch", launch)
+        model.logits(model.forward(batch))
+    return seen.counts
+
+
+def test_a_decode_step_takes_few_operators(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [
+        count(model, monkeypatch, [1000 + row for row in range(rows)], [1] * rows)
+        for rows in (1, 8, 64)
+    ]
+    assert found[0] == found[1] == found[2]
+    beside = 8
+    assert sum(found[0].values()) <= 10 * model.config.num_layers + beside, found[0]
+
+
+def test_prompts_take_no_more_however_many_they_are(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beginnings, parts behind a prefix, and rows that decode."""
+    one = count(model, monkeypatch, [300], [300])
+    many = count(model, monkeypatch, [300, 900, 20, 700, 40], [300, 100, 20, 1, 1])
+    assert one == many
+    assert sum(one.values()) <= 10 * model.config.num_layers + 8, one

@@ -1,0 +1,46 @@
+"""The CUDA device's kernels become code for GPUs that are not here, and fit them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What a block may have of it: 163 KiB on 8.0, 99 on 8.9, 227 on 9.0.
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+PRODUCTS = {"attend_split", "attend_prompts"}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "shard.tests.compile_kernels"]
+    # The interpreter, which other tests ask for, compiles nothing.
+    environment = {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def test_all_are_compiled_for_all(kernels: list[dict[str, Any]]) -> None:
+    names = {kernel["kernel"] for kernel in kernels}
+    assert names >= PRODUCTS | {"add_norm", "gate", "rotate_and_store", "merge_splits"}
+    for capability in SHARED:
+        assert names == {item["kernel"] for item in kernels if item["sm"] == capability}
+
+
+def test_nothing_is_spilled_and_shared_memory_suffices(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        assert kernel["spilled"] == 0 and kernel["shared"] <= SHARED[kernel["sm"]], kernel
+
+
+def test_products_are_those_of_tensor_cores(kernels: list[dict[str, Any]]) -> None:
+    for kernel in kernels:
+        if kernel["kernel"] in PRODUCTS:
+            assert kernel["products"] > 0 and kernel["wide_loads"] > 0, kernel

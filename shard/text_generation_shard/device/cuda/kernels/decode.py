@@ -1,0 +1,136 @@
+"""Attention of one token a row over the paged cache, in splits of fixed size (Flash-Decoding, Dao
+et al. 2023): a row's result depends neither on the other rows nor on how many there are."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_split(
+    heads_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    lens_ptr,
+    slopes_ptr,
+    parts_ptr,
+    sums_ptr,
+    table_width,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
+
+    heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
+    HEAD_DIM]; tables [R, table_width] and lens [R] int32; slopes [NUM_HEADS] float32 or None.
+    Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
+    sum of the weights, -inf where nothing is seen.
+    """
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    length = tl.load(lens_ptr + row)
+    first = split * SPLIT
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - WINDOW, 0)
+    member = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + member
+    feature = tl.arange(0, DIM_PAD)
+    is_head = member < GROUP
+    is_feature = feature < HEAD_DIM
+    at_part = (row * tl.num_programs(2) + split) * NUM_HEADS + head
+    if (first >= length) | (first + SPLIT <= low):
+        tl.store(sums_ptr + at_part, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=is_head)
+        return
+    at_query = row.to(tl.int64) * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
+    query = tl.load(
+        heads_ptr + at_query[:, None] + feature[None, :],
+        mask=is_head[:, None] & is_feature[None, :],
+        other=0.0,
+    )
+    slope = tl.zeros([GROUP_PAD], tl.float32)
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=is_head, other=0.0) * LOG2_E
+    largest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    end = tl.minimum(first + SPLIT, length)
+    for start in range(tl.maximum(first, low // TILE * TILE), end, TILE):
+        token = start + tl.arange(0, TILE)
+        is_seen = (token < end) & (token >= low)
+        block = tl.load(tables_ptr + row * table_width + token // BLOCK, mask=is_seen, other=0)
+        slot = block.to(tl.int64) * BLOCK + token % BLOCK
+        at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        is_loaded = is_seen[:, None] & is_feature[None, :]
+        keys = tl.load(keys_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP * (2.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E / SOFT_CAP))) - 1.0)
+        scores = scores * LOG2_E + slope[:, None] * (token - (length - 1))[None, :]
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        # A tile that begins before the window may be seen by nobody.
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        shrunk = tl.exp2(largest - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * shrunk + tl.sum(weights, 1)
+        values = tl.load(values_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = mixed * shrunk[:, None] + product
+        largest = larger
+    tl.store(
+        parts_ptr + at_part[:, None].to(tl.int64) * HEAD_DIM + feature[None, :],
+        mixed / total[:, None],
+        mask=is_head[:, None] & is_feature[None, :],
+    )
+    tl.store(sums_ptr + at_part, largest + tl.log2(total), mask=is_head)
+
+
+@triton.jit
+def merge_splits(
+    parts_ptr,
+    sums_ptr,
+    lens_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_splits,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (row, head): what `attend_split` left of a row, in the order of its splits. out [R,
+    NUM_HEADS * HEAD_DIM]; sinks [NUM_HEADS] float32 or None: a score beside those of the tokens."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    feature = tl.arange(0, DIM_PAD)
+    is_feature = feature < HEAD_DIM
+    largest = -float("inf")
+    total = 0.0
+    if sinks_ptr is not None:
+        largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+        total = 1.0
+    mixed = tl.zeros([DIM_PAD], tl.float32)
+    for split in range(0, tl.cdiv(tl.load(lens_ptr + row), SPLIT)):
+        at = (row * num_splits + split) * NUM_HEADS + head
+        summed = tl.load(sums_ptr + at)
+        if summed > -float("inf"):
+            larger = tl.maximum(largest, summed)
+            shrunk, weight = tl.exp2(largest - larger), tl.exp2(summed - larger)
+            part = tl.load(
+                parts_ptr + at.to(tl.int64) * HEAD_DIM + feature, mask=is_feature, other=0.0
+            )
+            mixed = mixed * shrunk + weight * part
+            total = total * shrunk + weight
+            largest = larger
+    at = (row * NUM_HEADS + head) * HEAD_DIM + feature
+    tl.store(out_ptr + at, (mixed / total).to(out_ptr.dtype.element_ty), mask=is_feature)

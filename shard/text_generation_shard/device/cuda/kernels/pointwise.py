@@ -1,0 +1,110 @@
+"""What lies between the products of a layer: norms, rotation, the cache, gates."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_norm(
+    hidden_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    multiplier,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Program (row): hidden [T, SIZE] += delta * multiplier, in place and rounded to its type; out
+    = hidden / rms(hidden) * weight. delta may be None; weight [SIZE] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, SIZE_PAD)
+    is_feature = feature < SIZE
+    at = row * SIZE + feature
+    hidden = tl.load(hidden_ptr + at, mask=is_feature, other=0.0)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + at, mask=is_feature, other=0.0).to(tl.float32)
+        hidden = (hidden.to(tl.float32) + delta * multiplier).to(hidden_ptr.dtype.element_ty)
+        tl.store(hidden_ptr + at, hidden, mask=is_feature)
+    wide = hidden.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + EPS)
+    weight = tl.load(weight_ptr + feature, mask=is_feature, other=0.0)
+    normed = wide * inverse * weight
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=is_feature)
+
+
+@triton.jit
+def rotate_and_store(
+    heads_ptr,
+    angles_ptr,
+    rows_ptr,
+    slots_ptr,
+    keys_ptr,
+    values_ptr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    KV_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """Program (token): queries are rotated in place, keys into the cache, values copied there.
+
+    heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; angles [*, 2, HALF] float32, cosines and
+    sines; rows [T] of them; slots [T]; keys and values [slots, NUM_KV_HEADS, HEAD_DIM]. Feature i
+    is rotated with feature i + HALF; HALF 0: nothing is.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    start = heads_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+    at_slot = slot * (NUM_KV_HEADS * HEAD_DIM)
+    kv_head = tl.arange(0, KV_PAD)[:, None]
+    feature = tl.arange(0, DIM_PAD)[None, :]
+    is_kept = (kv_head < NUM_KV_HEADS) & (feature < HEAD_DIM)
+    at = kv_head * HEAD_DIM + feature
+    values = tl.load(start + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + at, mask=is_kept)
+    tl.store(values_ptr + at_slot + at, values, mask=is_kept)
+    if HALF * 2 < HEAD_DIM:
+        is_plain = is_kept & (feature >= 2 * HALF)
+        keys = tl.load(start + NUM_HEADS * HEAD_DIM + at, mask=is_plain)
+        tl.store(keys_ptr + at_slot + at, keys, mask=is_plain)
+    if HALF > 0:
+        head = tl.arange(0, HEADS_PAD)[:, None]
+        pair = tl.arange(0, HALF_PAD)[None, :]
+        is_pair = pair < HALF
+        angle = angles_ptr + tl.load(rows_ptr + token).to(tl.int64) * (2 * HALF) + pair
+        cosine = tl.load(angle, mask=is_pair, other=0.0)
+        sine = tl.load(angle + HALF, mask=is_pair, other=0.0)
+        is_turned = (head < NUM_HEADS + NUM_KV_HEADS) & is_pair
+        at = head * HEAD_DIM + pair
+        left = tl.load(start + at, mask=is_turned, other=0.0).to(tl.float32)
+        right = tl.load(start + at + HALF, mask=is_turned, other=0.0).to(tl.float32)
+        kind: tl.constexpr = heads_ptr.dtype.element_ty
+        new_left = (left * cosine - right * sine).to(kind)
+        new_right = (right * cosine + left * sine).to(kind)
+        is_query = is_turned & (head < NUM_HEADS)
+        tl.store(start + at, new_left, mask=is_query)
+        tl.store(start + at + HALF, new_right, mask=is_query)
+        is_key = is_turned & (head >= NUM_HEADS)
+        at_key = keys_ptr + at_slot + (head - NUM_HEADS) * HEAD_DIM + pair
+        tl.store(at_key, new_left, mask=is_key)
+        tl.store(at_key + HALF, new_right, mask=is_key)
+
+
+@triton.jit
+def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Program (row, tile): out [T, SIZE] = activation(both[:, :SIZE]) * both[:, SIZE:]."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_feature = feature < SIZE
+    at = both_ptr + row * (2 * SIZE) + feature
+    gates = tl.load(at, mask=is_feature, other=0.0).to(tl.float32)
+    others = tl.load(at + SIZE, mask=is_feature, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        gates = gates / (1.0 + tl.exp(-gates))
+    else:
+        gates = gates * 0.5 * (1.0 + tl.erf(gates * 0.7071067811865476))
+    out = (gates * others).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + feature, out, mask=is_feature)

@@ -1,0 +1,106 @@
+"""Attention of several tokens a row over the paged cache (FlashAttention-2, Dao 2023)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_prompts(
+    heads_ptr,
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    starts_ptr,
+    lens_ptr,
+    slopes_ptr,
+    sinks_ptr,
+    out_ptr,
+    table_width,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Program (tile of queries, head, row). A row's tokens are starts[row] to starts[row + 1] of
+    the pass, and the last of its lens[row] tokens; their keys and values are in the cache.
+
+    heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys, values, tables, slopes and sinks: see
+    `decode`; starts [R + 1] and lens [R] int32; out [T, NUM_HEADS * HEAD_DIM].
+    """
+    head, row = tl.program_id(1), tl.program_id(2)
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    length = tl.load(lens_ptr + row)
+    first = tl.program_id(0) * QUERIES
+    if first >= count:
+        return
+    offset = first + tl.arange(0, QUERIES)
+    feature = tl.arange(0, DIM_PAD)
+    is_feature = feature < HEAD_DIM
+    is_query = (offset < count)[:, None] & is_feature[None, :]
+    token = (begin + offset).to(tl.int64)
+    at_query = (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    query = tl.load(heads_ptr + at_query[:, None] + feature[None, :], mask=is_query, other=0.0)
+    position = length - count + offset
+    slope = 0.0
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head) * LOG2_E
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    if sinks_ptr is not None:
+        largest = tl.zeros([QUERIES], tl.float32) + tl.load(sinks_ptr + head) * LOG2_E
+        total = tl.full([QUERIES], 1.0, tl.float32)
+    mixed = tl.zeros([QUERIES, DIM_PAD], tl.float32)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - count + first + 1 - WINDOW, 0) // KEYS * KEYS
+    for start in range(low, tl.minimum(length, length - count + first + QUERIES), KEYS):
+        key = start + tl.arange(0, KEYS)
+        is_key = key < length
+        block = tl.load(tables_ptr + row * table_width + key // BLOCK, mask=is_key, other=0)
+        slot = block.to(tl.int64) * BLOCK + key % BLOCK
+        at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
+        keys = tl.load(
+            keys_ptr + at[None, :] + feature[:, None],
+            mask=is_key[None, :] & is_feature[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(query, keys, input_precision="ieee") * SCALE
+        if SOFT_CAP > 0:
+            scores = SOFT_CAP * (2.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E / SOFT_CAP))) - 1.0)
+        scores *= LOG2_E
+        if slopes_ptr is not None:
+            scores += slope * (key[None, :] - position[:, None])
+        is_seen = key[None, :] <= position[:, None]
+        if WINDOW > 0:
+            is_seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        shrunk = tl.exp2(largest - shift)
+        weights = tl.exp2(scores - shift[:, None])
+        total = total * shrunk + tl.sum(weights, 1)
+        values = tl.load(
+            values_ptr + at[:, None] + feature[None, :],
+            mask=is_key[:, None] & is_feature[None, :],
+            other=0.0,
+        )
+        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mixed = mixed * shrunk[:, None] + product
+        largest = larger
+    # Behind the last query of a row nothing may be seen, and nothing is written.
+    total = tl.where(total > 0.0, total, 1.0)
+    at_out = (token * NUM_HEADS + head) * HEAD_DIM
+    tl.store(
+        out_ptr + at_out[:, None] + feature[None, :],
+        (mixed / total[:, None]).to(out_ptr.dtype.element_ty),
+        mask=is_query,
+    )

@@ -1,0 +1,84 @@
+"""What a model asks of a device between its products, by our own Triton kernels."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from text_generation_shard.device import base
+from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
+from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.reference.device import TorchDevice
+
+# Numbers of a row that one program of `gate` takes.
+_GATE_TILE = 1024
+_GATES = {F.silu: "silu", F.gelu: "gelu"}
+
+
+class TritonDevice(TorchDevice):
+    """See `Device`. Products are torch's; what lies between them is one kernel each. With
+    TRITON_INTERPRET=1 its tensors may lie on the processor."""
+
+    capability = 0
+    """See `tiles`."""
+
+    def gated_matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        activation: Callable[[Tensor], Tensor],
+        has_bias: bool,
+    ) -> base.Matrix:
+        """See Device."""
+        if activation not in _GATES:
+            return super().gated_matrix(weight, quantize, activation, has_bias)
+        return TritonGatedMatrix(self.matrix(weight, quantize), _GATES[activation])
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
+    ) -> Tensor:
+        """See Device."""
+        out, size = torch.empty_like(hidden), hidden.shape[1]
+        launch(
+            pointwise.add_norm,
+            (len(hidden),),
+            *(hidden, delta, weight, out, multiplier),
+            SIZE=size,
+            SIZE_PAD=triton.next_power_of_2(size),
+            EPS=eps,
+            num_warps=8 if size >= 4096 else 4,
+        )
+        return out
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> base.Attention:
+        """See Device."""
+        shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
+        return TritonAttention(shape, self.torch_device, self.capability)
+
+
+class TritonGatedMatrix:
+    """See `Device.gated_matrix`: a product, and one kernel behind it."""
+
+    def __init__(self, matrix: base.Matrix, activation: str) -> None:
+        self._matrix, self._activation = matrix, activation
+        self.kind, self.obstacle, self.nbytes = matrix.kind, matrix.obstacle, matrix.nbytes
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        both = self._matrix(hidden, bias)
+        size = both.shape[1] // 2
+        out = both.new_empty(len(both), size)
+        tile = min(_GATE_TILE, triton.next_power_of_2(size))
+        launch(
+            pointwise.gate,
+            (len(both), -(-size // tile)),
+            *(both, out),
+            SIZE=size,
+            TILE=tile,
+            ACTIVATION=self._activation,
+        )
+        return out
