@@ -16,7 +16,7 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
 	$(BIN)/python -m shard.tests.processors
