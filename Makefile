@@ -6,6 +6,10 @@ BIN := .venv/bin
 CONFORMANCE := integration_tests/conformance
 HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
+PYTEST := $(BIN)/pytest -m "not gpu"
+# Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
+COMPUTING := $(CONFORMANCE) $(addprefix integration_tests/,test_parity.py test_grammar.py)
+UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
 UV := .venv-clients/uv/bin/uv
 
 .PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test bench
@@ -16,7 +20,8 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(BIN)/pytest -m "not gpu" --ignore $(HOSTILE) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(if $(ARGS),$(PYTEST) $(ARGS),$(PYTEST) $(UNITS) $(COMPUTING) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	$(if $(ARGS),,$(PYTEST) integration_tests $(addprefix --ignore ,$(HOSTILE) $(COMPUTING)))
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
 	$(BIN)/python -m shard.tests.processors

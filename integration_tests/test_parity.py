@@ -1,6 +1,7 @@
 """The served tokens are those of `transformers`, whatever else is served beside them."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,24 +126,26 @@ async def among_others(
     server: LauncherHandle, parameters: dict[str, Any], batch_size: int
 ) -> tuple[list[int], float]:
     """The prompt's tokens beside others of other lengths, and the largest batch that was seen."""
-    largest = 0.0
+    largest, is_done = 0.0, threading.Event()
 
-    async def watch() -> None:
+    def watch() -> None:
         nonlocal largest
-        while True:
-            current = await asyncio.to_thread(server.metrics)
-            largest = max(largest, current["tgi_batch_current_size"])
-            await asyncio.sleep(0.005)
+        while not is_done.wait(0.005):
+            largest = max(largest, server.metrics()["tgi_batch_current_size"])
 
     async def one(client: httpx.AsyncClient, index: int) -> list[int]:
         inputs = PROMPT if index == batch_size // 2 else f"{index} dogs and " * (1 + index % 5)
         return token_ids([event async for event in stream_events(client, inputs, **parameters)])
 
     async with server.async_client() as client:
-        watcher = asyncio.create_task(watch())
-        answers = await asyncio.gather(*(one(client, index) for index in range(batch_size)))
-        watcher.cancel()
-        await asyncio.wait([watcher])
+        # A thread of its own: the loop is busy with the events of all streams.
+        # A thread of its own: the loop is busy with the events of all streams.
+        watcher = asyncio.create_task(asyncio.to_thread(watch))
+        try:
+            answers = await asyncio.gather(*(one(client, index) for index in range(batch_size)))
+        finally:
+            is_done.set()
+        await watcher
     return answers[batch_size // 2], largest
 
 
