@@ -126,7 +126,7 @@ def main() -> None:
     shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
     compiler = Compiler()
     for module in (attention, operators):
-        module.launch = compiler  # type: ignore[assignment]
+        module.launch = compiler
     for capability in CAPABILITIES:
         for shape in shapes:
             compiler.capability, compiler.shape = capability, shape

@@ -17,10 +17,8 @@ from text_generation_shard.parallel import World
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shard.tests import interpreted
 from shard.tests.test_attention import make_batch, to_device
 
-assert interpreted
 LAYER = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64},

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from text_generation_shard.device.base import Angles, CacheShape
+from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from shard.tests.test_attention import NO_ANGLES, attention_on, make_batch
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Around the ends of blocks, tiles and splits.
 CONTEXTS = [1, 16, 64, 65, 129]
-assert interpreted
 
 
 def definition(
@@ -157,3 +157,8 @@ def test_scores_are_changed(lengths: list[int], window: int | None, which: str) 
     sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0]) if which in ("sinks", "all") else None
     shape = HeadShape(4, 2, 64, 0.5, cap)
     check(shape, torch.float32, lengths, window, slopes, sinks)
+
+
+def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_attention, "_MOST_SPLITS", 4)
+    check(HeadShape(4, 2, 64, 0.125), torch.float32, ONE)

@@ -9,6 +9,9 @@ from torch import Tensor
 from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
 
+# Of all rows of one launch: bounds the memory of what is merged behind it.
+_MOST_SPLITS = 1 << 14
+
 
 class HeadShape(NamedTuple):
     """What the heads of a model have alike."""
@@ -59,12 +62,22 @@ class TritonAttention:
         self._decode = tiles.decode_tile(capability, shape.head_dim)
         self._prefill = tiles.prefill_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
+        # What both kernels of attention are compiled for.
+        self._constants = {
+            "SCALE": shape.scale,
+            "SOFT_CAP": shape.soft_cap,
+            "NUM_HEADS": shape.num_heads,
+            "NUM_KV_HEADS": shape.num_kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "DIM_PAD": self._dim_pad,
+            "BLOCK": self.block_size,
+        }
         self.cache: Tensor | None = None
         """[layers, 2, slots, kv_heads, head_dim]."""
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """See Attention: the parts of a decode are activations."""
-        return 0
+        """See Attention: the splits of a decode."""
+        return _MOST_SPLITS * self._shape.num_heads * (self._shape.head_dim + 1) * 4
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
@@ -101,8 +114,20 @@ class TritonAttention:
         out = heads.new_empty(len(heads), self._shape.num_heads * self._shape.head_dim)
         if plan.starts is None:
             self._attend_split(heads, keys, values, window or 0, plan, out)
-        else:
-            self._attend_prompts(heads, keys, values, window or 0, plan, out)
+            return out
+        tile = self._prefill
+        launch(
+            prefill.attend_prompts,
+            (-(-plan.longest // tile.queries), self._shape.num_heads, len(plan.lens)),
+            *(heads, keys, values, plan.tables, plan.starts, plan.lens),
+            *(self._slopes, self._sinks, out, plan.tables.shape[1]),
+            WINDOW=window or 0,
+            QUERIES=tile.queries,
+            KEYS=tile.keys,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            **self._constants,
+        )
         return out
 
     def store(
@@ -134,65 +159,34 @@ class TritonAttention:
         plan: TritonPlan,
         out: Tensor,
     ) -> None:
-        own, tile, rows = self._shape, self._decode, len(heads)
+        own, tile = self._shape, self._decode
         splits = -(-plan.longest_context // tile.split)
-        sums = torch.empty(rows, splits, own.num_heads, dtype=torch.float32, device=heads.device)
-        parts = sums.new_empty(rows, splits, own.num_heads, own.head_dim)
-        launch(
-            decode.attend_split,
-            (rows, own.num_kv_heads, splits),
-            *(heads, keys, values, plan.tables, plan.lens, self._slopes, parts, sums),
-            plan.tables.shape[1],
-            SCALE=own.scale,
-            SOFT_CAP=own.soft_cap,
-            WINDOW=window,
-            NUM_HEADS=own.num_heads,
-            NUM_KV_HEADS=own.num_kv_heads,
-            GROUP_PAD=max(16, triton.next_power_of_2(own.num_heads // own.num_kv_heads)),
-            HEAD_DIM=own.head_dim,
-            DIM_PAD=self._dim_pad,
-            BLOCK=self.block_size,
-            TILE=tile.tile,
-            SPLIT=tile.split,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-        launch(
-            decode.merge_splits,
-            (rows, own.num_heads),
-            *(parts, sums, plan.lens, self._sinks, out, splits),
-            NUM_HEADS=own.num_heads,
-            HEAD_DIM=own.head_dim,
-            DIM_PAD=self._dim_pad,
-            SPLIT=tile.split,
-            num_warps=1,
-        )
-
-    def _attend_prompts(
-        self,
-        heads: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        window: int,
-        plan: TritonPlan,
-        out: Tensor,
-    ) -> None:
-        own, tile = self._shape, self._prefill
-        launch(
-            prefill.attend_prompts,
-            (-(-plan.longest // tile.queries), own.num_heads, len(plan.lens)),
-            *(heads, keys, values, plan.tables, plan.starts, plan.lens),
-            *(self._slopes, self._sinks, out, plan.tables.shape[1]),
-            SCALE=own.scale,
-            SOFT_CAP=own.soft_cap,
-            WINDOW=window,
-            NUM_HEADS=own.num_heads,
-            NUM_KV_HEADS=own.num_kv_heads,
-            HEAD_DIM=own.head_dim,
-            DIM_PAD=self._dim_pad,
-            BLOCK=self.block_size,
-            QUERIES=tile.queries,
-            KEYS=tile.keys,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+        at_once = max(1, _MOST_SPLITS // splits)
+        for first in range(0, len(heads), at_once):
+            some = slice(first, first + at_once)
+            lens, tables, rows = plan.lens[some], plan.tables[some], len(heads[some])
+            sums = heads.new_empty(rows, splits, own.num_heads, dtype=torch.float32)
+            parts = sums.new_empty(*sums.shape, own.head_dim)
+            launch(
+                decode.attend_split,
+                (rows, own.num_kv_heads, splits),
+                *(heads[some], keys, values, tables, lens, self._slopes, parts, sums),
+                tables.shape[1],
+                WINDOW=window,
+                GROUP_PAD=max(16, triton.next_power_of_2(own.num_heads // own.num_kv_heads)),
+                TILE=tile.tile,
+                SPLIT=tile.split,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+                **self._constants,
+            )
+            launch(
+                decode.merge_splits,
+                (rows, own.num_heads),
+                *(parts, sums, lens, self._sinks, out[some], splits),
+                NUM_HEADS=own.num_heads,
+                HEAD_DIM=own.head_dim,
+                DIM_PAD=self._dim_pad,
+                SPLIT=tile.split,
+                num_warps=1,
+            )

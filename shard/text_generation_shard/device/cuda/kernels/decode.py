@@ -4,6 +4,8 @@ et al. 2023): a row's result depends neither on the other rows nor on how many t
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
+
 
 @triton.jit
 def attend_split(
@@ -37,7 +39,6 @@ def attend_split(
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    LOG2_E: tl.constexpr = 1.4426950408889634
     length = tl.load(lens_ptr + row)
     first = split * SPLIT
     low = 0
@@ -73,21 +74,12 @@ def attend_split(
         at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
         is_loaded = is_seen[:, None] & is_feature[None, :]
         keys = tl.load(keys_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE
-        if SOFT_CAP > 0:
-            scores = SOFT_CAP * (2.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E / SOFT_CAP))) - 1.0)
-        scores = scores * LOG2_E + slope[:, None] * (token - (length - 1))[None, :]
+        products = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        scores = scaled(products, SCALE, SOFT_CAP)
+        scores += slope[:, None] * (token - (length - 1))[None, :]
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        # A tile that begins before the window may be seen by nobody.
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        shrunk = tl.exp2(largest - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * shrunk + tl.sum(weights, 1)
         values = tl.load(values_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
-        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mixed = mixed * shrunk[:, None] + product
-        largest = larger
+        largest, total, mixed = add_tile(scores, values, largest, total, mixed)
     tl.store(
         parts_ptr + at_part[:, None].to(tl.int64) * HEAD_DIM + feature[None, :],
         mixed / total[:, None],
@@ -117,7 +109,7 @@ def merge_splits(
     largest = -float("inf")
     total = 0.0
     if sinks_ptr is not None:
-        largest = tl.load(sinks_ptr + head) * 1.4426950408889634
+        largest = tl.load(sinks_ptr + head) * LOG2_E
         total = 1.0
     mixed = tl.zeros([DIM_PAD], tl.float32)
     for split in range(0, tl.cdiv(tl.load(lens_ptr + row), SPLIT)):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
+
 
 @triton.jit
 def attend_prompts(
@@ -35,7 +37,6 @@ def attend_prompts(
     """
     head, row = tl.program_id(1), tl.program_id(2)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    LOG2_E: tl.constexpr = 1.4426950408889634
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
     length = tl.load(lens_ptr + row)
@@ -73,29 +74,20 @@ def attend_prompts(
             mask=is_key[None, :] & is_feature[:, None],
             other=0.0,
         )
-        scores = tl.dot(query, keys, input_precision="ieee") * SCALE
-        if SOFT_CAP > 0:
-            scores = SOFT_CAP * (2.0 / (1.0 + tl.exp2(scores * (-2.0 * LOG2_E / SOFT_CAP))) - 1.0)
-        scores *= LOG2_E
+        products = tl.dot(query, keys, input_precision="ieee")
+        scores = scaled(products, SCALE, SOFT_CAP)
         if slopes_ptr is not None:
             scores += slope * (key[None, :] - position[:, None])
         is_seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
             is_seen &= key[None, :] > position[:, None] - WINDOW
         scores = tl.where(is_seen, scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)
-        shrunk = tl.exp2(largest - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * shrunk + tl.sum(weights, 1)
         values = tl.load(
             values_ptr + at[:, None] + feature[None, :],
             mask=is_key[:, None] & is_feature[None, :],
             other=0.0,
         )
-        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mixed = mixed * shrunk[:, None] + product
-        largest = larger
+        largest, total, mixed = add_tile(scores, values, largest, total, mixed)
     # Behind the last query of a row nothing may be seen, and nothing is written.
     total = tl.where(total > 0.0, total, 1.0)
     at_out = (token * NUM_HEADS + head) * HEAD_DIM
