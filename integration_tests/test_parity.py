@@ -139,7 +139,6 @@ async def among_others(
 
     async with server.async_client() as client:
         # A thread of its own: the loop is busy with the events of all streams.
-        # A thread of its own: the loop is busy with the events of all streams.
         watcher = asyncio.create_task(asyncio.to_thread(watch))
         try:
             answers = await asyncio.gather(*(one(client, index) for index in range(batch_size)))

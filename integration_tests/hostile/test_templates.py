@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from integration_tests.hostile.contained import contained, cpu_seconds
-from integration_tests.hostile.neighbours import neighbours
+from integration_tests.hostile.neighbours import check_unharmed
 from integration_tests.server import LauncherHandle, wait_until
 
 WORKER = "text_generation_router.chat.rendering"
@@ -94,9 +94,7 @@ def test_neighbours_are_unharmed(hostile_templates: LauncherHandle) -> None:
             status, seconds, _ = await tokenize(hostile_templates, content)
             assert status == 422 and seconds < START_AND_ANSWER_S
 
-    with neighbours(hostile_templates) as seen:
-        asyncio.run(attack())
-    seen.assert_unharmed()
+    check_unharmed(hostile_templates, lambda: asyncio.run(attack()))
     assert_nothing_runs(hostile_templates)
 
 
