@@ -1,7 +1,8 @@
 """Compiles every kernel of the CUDA device, as its launches would, without a GPU: a process of its
 own, since the interpreter and the compiler exclude each other.
 
-Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes.
+Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes; of the heads of
+Llama 3 8 B, or of all SHAPES with `--all`.
 """
 
 import json
@@ -9,28 +10,36 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 from text_generation_shard.device.base import Angles, CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, operators
+from text_generation_shard.device.cuda import attention, operators, sampler
+from text_generation_shard.device.cuda.sampler import begin
+from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.sampler import TokenHistory
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
 from shard.tests.test_attention import make_batch, to_device
 
-CAPABILITIES = (80, 89, 90)
-# Heads, KV heads, features of a head, hidden size: of Llama 3 8 B; all of them with `--all`.
+CAPABILITIES = (80, 89, 90, 100)
+# Heads, KV heads, features of a head, hidden size.
 SHAPES = ((32, 8, 128, 4096), (32, 8, 64, 2048), (8, 1, 256, 2048), (14, 2, 80, 1120))
 OPTIONS = ("num_warps", "num_stages")
 TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -55,6 +64,8 @@ class Compiler:
                 signature[name], constants[(index,)] = "constexpr", None
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
         chosen = {name: options.pop(name) for name in OPTIONS if name in options}
         for name, value in options.items():
             signature[name] = "constexpr"
@@ -77,13 +88,14 @@ def taken(compiled: Any, capability: int) -> dict[str, int]:
         ptx.write_text(compiled.asm["ptx"])
         cubin.write_bytes(compiled.asm["cubin"])
         architecture = f"-arch=sm_{capability}{'a' if capability >= 90 else ''}"
-        said = run(nvidia.ptxas.path, "-v", architecture, str(ptx), "-o", str(cubin) + ".2")
+        ptxas = nvidia.ptxas_blackwell if capability >= 100 else nvidia.ptxas
+        said = run(ptxas.path, "-v", architecture, str(ptx), "-o", str(cubin) + ".2")
         code = run(nvidia.cuobjdump.path, "--dump-sass", str(cubin))
     return {
         "registers": number(r"Used (\d+) registers", said),
         "spilled": number(r"(\d+) bytes spill stores", said),
         "shared": compiled.metadata.shared,
-        "products": len(re.findall(r"\bHG?MMA\b", code)),
+        "products": len(re.findall(r"\b(?:HG?|UTCH)MMA\b", code)),
         "wide_loads": len(re.findall(r"LDG(?:STS)?[.\w]*\.128", code)),
     }
 
@@ -121,16 +133,48 @@ def exercise(compiler: Compiler) -> None:
         own.forward(heads, 0, 512, True, plan)
 
 
+def choose() -> None:
+    """Everything that choosing tokens launches, of a vocabulary of Llama 3's size."""
+    scores = torch.empty(2, 128256, device="meta")
+    table, rows = SamplingTable(2), np.arange(2)
+    drawn = SamplingParams(top_p=0.9, repetition_penalty=1.2, logit_bias=((3, 1.0),))
+    table.set(0, drawn)
+    tokens = np.zeros((2, 100), np.int32)
+    history = TokenHistory(tokens, rows, rows + 50, rows + 20, rows + 100)
+    allowed = SimpleNamespace(
+        places=rows, masks=lambda: torch.empty(2, 128256 // 32, dtype=torch.int32)
+    )
+    begin(scores, table, history, rows, Watermark(0.5, 2.0), allowed)
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """What CONTRIBUTING shows of the first shape: each kernel's largest figures."""
+    lines = ["| | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |"]
+    lines.append("|---" * (len(CAPABILITIES) + 1) + "|")
+    own = [item for item in found if tuple(item["heads"]) == SHAPES[0]]
+    for name in dict.fromkeys(item["kernel"] for item in own):
+        cells = [f"`{name}`"]
+        for capability in CAPABILITIES:
+            some = [item for item in own if (item["kernel"], item["sm"]) == (name, capability)]
+            registers, shared, products = (
+                max(item[key] for item in some) for key in ("registers", "shared", "products")
+            )
+            cells.append(f"{registers}, {shared / 1024:.0f} KiB, {products}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Compile."""
     shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
     compiler = Compiler()
-    for module in (attention, operators):
+    for module in (attention, operators, sampler):
         module.launch = compiler
-    for capability in CAPABILITIES:
-        for shape in shapes:
-            compiler.capability, compiler.shape = capability, shape
+    for compiler.capability in CAPABILITIES:
+        for compiler.shape in shapes:
             exercise(compiler)
+        compiler.shape = SHAPES[0]
+        choose()
     json.dump(compiler.found, sys.stdout)
 
 

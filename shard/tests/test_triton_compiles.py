@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from shard.tests import compile_kernels
+
 ROOT = Path(__file__).parents[2]
-# What a block may have of it: 163 KiB on 8.0, 99 on 8.9, 227 on 9.0.
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+# What a block may have of it: 163 KiB on 8.0, 99 on 8.9, 227 on 9.0 and 10.0.
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 PRODUCTS = {"attend_split", "attend_prompts"}
 
 
@@ -30,7 +32,7 @@ def kernels() -> list[dict[str, Any]]:
 
 def test_all_are_compiled_for_all(kernels: list[dict[str, Any]]) -> None:
     names = {kernel["kernel"] for kernel in kernels}
-    assert names >= PRODUCTS | {"add_norm", "gate", "rotate_and_store", "merge_splits"}
+    assert names >= PRODUCTS | {"add_norm", "gate", "rotate_and_store", "merge_splits", "draw"}
     for capability in SHARED:
         assert names == {item["kernel"] for item in kernels if item["sm"] == capability}
 
@@ -44,3 +46,8 @@ def test_products_are_those_of_tensor_cores(kernels: list[dict[str, Any]]) -> No
     for kernel in kernels:
         if kernel["kernel"] in PRODUCTS:
             assert kernel["products"] > 0 and kernel["wide_loads"] > 0, kernel
+
+
+def test_what_they_take_is_written_down(kernels: list[dict[str, Any]]) -> None:
+    found = compile_kernels.table(kernels)
+    assert found in (ROOT / "CONTRIBUTING.md").read_text(), f"write into CONTRIBUTING.md:\n{found}"

@@ -131,10 +131,8 @@ class Plan:
             *(table.token_ids, samples.rows, samples.positions),
             *(table.prompt_lens, table.min_new_tokens),
         )
-        if self.grammars is not None:
-            self.grammars.restrict(torch.as_tensor(scores))
-        sampler = sampler or sample
-        return sampler(scores, table.sampling, history, fixed.end_ids, fixed.watermark)
+        rest = fixed.end_ids, fixed.watermark, self.grammars
+        return (sampler or sample)(scores, table.sampling, history, *rest)
 
     def drop_ended(self, choice: Choice) -> Choice:
         """Without the rows that ended in the step before, which was under way when this one was

@@ -5,10 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from llguidance import LLExecutor
 from torch import Tensor
 
+from text_generation_shard.arrays import Ints
 from text_generation_shard.grammars.constraint import Constraint, GrammarError, sentence
 from text_generation_shard.grammars.guard import AnyConstraint, Guard, GuardedConstraint
 from text_generation_shard.sampling.sampler import Choice
@@ -121,7 +123,7 @@ def _without(mask: Tensor, tokens: Sequence[int]) -> None:
 
 
 class StepGrammars:
-    """The constrained rows of one step."""
+    """The constrained rows of one step; see `sampler.Allowed`."""
 
     def __init__(
         self,
@@ -134,13 +136,20 @@ class StepGrammars:
         """`forbidden`: for each of 256 bytes of a mask, which of 8 tokens are not allowed [256]."""
         self._forbidden = forbidden
         self._rows = rows
+        self.places: Ints = np.array(
+            [row.place + index for row in rows for index in range(len(row.guesses) + 1)]
+        )
         self._job = job
         self._vocab_size = vocab_size
         self._device = device
 
+    def masks(self) -> Tensor:
+        """See `sampler.Allowed`."""
+        return self._job.result()
+
     def restrict(self, logits: Tensor) -> None:
-        """-inf for what the grammars do not allow; logits [S, vocab] are overwritten."""
-        octets = self._job.result().view(torch.uint8).to(self._device)
+        """See `sampler.Allowed`."""
+        octets = self.masks().view(torch.uint8).to(self._device)
         # A table of what each byte forbids is ten times as fast as shifting every bit out.
         forbidden = self._forbidden.index_select(0, octets.flatten().int())
         is_out = forbidden.view(torch.bool).view(len(octets), -1)[:, : self._vocab_size]

@@ -11,7 +11,7 @@ A draw is a function of (seed, position) and the row's own scores, never of the 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -79,19 +79,35 @@ class Choice(NamedTuple):
         self.scores[row, token_id] = 0.0
 
 
+class Allowed(Protocol):
+    """What grammars allow at some of the choices of a step."""
+
+    # [C] which of the S choices.
+    places: Ints
+
+    def masks(self) -> Tensor:
+        """[C, words] int32 on the host: of token t bit t % 32 of word t // 32. Waits for it."""
+
+    def restrict(self, logits: Tensor) -> None:
+        """-inf for what is not allowed; logits [S, vocab] are overwritten."""
+
+
 def sample(
     logits: Scores,
     table: SamplingTable,
     history: TokenHistory,
     end_ids: Ints,
     watermark: Watermark,
+    allowed: Allowed | None = None,
 ) -> Choice:
     """Choose a token for each of the rows of history from logits [S, vocab] float32, which this may
     overwrite. The tokens `end_ids` can not be chosen where that is too early.
 
-    With torch's operators, on any device: the definition of `compiled_sampling.sample`.
+    With torch's operators: what the samplers of devices are tested against.
     """
     logits = torch.as_tensor(logits)
+    if allowed is not None:
+        allowed.restrict(logits)
     columns = table.columns(history.rows, logits.device)
     for place in table.watermarked(history.rows):
         favour_green(logits[place], watermark, history.previous(place))
@@ -113,7 +129,7 @@ def sample(
     if len(columns.sampling_rows):
         scores = logits[columns.sampling_rows]
         # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
-        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.temperature
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.drawn[:, :1]
         if columns.is_filtering:
             scores = keep_likely(scores, columns)
         logits[columns.sampling_rows] = scores
@@ -124,7 +140,7 @@ def sample(
     return Choice(token_ids.cpu().numpy(), scores[:, 0].cpu().numpy(), logits)
 
 
-Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark], Choice]
+Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark, Allowed | None], Choice]
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -165,18 +181,22 @@ def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -
     scores = logits[rows]
     occurs = torch.zeros_like(scores).scatter_add_(1, token_ids, is_known) > 0
     counts = torch.zeros_like(scores).scatter_add_(1, token_ids, is_output)
-    repeated = torch.where(scores > 0, scores / columns.repetition, scores * columns.repetition)
+    repetition, frequency, presence = torch.split(columns.penalties, 1, dim=1)
+    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores = torch.where(occurs, repeated, scores)
-    scores -= columns.frequency * counts + columns.presence * (counts > 0)
+    scores -= frequency * counts + presence * (counts > 0)
     logits[rows] = scores
 
 
 def favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
-    """Kirchenbauer et al. 2023: the previous token seeds which part of the vocabulary is green."""
-    generator = torch.Generator().manual_seed(_WATERMARK_PRIME * previous)
-    size = int(scores.shape[0] * watermark.gamma)
-    green = torch.randperm(scores.shape[0], generator=generator)[:size]
-    scores[green.to(scores.device)] += watermark.delta
+    """Kirchenbauer et al. 2023: the previous token seeds which part of the vocabulary is green.
+
+    As in TGI, by torch's generator of the device: a GPU's lists differ from those of a CPU.
+    """
+    vocab, device = scores.shape[0], scores.device
+    generator = torch.Generator(device).manual_seed(_WATERMARK_PRIME * previous)
+    order = torch.randperm(vocab, generator=generator, device=device)
+    scores[order[: int(vocab * watermark.gamma)]] += watermark.delta
 
 
 def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[float]]:

@@ -30,21 +30,18 @@ class Watermark:
 class SamplingColumns:
     """The parameters of the S choices of a step, on a device; only who needs something has it."""
 
-    # [n] choices that are drawn, and their parameters [n, 1]; seeds [n] are the int64 of the bits.
+    # [n] choices that are drawn, their temperature, top_k, top_p and typical_p [n, 4] in float32,
+    # and their seeds [n]: the int64 of the bits.
     sampling_rows: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    typical_p: Tensor
+    drawn: Tensor
     seeds: Tensor
     # Whether some of them can not draw everything, and by which parameters.
     is_filtering: bool
     is_typical: bool
-    # [m] choices that are penalised, on the host, and their parameters [m, 1].
+    # [m] choices that are penalised, on the host, and their repetition, frequency and presence
+    # penalties [m, 3] in float32.
     penalised_rows: Ints
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    penalties: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +108,14 @@ class SamplingTable:
     def _gather(self, rows: Ints, device: torch.device) -> SamplingColumns:
         flags = self.flags[rows]
         sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
-        drawn = torch.from_numpy(self.values[rows[sampling]]).to(device)
-        punished = torch.from_numpy(self.values[rows[penalised]]).to(device)
         return SamplingColumns(
             sampling_rows=torch.from_numpy(sampling).to(device),
-            temperature=drawn[:, 0:1],
-            top_k=drawn[:, 1:2].long(),
-            top_p=drawn[:, 2:3],
-            typical_p=drawn[:, 3:4],
-            seeds=torch.from_numpy(self.seeds[rows[sampling]]),
+            drawn=torch.from_numpy(self.values[rows[sampling], :4]).to(device),
+            seeds=torch.from_numpy(self.seeds[rows[sampling]]).to(device),
             is_filtering=bool(flags[:, 1].any()),
             is_typical=bool(flags[:, 2].any()),
             penalised_rows=penalised,
-            repetition=punished[:, 4:5],
-            frequency=punished[:, 5:6],
-            presence=punished[:, 6:7],
+            penalties=torch.from_numpy(self.values[rows[penalised], 4:]).to(device),
         )
 
     def watermarked(self, rows: Ints) -> Sequence[int]:

@@ -14,17 +14,18 @@ def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
     nothing = float("-inf")
     vocab = scores.shape[1]
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    k = torch.where(columns.top_k > 0, columns.top_k, vocab).clamp(max=vocab)
+    _, top_k, top_p, typical_p = torch.split(columns.drawn, 1, dim=1)
+    k = torch.where(top_k > 0, top_k.long(), vocab).clamp(max=vocab)
     # Ties with the k-th best stay.
     ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)
     probabilities = torch.softmax(ranked, dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     # The smallest set that reaches top_p: everything that starts below it, the best always.
-    is_out = before >= torch.where(columns.top_p < 1.0, columns.top_p, 2.0)
+    is_out = before >= torch.where(top_p < 1.0, top_p, 2.0)
     is_out[:, 0] = False
     ranked = ranked.masked_fill(is_out, nothing)
     kept = torch.full_like(scores, nothing).scatter_(1, order, ranked)
-    return _keep_typical(kept, columns.typical_p) if columns.is_typical else kept
+    return _keep_typical(kept, typical_p) if columns.is_typical else kept
 
 
 def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:

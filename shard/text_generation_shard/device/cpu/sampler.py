@@ -10,7 +10,13 @@ import torch
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device.cpu.kernels.choice import Choices, choose
-from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory, favour_green
+from text_generation_shard.sampling.sampler import (
+    Allowed,
+    Choice,
+    Scores,
+    TokenHistory,
+    favour_green,
+)
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 
@@ -20,8 +26,11 @@ def sample(
     history: TokenHistory,
     end_ids: Ints,
     watermark: Watermark,
+    allowed: Allowed | None = None,
 ) -> Choice:
     """See `sampling.sample`. What is chosen in a row depends on that row alone, bit for bit."""
+    if allowed is not None:
+        allowed.restrict(torch.as_tensor(logits))
     for place in table.watermarked(history.rows):
         favour_green(torch.as_tensor(logits[place]), watermark, history.previous(place))
     biases, count = table.biases(history.rows), len(history.rows)

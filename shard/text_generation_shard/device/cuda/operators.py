@@ -10,7 +10,9 @@ from torch import Tensor
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
 from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.cuda.sampler import sample
 from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 
 # Numbers of a row that one program of `gate` takes.
 _GATE_TILE = 1024
@@ -58,6 +60,10 @@ class TritonDevice(TorchDevice):
         """See Device."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         return TritonAttention(shape, self.torch_device, self.capability)
+
+    def runner(self, model: base.Model) -> base.Runner:
+        """See Device."""
+        return TorchRunner(EagerForward(model), self.synchronize, sample)
 
 
 class TritonGatedMatrix:

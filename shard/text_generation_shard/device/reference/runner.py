@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
+from text_generation_shard.sampling.sampler import Sampler
 
 
 class Forward(Protocol):
@@ -39,9 +40,15 @@ class EagerForward:
 class TorchRunner:
     """Computes a step while it is launched."""
 
-    def __init__(self, forward: Forward, synchronize: Callable[[], None]) -> None:
-        """`synchronize` waits until the device has done what it was asked for."""
-        self._forward, self._synchronize = forward, synchronize
+    def __init__(
+        self,
+        forward: Forward,
+        synchronize: Callable[[], None],
+        sampler: Sampler | None = None,
+    ) -> None:
+        """`synchronize` waits until the device has done what it was asked for; sampler: see
+        `StepPlan.choose`."""
+        self._forward, self._synchronize, self._sampler = forward, synchronize, sampler
 
     @torch.inference_mode()
     def launch(self, plan: base.StepPlan) -> base.StepScores:
@@ -54,4 +61,4 @@ class TorchRunner:
                 scores.append(self._forward.scores(plan.batch(scheduled)))
         self._synchronize()
         done = time.perf_counter_ns()
-        return base.StepScores(plan.choose(torch.cat(scores)), done)
+        return base.StepScores(plan.choose(torch.cat(scores), self._sampler), done)

@@ -1,0 +1,314 @@
+"""One token of each row of scores [S, vocab] float32: the best, or one drawn from those that are
+likely enough, without a sort. See `sampling.sample`, which says the same with torch's operators.
+
+Sums of weights are float32 within a tile and float64 over tiles, in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+# How far below the best score tokens are looked at first; almost always that is enough.
+_DEPTH: tl.constexpr = tl.constexpr(8.0)
+# The largest finite float32, and as bits.
+_LARGEST: tl.constexpr = tl.constexpr(0x7F7FFFFF)
+_LIMITS: tl.constexpr = tl.constexpr(8)
+
+
+@triton.jit
+def summarise(
+    scores_ptr,
+    best_ptr,
+    index_ptr,
+    sum_ptr,
+    vocab,
+    num_parts,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, part of PART scores): the best score, the first index it has, and the sum of
+    e ** (score - best): best and sum float32, index int32, all [S, num_parts]."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    scores_ptr += row.to(tl.int64) * vocab
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    index = tl.zeros([TILE], tl.int32) + vocab
+    total = tl.zeros([TILE], tl.float32)
+    for start in range(part * PART, tl.minimum((part + 1) * PART, vocab), TILE):
+        token = start + tl.arange(0, TILE)
+        score = tl.load(scores_ptr + token, mask=token < vocab, other=float("-inf"))
+        larger = tl.maximum(best, score)
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp(best - shift) + tl.exp(score - shift)
+        index = tl.where(score > best, token, index)
+        best = larger
+    top = tl.max(best, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    at = row * num_parts + part
+    tl.store(best_ptr + at, top)
+    tl.store(index_ptr + at, tl.min(tl.where(best == top, index, vocab), 0))
+    tl.store(sum_ptr + at, tl.sum(total * tl.exp(best - shift), 0))
+
+
+@triton.jit
+def take_best(
+    best_ptr, index_ptr, sum_ptr, out_ptr, num_rows, vocab, num_parts, PARTS_PAD: tl.constexpr
+):
+    """Program (row): what `summarise` left becomes the best token and its log-probability: out [3,
+    num_rows] float64: token, log-probability, score."""
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS_PAD)
+    at, is_part = row * num_parts + part, part < num_parts
+    best = tl.load(best_ptr + at, mask=is_part, other=float("-inf"))
+    index = tl.load(index_ptr + at, mask=is_part, other=0)
+    total = tl.load(sum_ptr + at, mask=is_part, other=0.0)
+    top = tl.max(best, 0)
+    # NaN, if a score is, or if the best is infinite.
+    mass = tl.sum(tl.where(total == 0.0, 0.0, total * tl.exp(best - top)), 0)
+    token = tl.min(tl.where(best == top, index, vocab), 0)
+    tl.store(out_ptr + row, tl.minimum(token, vocab - 1).to(tl.float64))
+    tl.store(out_ptr + num_rows + row, (-tl.log(mass) + (top - top)).to(tl.float64))
+    tl.store(out_ptr + 2 * num_rows + row, top.to(tl.float64))
+
+
+@triton.jit
+def draw(
+    scores_ptr,
+    places_ptr,
+    values_ptr,
+    seeds_ptr,
+    positions_ptr,
+    indices_ptr,
+    out_ptr,
+    num_rows,
+    vocab,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Program (draw): a token of row places[d], where a number made of seeds[d] and of the row's
+    position [num_rows] falls; scores become (score - best) / temperature, -inf where nothing can be
+    drawn.
+
+    values [d, 4] float32: temperature, top_k, top_p, typical_p; out: see `take_best`; indices [d,
+    CAPACITY] int32 is written. TILE scores are looked at together, or FEW in a search.
+    """
+    drawn = tl.program_id(0)
+    place = tl.load(places_ptr + drawn)
+    scores_ptr += place.to(tl.int64) * vocab
+    indices_ptr += drawn.to(tl.int64) * CAPACITY
+    best = tl.load(out_ptr + 2 * num_rows + place).to(tl.float32)
+    temperature, top_k = tl.load(values_ptr + 4 * drawn), tl.load(values_ptr + 4 * drawn + 1)
+    top_p, typical_p = tl.load(values_ptr + 4 * drawn + 2), tl.load(values_ptr + 4 * drawn + 3)
+    is_cut = (top_k > 0) & (top_k < vocab)
+    is_filtered = is_cut | (top_p < 1.0)
+    total, near, count = _temper(
+        scores_ptr, best, temperature, indices_ptr, vocab, is_filtered, CAPACITY, TILE
+    )
+    # What some threads wrote, others read.
+    tl.debug_barrier()
+    # Whether all scores are searched, or those near the best one.
+    is_whole = (not is_filtered) | (count > CAPACITY) | (is_cut & (count < top_k))
+    is_whole = is_whole | ((not is_cut) & (near < top_p * total))
+    count = tl.where(is_whole, vocab, count)
+    # What is kept: scores above `value`, and those that equal it up to the index `last`; of these,
+    # what is no further from `middle` than `widest`.
+    value, last, middle, widest = float("-inf"), vocab, 0.0, float("inf")
+    if is_cut:
+        target = top_k.to(tl.float64)
+        value = -_reached(
+            scores_ptr, indices_ptr, count, is_whole, value, last, 0.0, target, "count", FEW
+        )
+        total, _ = _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE)
+    if top_p < 1.0:
+        target = top_p * total
+        value = -_reached(
+            scores_ptr, indices_ptr, count, is_whole, value, last, 0.0, target, "mass", FEW
+        )
+        last = _last_of_equals(scores_ptr, indices_ptr, count, is_whole, value, vocab, target, TILE)
+    if typical_p < 1.0:
+        total, weighted = _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE)
+        middle = (weighted / total).to(tl.float32)
+        target = typical_p * total
+        widest = _reached(
+            scores_ptr, indices_ptr, count, is_whole, value, last, middle, target, "mass", FEW
+        )
+    number = _uniform(tl.load(seeds_ptr + drawn), tl.load(positions_ptr + place))
+    token, logprob = _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE)
+    tl.store(out_ptr + place, token.to(tl.float64))
+    tl.store(out_ptr + num_rows + place, logprob)
+
+
+@triton.jit
+def _temper(
+    scores_ptr,
+    best,
+    temperature,
+    indices_ptr,
+    vocab,
+    is_filtered,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Scores become (score - best) / temperature. Returns the mass of all, and of those near the
+    best one; if anything is filtered, the indices of these are written, in order, as many as there
+    is room for, and how many there are is returned."""
+    total, near = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    count = tl.full([], 0, tl.int32)
+    for start in range(0, vocab, TILE):
+        index = start + tl.arange(0, TILE)
+        score = tl.load(scores_ptr + index, mask=index < vocab, other=float("-inf"))
+        # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
+        score = (score - best) / temperature
+        tl.store(scores_ptr + index, score, mask=index < vocab)
+        weight = tl.exp(score)
+        total += tl.sum(weight, 0)
+        if is_filtered:
+            is_near = score >= -_DEPTH
+            near += tl.sum(tl.where(is_near, weight, 0.0), 0)
+            at = count + tl.cumsum(is_near.to(tl.int32), 0) - 1
+            tl.store(indices_ptr + at, index, mask=is_near & (at < CAPACITY))
+            count += tl.sum(is_near.to(tl.int32), 0)
+    return total, near, count
+
+
+@triton.jit
+def _candidates(scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE: tl.constexpr):
+    """A tile of what is searched: indices, scores, and whether each is kept."""
+    at = start + tl.arange(0, TILE)
+    is_there = at < count
+    found = tl.load(indices_ptr + at, mask=is_there & (not is_whole), other=0)
+    index = tl.where(is_whole, at, found)
+    score = tl.load(scores_ptr + index, mask=is_there, other=float("-inf"))
+    is_kept = is_there & ((score > value) | ((score == value) & (index <= last)))
+    return index, score, is_kept
+
+
+@triton.jit
+def _reached(
+    scores_ptr,
+    indices_ptr,
+    count,
+    is_whole,
+    value,
+    last,
+    middle,
+    target,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """How far from `middle` one must go for the weights of what is kept to add up to the target;
+    the largest number, if they never do. By KIND: `count`: all weigh 1; `mass`: e ** score.
+
+    Bits of numbers that are not negative grow as these do: the answer is found three bits a turn.
+    """
+    low = tl.full([], 0, tl.int64)
+    for turn in range(11):
+        shift = 30 - 3 * turn
+        limits = low + ((1 + tl.arange(0, _LIMITS)).to(tl.int64) << shift)
+        sums = tl.zeros([_LIMITS], tl.float64)
+        for start in range(0, count, TILE):
+            _, score, is_kept = _candidates(
+                scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE
+            )
+            if KIND == "count":
+                weight = is_kept.to(tl.float32)
+            else:
+                weight = tl.where(is_kept, tl.exp(score), 0.0)
+            bits = tl.abs(score - middle).to(tl.int32, bitcast=True).to(tl.int64)
+            is_in = bits[:, None] < limits[None, :]
+            sums += tl.sum(tl.where(is_in, weight[:, None], 0.0), 0)
+        low += tl.sum((sums < target).to(tl.int64), 0) << shift
+    return tl.minimum(low, _LARGEST).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE: tl.constexpr):
+    """What is kept: the sum of its weights e ** score, and of its scores by weight. Their ratio is
+    what the scores are expected to be (Meister et al. 2022)."""
+    total, weighted = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    for start in range(0, count, TILE):
+        _, score, is_kept = _candidates(
+            scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE
+        )
+        weight = tl.where(is_kept, tl.exp(score), 0.0)
+        total += tl.sum(weight, 0)
+        weighted += tl.sum(weight * tl.where(weight > 0.0, score, 0.0), 0)
+    return total, weighted
+
+
+@triton.jit
+def _last_of_equals(
+    scores_ptr, indices_ptr, count, is_whole, value, vocab, target, TILE: tl.constexpr
+):
+    """The index of the last score equal to `value` that is needed to reach the target."""
+    above = tl.full([], 0.0, tl.float64)
+    for start in range(0, count, TILE):
+        _, score, is_kept = _candidates(
+            scores_ptr, indices_ptr, start, count, is_whole, value, vocab, TILE
+        )
+        above += tl.sum(tl.where(is_kept & (score > value), tl.exp(score), 0.0), 0)
+    wanted = tl.maximum(tl.ceil((target - above) / tl.exp(value)), 1.0)
+    seen, last = tl.full([], 0, tl.int32), vocab
+    for start in range(0, count, TILE):
+        index, score, is_kept = _candidates(
+            scores_ptr, indices_ptr, start, count, is_whole, value, vocab, TILE
+        )
+        is_equal = (is_kept & (score == value)).to(tl.int32)
+        is_last = (is_equal > 0) & (seen + tl.cumsum(is_equal, 0) == wanted)
+        last = tl.minimum(last, tl.min(tl.where(is_last, index, vocab), 0))
+        seen += tl.sum(is_equal, 0)
+    return last
+
+
+@triton.jit
+def _kept(score, index, value, last, middle, widest):
+    """Scores, -inf for those that can not be drawn."""
+    is_kept = (score > value) | ((score == value) & (index <= last))
+    is_kept = is_kept & (tl.abs(score - middle) <= widest)
+    # What is no number stays none.
+    return tl.where(is_kept | (score != score), score, float("-inf"))
+
+
+@triton.jit
+def _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE: tl.constexpr):
+    """Write the scores of what is not kept; returns the first index at which the mass of the others
+    exceeds `number` of all, and its log-probability."""
+    total = tl.full([], 0.0, tl.float64)
+    for start in range(0, vocab, TILE):
+        index = start + tl.arange(0, TILE)
+        score = tl.load(scores_ptr + index, mask=index < vocab, other=float("-inf"))
+        total += tl.sum(tl.exp(_kept(score, index, value, last, middle, widest)), 0)
+    target = number * total
+    before = tl.full([], 0.0, tl.float64)
+    token, final = vocab, tl.full([], 0, tl.int32)
+    for start in range(0, vocab, TILE):
+        index = start + tl.arange(0, TILE)
+        score = tl.load(scores_ptr + index, mask=index < vocab, other=float("-inf"))
+        score = _kept(score, index, value, last, middle, widest)
+        tl.store(scores_ptr + index, score, mask=index < vocab)
+        weight = tl.exp(score)
+        after = before + tl.sum(weight, 0)
+        final = tl.maximum(final, tl.max(tl.where(weight > 0.0, index, 0), 0))
+        if (after > target) & (before <= target):
+            reached = before + tl.cumsum(weight.to(tl.float64), 0)
+            is_hit = (weight > 0.0) & (reached > target)
+            token = tl.min(tl.where(is_hit, index, final), 0)
+        before = after
+    # Should rounding put the target behind all, the last that weighs anything is taken.
+    token = tl.minimum(token, final)
+    tl.debug_barrier()
+    return token, tl.load(scores_ptr + token) - tl.log(total)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """One number in [0, 1) for a (seed, position): splitmix64 (Steele et al. 2014)."""
+    bits = _mixed(seed.to(tl.uint64, bitcast=True))
+    bits = _mixed(bits + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
+    return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _mixed(bits):
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    return bits ^ (bits >> 31)
