@@ -20,17 +20,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gpu_children import measure_all
+from gpu_children import Found, measure_all
 from gpu_report import goals, problems, table
 
 ROOT = Path(__file__).resolve().parents[1]
-for _folder in (
-    ROOT,
-    *(ROOT / name for name in ("launcher", "router", "shard", "proto", "process")),
-):
-    sys.path.append(str(_folder))
+# For integration_tests and shard.tests.
+sys.path.append(str(ROOT))
 
 
 class Section(NamedTuple):
@@ -67,27 +64,38 @@ def main() -> None:
         return work(options.child, options.dry, options.limits, options.seconds)
     names = _wanted(options.parts or list(PARTS), options.sections)
     begun = time.monotonic()
-    said = _machine()
-    command = [sys.executable, str(Path(__file__).resolve()), *(["--dry"] if options.dry else [])]
-    found = measure_all(command, names, begun + options.seconds)
-    said_problems = problems(found)
-    report = {
-        "status": 1 if said_problems else 0,
-        **said,
+    said = {
+        **_machine(),
         "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
         "parts": options.parts or list(PARTS),
         "is_dry": options.dry,
-        "seconds": round(time.monotonic() - begun, 1),
+    }
+    command = [sys.executable, str(Path(__file__).resolve()), *(["--dry"] if options.dry else [])]
+    output = _output(options.output)
+
+    def write(found: Found) -> dict[str, Any]:
+        seconds = round(time.monotonic() - begun, 1)
+        return _write(output, {**said, "seconds": seconds}, found)
+
+    report = write(measure_all(command, names, begun + options.seconds, write))
+    print(table(report))
+    print(f"written to {output}")
+    sys.exit(report["status"])
+
+
+def _write(output: Path, said: dict[str, Any], found: Found) -> dict[str, Any]:
+    """The report, which then is in the file, too."""
+    told = problems(found)
+    report = {
+        "status": 1 if told else 0,
+        **said,
         **asdict(found),
         "goals": goals(found),
-        "problems": said_problems,
+        "problems": told,
     }
-    print(table(report))
-    output = _output(options.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {output}")
-    sys.exit(1 if said_problems else 0)
+    return report
 
 
 def _parse() -> argparse.Namespace:

@@ -125,8 +125,8 @@ def rotated(values: Tensor, angles: Tensor) -> Tensor:
 
 def decode(bench: Bench) -> None:
     """One token a row: every key and value is read once."""
-    all_rows = bench.sizes((1, 8, 32, 128, 256), (1, 3))
-    contexts = bench.sizes((512, 4096, 32768), (20, 130))
+    all_rows = bench.sizes((1, 8, 32, 128, 256), (1, 2))
+    contexts = bench.sizes((512, 4096, 32768), (20, 70))
     for model in bench.models:
         _decode_all(bench, model, all_rows, contexts)
 
@@ -160,7 +160,7 @@ def prefill(bench: Bench) -> None:
     """Several tokens a row: half of the products of a causal square, and what lies before it."""
     cases = ((1, 512, 512), (1, 4096, 4096), (1, 32768, 32768), (8, 4096, 4096), (1, 8704, 512))
     for model in bench.models:
-        for rows, context, length in ((1, 70, 70), (2, 40, 7)) if bench.is_dry else cases:
+        for rows, context, length in ((1, 24, 24), (2, 40, 5)) if bench.is_dry else cases:
             behind = f" behind {context - length}" if length < context else ""
             work = partial(_prefill, bench, model, rows, context, length)
             bench.measure(f"{model.name} {rows} x {length}{behind}", work, is_own=True)

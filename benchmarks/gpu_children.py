@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -35,8 +35,14 @@ class Found:
     """Sections for which there was no time."""
 
 
-def measure_all(command: Sequence[str], sections: Sequence[str], until: float) -> Found:
-    """Sections in children that are started with `command`, until time.monotonic() is `until`."""
+def measure_all(
+    command: Sequence[str],
+    sections: Sequence[str],
+    until: float,
+    write: Callable[[Found], object],
+) -> Found:
+    """Sections in children that are started with `command`, until time.monotonic() is `until`.
+    `write` is given what was found so far after each section: nothing is lost with the parent."""
     found, waiting = Found(), list(sections)
     while waiting:
         left = until - time.monotonic()
@@ -46,7 +52,7 @@ def measure_all(command: Sequence[str], sections: Sequence[str], until: float) -
         limits = ["--limits", json.dumps(found.limits)] if found.limits else []
         asked = ["--seconds", str(left), *limits, "--child", *waiting]
         with tempfile.TemporaryFile("w+") as errors:
-            _Child([*command, *asked], errors, found, waiting).run(until)
+            _Child([*command, *asked], errors, found, waiting, write).run(until)
     return found
 
 
@@ -54,10 +60,16 @@ class _Child:
     """One process. Takes the sections that it ended, or that ended it, out of those that wait."""
 
     def __init__(
-        self, command: Sequence[str], errors: IO[str], found: Found, waiting: list[str]
+        self,
+        command: Sequence[str],
+        errors: IO[str],
+        found: Found,
+        waiting: list[str],
+        write: Callable[[Found], object],
     ) -> None:
         self._errors, self._found, self._waiting = errors, found, waiting
-        self._running = ""
+        self._write = write
+        self._running, self._has_begun = "", False
         self._stop = time.monotonic() + _START_S
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
@@ -66,13 +78,15 @@ class _Child:
 
     def run(self, until: float) -> None:
         """Read what it says until it ends or hangs."""
-        threading.Thread(target=self._read, daemon=True).start()
+        reader = threading.Thread(target=self._read, daemon=True)
+        reader.start()
         while True:
             try:
                 line = self._lines.get(timeout=max(0.1, self._stop - time.monotonic()))
             except queue.Empty:
                 self._process.kill()
                 self._process.wait()
+                reader.join()
                 return self._give_up("it took too long, and its process was ended")
             if line is None:
                 break
@@ -84,8 +98,9 @@ class _Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as said:
+            for line in said:
+                self._lines.put(line)
         self._lines.put(None)
 
     def _take(self, message: dict[str, Any], until: float) -> None:
@@ -94,18 +109,20 @@ class _Child:
         elif "limits" in message:
             self._found.limits = message["limits"]
         elif "begins" in message:
-            self._running = message["begins"]
+            self._running, self._has_begun = message["begins"], True
             own = time.monotonic() + message["seconds"]
             self._stop = min(own, until) + _GRACE_S
             print(f"{self._running} …", file=sys.stderr, flush=True)
         else:
             self._waiting.remove(message["ended"])
             self._running, self._stop = "", time.monotonic() + _GRACE_S
+            self._write(self._found)
 
     def _give_up(self, reason: str) -> None:
-        """The section that ran failed; all of them, if none had begun."""
-        lost = [self._running] if self._running else list(self._waiting)
-        for name in lost:
+        """The section that ran failed; all of them, if none had begun. Between two sections none
+        did, and the next process takes the rest."""
+        none_began = [] if self._has_begun else list(self._waiting)
+        for name in [self._running] if self._running else none_began:
             self._waiting.remove(name)
             self._found.failed[name] = reason
 

@@ -36,7 +36,8 @@ def _process(bench: Bench, changed: dict[str, str]) -> Figures:
     if bench.is_dry:
         raise RuntimeError("the interpreter compiles nothing")
     command = [sys.executable, str(Path(__file__).resolve())]
-    environment = {**os.environ, **changed}
+    # The packages of this process.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **changed}
     if "CC" in environment and "PATH" in changed:
         del environment["CC"]
     done = subprocess.run(

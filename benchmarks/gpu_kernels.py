@@ -110,7 +110,7 @@ def kernels(bench: Bench) -> None:
     """Every kernel of the table, for decode and for a prompt."""
     for model in bench.models:
         for name, prepare in KERNELS.items():
-            for rows in bench.sizes((1, 8, 32, 128, 256, 4096), (1, 3)):
+            for rows in bench.sizes((1, 8, 32, 128, 256, 4096), (1, 2)):
                 work = partial(_kernel, bench, model, prepare, rows)
                 bench.measure(f"{model.name} {name}: {rows} rows", work, is_own=True)
 

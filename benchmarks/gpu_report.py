@@ -129,7 +129,8 @@ def _cell(key: str, value: float | str | None) -> str:
     return "" if value is None else value
 
 
-def _short(value: float | str) -> str:
+def _short(value: float | int | str) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if len(value) <= _WIDEST else f"{value[:_WIDEST]} …"
+    told = str(value)
+    return told if len(told) <= _WIDEST else f"{told[:_WIDEST]} …"

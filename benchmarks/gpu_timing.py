@@ -79,6 +79,8 @@ class Bench:
         torch.manual_seed(0)
         options = DeviceOptions("bfloat16", "bfloat16")
         if is_dry:
+            # Threads wait for each other, where others compute beside them.
+            torch.set_num_threads(1)
             self.device = TritonDevice(torch.device("cpu"), self.dtype, options)
         else:
             from text_generation_shard.device.cuda.gpu import CudaDevice
@@ -93,10 +95,10 @@ class Bench:
 
     def end(self) -> None:
         """Say that the section is done, and give its memory back."""
-        self.say({"ended": self.section})
         self._wait_or_die()
         if not self.is_dry:
             torch.cuda.empty_cache()
+        self.say({"ended": self.section})
 
     def say(self, message: Mapping[str, object]) -> None:
         """One line for the parent."""

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Each is a line of its part's sections; see benchmarks/gpu.py.
+# A child of benchmarks/gpu.py; what becomes of it is the name of its first section.
 CHILD = """
 import json, sys, time
 names = sys.argv[sys.argv.index("--child") + 1 :]
 def say(**message): print("@gpu " + json.dumps(message), flush=True)
 say(begins=names[0], seconds=0)
 say(record={"section": names[0], "name": "one", "us": 1.0})
-if names[0] == "dies": sys.exit("the device is unusable")
+if names[0] == "dies": sys.exit("the device is lost")
 if names[0] == "hangs": time.sleep(60)
 say(ended=names[0])
-if len(names) > 1: sys.exit(CHILD_ENDS)
 """
 
 
@@ -80,6 +79,15 @@ def test_children_that_die_or_hang_cost_their_section(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(gpu_children, "_GRACE_S", 0.3)
     sections = ["well", "dies", "hangs", "last"]
-    command = [sys.executable, "-c", CHILD.replace("CHILD_ENDS", "0")]
-    found = gpu_children.measure_all(command, sections, time.monotonic() + 60)
-    print(found)
+    command = [sys.executable, "-c", CHILD]
+    written = []
+    found = gpu_children.measure_all(command, sections, time.monotonic() + 60, written.append)
+    assert len(written) == 2
+    assert [one["section"] for one in found.records] == sections and not found.left_out
+    assert found.failed == {
+        "dies": "its process ended with 1: the device is lost",
+        "hangs": "it took too long, and its process was ended",
+    }
+    never = [sys.executable, "-c", "import nothing_of_that_name"]
+    found = gpu_children.measure_all(never, sections, time.monotonic() + 60, written.append)
+    assert found.failed.keys() == set(sections) and "nothing_of_that_name" in found.failed["last"]
