@@ -77,7 +77,7 @@ def test_children_that_die_or_hang_cost_their_section(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gpu_children
 
-    monkeypatch.setattr(gpu_children, "_GRACE_S", 0.3)
+    monkeypatch.setattr(gpu_children, "_GRACE_S", 3.0)
     sections = ["well", "dies", "hangs", "last"]
     command = [sys.executable, "-c", CHILD]
     written = []
