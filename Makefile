@@ -10,9 +10,11 @@ PYTEST := $(BIN)/pytest -m "not gpu"
 # Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
 COMPUTING := $(CONFORMANCE) $(addprefix integration_tests/,test_parity.py test_grammar.py)
 UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
+# Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
+GPU_PARTS := kernels
 UV := .venv-clients/uv/bin/uv
 
-.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test bench
+.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -56,7 +58,10 @@ gpu-wheels: .venv/.installed-dev ## into .whl/, for a GPU machine without a pack
 	$(BIN)/python integration_tests/on_gpu.py wheels $(ARGS)
 
 gpu-test: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## what needs an NVIDIA GPU
-	python3 integration_tests/on_gpu.py test $(ARGS)
+	python3 integration_tests/on_gpu.py test $(filter-out $(GPU_PARTS),$(ARGS))
+
+gpu-bench: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## kernels on an NVIDIA GPU; make gpu-bench ARGS=kernels
+	python3 integration_tests/on_gpu.py bench $(ARGS)
 
 bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes, once), transformers; ARGS=--help
 	$(BIN)/python benchmarks/serve.py $(ARGS)

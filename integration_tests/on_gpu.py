@@ -1,7 +1,8 @@
-"""Runs the tests that need a GPU, in the virtual environment or on a bare machine without one.
+"""Runs what needs a GPU, in the virtual environment or on a bare machine without one.
 
     python3 integration_tests/on_gpu.py wheels          with a package index: fills .whl/
     python3 integration_tests/on_gpu.py test [ARGS]     pytest -m gpu
+    python3 integration_tests/on_gpu.py bench [ARGS]    benchmarks/gpu.py
 
 Where .whl/ has wheels they are installed into a temporary folder, and the python3 that runs this
 file, which must have torch and triton, runs the checkout. Where it has none, .venv does. A report
@@ -42,12 +43,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=("wheels", "test"))
+    parser.add_argument("action", choices=("wheels", "test", "bench"))
     parser.add_argument("--python", default="3.12", help="whose wheels are fetched")
     options, others = parser.parse_known_args()
     if options.action == "wheels":
         sys.exit(fetch_wheels(options.python))
     python, environment = prepared()
+    if options.action == "bench":
+        command = [python, str(ROOT / "benchmarks" / "gpu.py"), *others]
+        sys.exit(subprocess.run(command, env=environment).returncode)
     folder = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results"))
     day = f"{datetime.now(UTC):%Y-%m-%d}"
     sys.exit(run_tests(python, environment, others, folder / f"gpu-test-{day}.json"))

@@ -1,0 +1,123 @@
+"""Our own kernels between the products: error against float64, share of the read bandwidth.
+
+`KERNELS` is the table of them: one more kernel is one more entry, and a function that prepares it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpu_attention import Pool, rotated
+from gpu_timing import Bench, Figures, Model, error_of
+from text_generation_shard.device.cuda.operators import TritonGatedMatrix
+from torch import Tensor
+
+
+class Case(NamedTuple):
+    """One kernel that is ready to be launched."""
+
+    # call(i), i < copies, works on the i-th copy of its operands.
+    call: Callable[[int], object]
+    copies: int
+    # That must be read or written, each number once.
+    nbytes: float
+    # What came out of the first copy, beside float64; it is called first, and once.
+    error: Callable[[], dict[str, float]]
+
+
+class ReadyMatrix:
+    """Stands for a product [T, 2 * size] of a gated matrix: it was computed before, so that the
+    kernel behind it is timed alone."""
+
+    kind, obstacle, nbytes = "bfloat16", "", 0
+
+    def __init__(self, both: Tensor) -> None:
+        self._both = both
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See Matrix."""
+        return self._both
+
+
+def add_norm(bench: Bench, model: Model, rows: int) -> Case:
+    """The residual and the norm: hidden and delta are read, hidden and the result are written."""
+    nbytes = 4 * rows * model.hidden * 2 + 4 * model.hidden
+    copies = bench.copies(nbytes)
+    hidden, delta = (bench.random(copies, rows, model.hidden) for _ in range(2))
+    weight = bench.random(model.hidden, dtype=torch.float32)
+
+    def call(copy: int) -> Tensor:
+        return bench.device.add_norm(hidden[copy], delta[copy], 0.5, weight, 1e-5)
+
+    def error() -> dict[str, float]:
+        added = hidden[0].double() + 0.5 * delta[0].double()
+        scale = torch.rsqrt(added.square().mean(1, keepdim=True) + 1e-5)
+        return error_of(call(0), added * scale * weight.double())
+
+    return Case(call, copies, nbytes, error)
+
+
+def gate(bench: Bench, model: Model, rows: int) -> Case:
+    """silu(gates) * others, behind a product: both are read, the result is written."""
+    nbytes = 3 * rows * model.inter * 2
+    copies = bench.copies(nbytes)
+    both = bench.random(copies, rows, 2 * model.inter)
+    matrices = [TritonGatedMatrix(ReadyMatrix(one), "silu") for one in both]
+
+    def error() -> dict[str, float]:
+        gates, others = both[0].double().chunk(2, dim=1)
+        return error_of(matrices[0](both[0]), F.silu(gates) * others)
+
+    return Case(lambda copy: matrices[copy](both[copy]), copies, nbytes, error)
+
+
+def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
+    """Queries are rotated in place, keys and values put into the cache: heads are read and
+    written, and the angles read."""
+    width = model.num_heads + 2 * model.num_kv_heads
+    nbytes = rows * (2 * width * model.head_dim * 2 + model.head_dim * 4)
+    copies = bench.copies(nbytes)
+    pool = Pool(bench, model, copies * rows, context=16)
+    heads = bench.random(copies, rows, width, model.head_dim)
+    plans = [pool.plan(pool.batch(rows, 16, 1, copy)) for copy in range(copies)]
+    keys, values = pool.cache[0]
+
+    def call(copy: int) -> None:
+        pool.attention.store(heads[copy], keys, values, True, plans[copy])
+
+    def error() -> dict[str, float]:
+        before, turned = heads[0].double(), model.num_heads + model.num_kv_heads
+        angles = pool.angles.double()[plans[0].angles.rows]
+        wanted = rotated(before[:, :turned], angles), before[:, turned:]
+        call(0)
+        slots = plans[0].slots
+        found = heads[0, :, : model.num_heads], keys[slots], values[slots]
+        return error_of(torch.cat(found, dim=1), torch.cat(wanted, dim=1))
+
+    return Case(call, copies, nbytes, error)
+
+
+KERNELS: dict[str, Callable[[Bench, Model, int], Case]] = {
+    "add_norm": add_norm,
+    "gate": gate,
+    "rotate_and_store": rotate_and_store,
+}
+
+
+def kernels(bench: Bench) -> None:
+    """Every kernel of the table, for decode and for a prompt."""
+    for model in bench.models:
+        for name, prepare in KERNELS.items():
+            for rows in bench.sizes((1, 8, 32, 128, 256, 4096), (1, 2)):
+                work = partial(_kernel, bench, model, prepare, rows)
+                bench.measure(f"{model.name} {name}: {rows} rows", work, is_own=True)
+
+
+def _kernel(
+    bench: Bench, model: Model, prepare: Callable[[Bench, Model, int], Case], rows: int
+) -> Figures:
+    case = prepare(bench, model, rows)
+    error = case.error()
+    return bench.moved(bench.device_us(case.call, case.copies, 0.02), case.nbytes) | error
