@@ -1,11 +1,13 @@
 """A whole device in few lines: what `device.base` asks for, in plain torch, and nothing else."""
 
 import time
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from text_generation_shard.device.base import Room, StepScores
+from text_generation_shard.device.reference.copies import PlainCopies
 
 
 class Weight:
@@ -69,6 +71,7 @@ class SmallDevice:
     check_room = serve = staticmethod(lambda *_: None)
     free_bytes = staticmethod(lambda step, rest, rehearse: Room(2**26, step))
     left_bytes = staticmethod(lambda cache, step: 0)
+    weight_copies = staticmethod(lambda: nullcontext(PlainCopies()))
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)
