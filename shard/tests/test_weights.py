@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -77,11 +78,17 @@ class StagingDevice(TorchDevice):
 
 @pytest.fixture(autouse=True)
 def none_remains() -> Iterator[None]:
-    """No thread that copies; and torch computes with as many as before."""
-    count = torch.get_num_threads()
+    """No thread that copies; and in later threads torch computes with as many as before."""
+    count = num_torch_threads()
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
-    assert torch.get_num_threads() == count
+    assert num_torch_threads() == count
+
+
+def num_torch_threads() -> int:
+    """In a new thread."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.get_num_threads).result()
 
 
 def write(folder: Path, dtype: torch.dtype, num_files: int = 3) -> None:
