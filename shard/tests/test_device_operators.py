@@ -71,10 +71,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     parameters = Parameters(device, World())
     found = LlamaModel(parameters, World(), config)
-    for name, stack in list(parameters._stacks.items()):
-        shape = sum(stack.sections[name]), *stack.tail
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        parameters._fill(name, tensor, tmp_path)
+    with device.weight_copies() as copies:
+        for name, stack in list(parameters._stacks.items()):
+            shape = sum(stack.sections[name]), *stack.tail
+            tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            parameters._fill(name, tensor, tmp_path, copies)
     for action in parameters._after_load:
         action()
     shape = CacheShape(config.num_layers, 8, config.head_dim, 16, torch.bfloat16)

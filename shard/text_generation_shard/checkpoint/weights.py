@@ -1,13 +1,14 @@
-"""Safetensors files into the tensors a model asked for, one tensor at a time."""
+"""Safetensors files into the tensors a model asked for, one after another."""
 
 import json
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from text_generation_shard.checkpoint import pickles
-from text_generation_shard.device.base import Device
+from text_generation_shard.device.base import Device, WeightCopies
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
 
@@ -53,7 +54,7 @@ class _Stack:
     # What a matrix is given to when it is whole.
     receive: Callable[[Tensor], Held] | None
     num_missing: int
-    # Of a matrix, made when its first part is read, in the checkpoint's own type.
+    # Of a matrix, made when its first part is read, in the type the device wants it in.
     whole: Tensor | None = None
 
 
@@ -108,8 +109,8 @@ class Parameters:
         """Have this rank's part of the named matrices, one below the other, given to `receive` once
         they are read. sections: of each, the sizes of the projections it stacks.
 
-        The tensor has the checkpoint's own type, so that quantising rounds once, and nothing here
-        keeps it: what `receive` returns is what is left of it.
+        The tensor has the type that the device puts matrices together in, and nothing here keeps
+        it: what `receive` returns is what is left of it.
         """
         stack = _Stack(sections, (in_features,), split, receive, len(sections))
         self._stacks.update(dict.fromkeys(sections, stack))
@@ -138,35 +139,34 @@ class Parameters:
         files = _weight_files(directory)
         kind = self.quantize or str(self.device.dtype).removeprefix("torch.")
         self.device.check_room(self._least_bytes(), kind)
-        total, done, spoke = len(self._stacks), 0, time.monotonic()
-        missing = set(self._stacks)
-        unexpected: list[str] = []
-        for path in files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - not a mapping
-                        if name in missing:
-                            self._fill(name, file.get_tensor(name), path)
-                            missing.discard(name)
-                            done += 1
-                        elif not self._is_ignored(name):
-                            unexpected.append(name)
-                        if time.monotonic() - spoke > 2:
-                            spoke = time.monotonic()
-                            logger.info("loading weights: %d of %d tensors", done, total)
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{path} is not a readable safetensors file ({error}); download it again"
-                ) from error
-        if missing or unexpected:
-            raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
-        logger.info("loading weights: %d of %d tensors", done, total)
+        total = len(self._stacks)
+        with self.device.weight_copies() as copies:
+            self._read(directory, files, copies)
+        logger.info("loading weights: %d of %d tensors", total, total)
         self._stacks.clear()
         for action in self._after_load:
             action()
         self._after_load.clear()
         if self.quantize is not None:
             self._log_quantised()
+
+    def _read(self, directory: Path, files: Sequence[Path], copies: WeightCopies) -> None:
+        total, done, spoke = len(self._stacks), 0, time.monotonic()
+        missing = set(self._stacks)
+        unexpected: list[str] = []
+        for path in files:
+            for name, tensor in _tensors(path, missing):
+                if tensor is not None:
+                    self._fill(name, tensor, path, copies)
+                    missing.discard(name)
+                    done += 1
+                elif not self._is_ignored(name):
+                    unexpected.append(name)
+                if time.monotonic() - spoke > 2:
+                    spoke = time.monotonic()
+                    logger.info("loading weights: %d of %d tensors", done, total)
+        if missing or unexpected:
+            raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
 
     def _least_bytes(self) -> int:
         """What the tensors take once they are loaded; scales of quantised ones are left out."""
@@ -176,7 +176,7 @@ class Parameters:
         matrices = [stack for stack in stacks if stack.receive is not None]
         return self.nbytes + sum(math.prod(self._shape(stack)) for stack in matrices) * bits // 8
 
-    def _fill(self, name: str, tensor: Tensor, path: Path) -> None:
+    def _fill(self, name: str, tensor: Tensor, path: Path, copies: WeightCopies) -> None:
         stack = self._stacks[name]
         shape = (sum(stack.sections[name]), *stack.tail)
         if shape != tensor.shape:
@@ -186,31 +186,37 @@ class Parameters:
             )
         if stack.whole is None:
             shape, where = self._shape(stack), self.device.torch_device
-            stack.whole = torch.empty(shape, dtype=tensor.dtype, device=where)
+            dtype = copies.matrix_dtype or tensor.dtype
+            stack.whole = torch.empty(shape, dtype=dtype, device=where)
         first = 0
         for other, sizes in stack.sections.items():
-            rows = sum(sizes) // (self._world.size if stack.split is Split.OUTPUTS else 1)
             if other == name:
-                stack.whole[first : first + rows] = self._own_part(stack, name, tensor)
-            first += rows
+                break
+            first += sum(sizes) // (self._world.size if stack.split is Split.OUTPUTS else 1)
+        for part in self._own_parts(stack, name, tensor):
+            copies.copy(stack.whole[first : first + len(part)], part)
+            first += len(part)
         stack.num_missing -= 1
         if stack.receive is not None and not stack.num_missing:
             whole, stack.whole = stack.whole, None
-            held = stack.receive(whole)
-            self.nbytes += held.nbytes
-            self._kinds[held.kind] += 1
-            if held.obstacle:
-                self._obstacles.append(f"{name} is {held.kind} ({held.obstacle})")
+            copies.then(partial(self._give, name, stack.receive, whole))
 
-    def _own_part(self, stack: _Stack, name: str, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor of the checkpoint."""
+    def _give(self, name: str, receive: Callable[[Tensor], Held], whole: Tensor) -> None:
+        held = receive(whole)
+        self.nbytes += held.nbytes
+        self._kinds[held.kind] += 1
+        if held.obstacle:
+            self._obstacles.append(f"{name} is {held.kind} ({held.obstacle})")
+
+    def _own_parts(self, stack: _Stack, name: str, tensor: Tensor) -> list[Tensor]:
+        """What this rank has of a tensor of the checkpoint, one part below the other."""
         rank, size = self._world.rank, self._world.size
         if size == 1 or stack.split is Split.NONE:
-            return tensor
+            return [tensor]
         if stack.split is Split.INPUTS:
-            return tensor.chunk(size, dim=1)[rank]
+            return [tensor.chunk(size, dim=1)[rank]]
         sections = torch.split(tensor, list(stack.sections[name]))
-        return torch.cat([section.chunk(size)[rank] for section in sections])
+        return [section.chunk(size)[rank] for section in sections]
 
     def _log_quantised(self) -> None:
         counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
@@ -257,6 +263,19 @@ def _weight_files(directory: Path) -> list[Path]:
             "or download it again"
         )
     return files
+
+
+def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor | None]]:
+    """What a file holds, by name; None for what is not wanted. Of a tensor nothing is read yet: its
+    memory is the file's pages. ModelError if the file is not readable."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name) if name in wanted else None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is not a readable safetensors file ({error}); download it again"
+        ) from error
 
 
 def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -6,6 +6,7 @@ the folder of a device knows how. `device.reference` is the specification: plain
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -57,6 +58,22 @@ class EmbeddingTable(Protocol):
 
     def as_matrix(self) -> tuple[Matrix, int]:
         """The same weight for products, and the bytes that takes beside the table."""
+
+
+class WeightCopies(Protocol):
+    """Fills tensors on a device from a checkpoint. Only the thread that loads calls it."""
+
+    # The type in which a matrix is put together; None: the checkpoint's own.
+    @property
+    def matrix_dtype(self) -> torch.dtype | None: ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy `source`, which lies in a file, to `target` on the device, of the same
+        shape, in the type of `target`. Raises what went wrong, in this copy or an earlier one."""
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Have `action` called, by this thread, when what it asks of the device finds the results
+        of all copies before it: at once, in a later call, or when no more copies will come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +346,10 @@ class Device(Protocol):
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """ModelError if weights of `nbytes`, held in `kind`, can not fit."""
+
+    def weight_copies(self) -> AbstractContextManager[WeightCopies]:
+        """What fills this device's tensors while weights are loaded. Left without an error, all is
+        copied and every action was called. Nothing of it remains, no thread and no memory."""
 
     def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
         """A weight [N, K] of any type in the best form there is; quantize: int8, int4 or None."""

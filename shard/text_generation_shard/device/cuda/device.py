@@ -1,10 +1,17 @@
 """Opens an NVIDIA GPU. Imports what needs one only where there is one."""
 
+import logging
+
 import torch
 
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import DTYPES
 from text_generation_shard.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# The first GPUs that compute in bfloat16: 10 * major + minor.
+_FIRST_WITH_BFLOAT16 = 80
 
 
 def open_device(options: DeviceOptions) -> Device:
@@ -17,5 +24,23 @@ def open_device(options: DeviceOptions) -> Device:
         )
     from text_generation_shard.device.cuda.gpu import CudaDevice
 
-    dtype = DTYPES.get(options.dtype or options.checkpoint_dtype, torch.float16)
-    return CudaDevice(torch.device("cuda"), dtype, options)
+    torch_device = torch.device("cuda")
+    major, minor = torch.cuda.get_device_capability(torch_device)
+    return CudaDevice(torch_device, dtype_of(options, 10 * major + minor), options)
+
+
+def dtype_of(options: DeviceOptions, capability: int) -> torch.dtype:
+    """What a GPU computes in: what is asked for; else the checkpoint's own type, if that has 16
+    bits; else bfloat16, because it has the range of float32 and a number above 65504 is infinite in
+    float16, which is left for GPUs without bfloat16."""
+    if options.dtype is not None:
+        return DTYPES[options.dtype]
+    if options.checkpoint_dtype in ("float16", "bfloat16"):
+        return DTYPES[options.checkpoint_dtype]
+    name = "bfloat16" if capability >= _FIRST_WITH_BFLOAT16 else "float16"
+    logger.info(
+        "the checkpoint is %s, weights become %s; --dtype float32 keeps all bits",
+        options.checkpoint_dtype,
+        name,
+    )
+    return DTYPES[name]

@@ -1,11 +1,13 @@
 """An NVIDIA GPU: its memory, and which operators it has."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
-from text_generation_shard.device.base import DeviceOptions, Room
+from text_generation_shard.device.base import DeviceOptions, Room, WeightCopies
 from text_generation_shard.device.cuda.operators import TritonDevice
+from text_generation_shard.device.cuda.staging import pinned_copies
 from text_generation_shard.errors import ModelError
 
 
@@ -27,6 +29,11 @@ class CudaDevice(TritonDevice):
                 f"the weights take {nbytes / 1e9:.2f} GB in {kind}, and {free / 1e9:.2f} GB of the "
                 "GPU's memory are free; use --dtype bfloat16, a smaller model or a larger GPU"
             )
+
+    def weight_copies(self) -> AbstractContextManager[WeightCopies]:
+        """See Device. Nothing is quantised here: a matrix has the type it will be kept in, so that
+        the GPU never holds more than the weights."""
+        return pinned_copies(self.torch_device, self.dtype)
 
     def synchronize(self) -> None:
         """See TorchDevice."""

@@ -1,12 +1,14 @@
 """Any device that torch knows, by torch's own operators: the specification of all others."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
 from text_generation_shard.device.reference.attention import TorchAttention
+from text_generation_shard.device.reference.copies import PlainCopies
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
     FloatTable,
@@ -50,6 +52,10 @@ class TorchDevice:
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device: they fit."""
+
+    def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
+        """See Device: plain, in the checkpoint's own type, so that quantising rounds once."""
+        return nullcontext(PlainCopies())
 
     def synchronize(self) -> None:
         """Wait until all that was asked for is computed: it is."""
