@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from gpu_attention import Pool, rotated
 from gpu_timing import Bench, Figures, Model, error_of
+from text_generation_shard.device.base import Activation
 from text_generation_shard.device.cuda.operators import TritonGatedMatrix
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def gate(bench: Bench, model: Model, rows: int) -> Case:
     nbytes = 3 * rows * model.inter * 2
     copies = bench.copies(nbytes)
     both = bench.random(copies, rows, 2 * model.inter)
-    matrices = [TritonGatedMatrix(ReadyMatrix(one), "silu") for one in both]
+    matrices = [TritonGatedMatrix(ReadyMatrix(one), Activation.SILU) for one in both]
 
     def error() -> dict[str, float]:
         gates, others = both[0].double().chunk(2, dim=1)

@@ -18,7 +18,7 @@ class Weight:
 
     def __call__(self, hidden: Any, bias: Any = None) -> Any:
         out = F.linear(hidden, self.weight, bias)
-        return out if self.gate is None else self.gate(out.chunk(2, 1)[0]) * out.chunk(2, 1)[1]
+        return getattr(F, self.gate)(out.chunk(2, 1)[0]) * out.chunk(2, 1)[1] if self.gate else out
 
 
 class Attention:

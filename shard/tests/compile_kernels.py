@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
-from text_generation_shard.device.base import Angles, CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, operators, sampler
+from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
+from text_generation_shard.device.cuda import attention, flash, operators, sampler
+from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import TokenHistory
@@ -120,11 +120,14 @@ def exercise(compiler: Compiler) -> None:
     hidden = torch.empty(4, hidden_size, dtype=kind, device=meta)
     device.add_norm(hidden, hidden, 1.0, hidden[0].float(), 1e-5)
     weight = torch.empty(2 * hidden_size, hidden_size, dtype=kind, device=meta)
-    device.gated_matrix(weight, None, F.silu, False)(hidden)
-    own = device.attention(num_heads, num_kv_heads, head_dim, 0.1)
-    own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kind), 4096)
+    device.gated_matrix(weight, None, Activation.SILU, False)(hidden)
+    heads_of = HeadShape(num_heads, num_kv_heads, head_dim, 0.1)
     angles = torch.empty(4096, 2, head_dim // 2, device=meta)
-    for lengths in ([1, 1], [300, 20]):
+    for lengths, takes_flash in (([1, 1], False), ([300, 20], False), ([300, 20], True)):
+        own = attention.TritonAttention(
+            heads_of, meta, compiler.capability, takes_flash=takes_flash
+        )
+        own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kind), 4096)
         batch = to_device(make_batch([1000, 2000], lengths, lengths == [1, 1]), "meta")
         width = num_heads + 2 * num_kv_heads
         heads = torch.empty(sum(lengths), width, head_dim, dtype=kind, device=meta)
@@ -168,7 +171,7 @@ def main() -> None:
     """Compile."""
     shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
     compiler = Compiler()
-    for module in (attention, operators, sampler):
+    for module in (attention, flash, operators, sampler):
         module.launch = compiler
     for compiler.capability in CAPABILITIES:
         for compiler.shape in shapes:

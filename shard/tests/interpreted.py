@@ -1,12 +1,11 @@
-"""Triton's interpreter: kernels for a GPU, run by numpy on the processor.
-
-`conftest` has asked for it, where there is no GPU. On a machine with one nothing is changed here.
-"""
+"""Where the kernels of a GPU are tested: on one, or by numpy under Triton's interpreter, which
+`conftest` has asked for where there is none."""
 
 import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.language as tl
 from text_generation_shard.device.base import Device, DeviceOptions
@@ -34,8 +33,20 @@ def _multiply_bfloat16() -> None:
 if "TRITON_INTERPRET" in os.environ:
     _multiply_bfloat16()
 
+HAS_GPU = torch.cuda.is_available()
+CAPABILITY = 0
+if HAS_GPU:
+    _major, _minor = torch.cuda.get_device_capability()
+    CAPABILITY = 10 * _major + _minor
+PLACE = torch.device("cuda" if HAS_GPU else "cpu")
+"""Where kernels are tested: on the GPU, if there is one."""
+MARKS = [pytest.mark.gpu] if HAS_GPU else []
+"""Of tests of kernels: then they are those of a GPU."""
+
 
 def device(dtype: torch.dtype) -> Device:
-    """The CUDA device's operators, on the processor."""
+    """The CUDA device's operators."""
     name = str(dtype).removeprefix("torch.")
-    return TritonDevice(torch.device("cpu"), dtype, DeviceOptions(name, name))
+    found = TritonDevice(PLACE, dtype, DeviceOptions(name, name))
+    found.capability = CAPABILITY
+    return found

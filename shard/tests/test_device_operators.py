@@ -11,7 +11,7 @@ import torch
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, operators
+from text_generation_shard.device.cuda import attention, flash, operators
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,6 +69,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
     config = ModelConfig.from_hf(tmp_path)
     options = DeviceOptions("bfloat16", "bfloat16")
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
+    device.capability = 90
     parameters = Parameters(device, World())
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:
@@ -95,7 +96,7 @@ def count(
         def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
             seen.counts[kernel.__name__] += 1
 
-        for module in (attention, operators):
+        for module in (attention, flash, operators):
             monkeypatch.setattr(module, "launch", launch)
         model.logits(model.forward(batch))
     return seen.counts
@@ -116,8 +117,15 @@ def test_a_decode_step_takes_few_operators(
 def test_prompts_take_no_more_however_many_they_are(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beginnings, parts behind a prefix, and rows that decode."""
+    """Beginnings, parts behind a prefix, and beside rows that decode."""
     one = count(model, monkeypatch, [300], [300])
-    many = count(model, monkeypatch, [300, 900, 20, 700, 40], [300, 100, 20, 1, 1])
+    many = count(model, monkeypatch, [300, 900, 20, 700], [300, 100, 20, 1])
     assert one == many
     assert sum(one.values()) <= 10 * model.config.num_layers + 8, one
+    mixed = [
+        count(model, monkeypatch, contexts, lengths)
+        for contexts, lengths in (([40, 300], [1, 300]), ([9, 9, 300, 900], [1, 1, 300, 20]))
+    ]
+    assert mixed[0] == mixed[1]
+    # Both kinds of attention, and one operator that puts their results together.
+    assert sum(mixed[0].values()) <= 13 * model.config.num_layers + 8, mixed[0]

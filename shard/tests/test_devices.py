@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Angles, CacheShape, Device, DeviceOptions
+from text_generation_shard.device.base import Activation, Angles, CacheShape, Device, DeviceOptions
 from torch import Tensor
 
 from shard.tests import interpreted
@@ -81,11 +81,19 @@ def test_a_matrix_multiplies(any_device: Device, rows: int, shape: tuple[int, in
     assert matrix.kind == str(device.dtype).removeprefix("torch.") and matrix.nbytes > 0
 
 
-@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda gate: F.gelu(gate, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
+
+
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", [64, 40])
 def test_a_gated_matrix_multiplies(
-    any_device: Device, activation: Any, has_bias: bool, size: int
+    any_device: Device, activation: Activation, has_bias: bool, size: int
 ) -> None:
     device = any_device
     weight, hidden = on(device, 2 * size, 64) / 8, on(device, 7, 64)
@@ -94,7 +102,7 @@ def test_a_gated_matrix_multiplies(
     gate, up = F.linear(
         hidden.double(), weight.double(), None if bias is None else bias.double()
     ).chunk(2, dim=1)
-    close(device, out, activation(gate) * up)
+    close(device, out, ACTIVATIONS[activation](gate) * up)
 
 
 def test_an_embedding_is_looked_up_and_multiplied(any_device: Device) -> None:

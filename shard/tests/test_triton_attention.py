@@ -1,22 +1,26 @@
-"""The CUDA device's attention against attention written down plainly, under the interpreter."""
+"""The CUDA device's attention against attention written down plainly."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.device.base import Angles, CacheShape
+from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import attention as own_attention
-from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
+from text_generation_shard.device.cuda import flash
+from text_generation_shard.device.cuda.attention import TritonAttention
+from text_generation_shard.device.cuda.rows import HeadShape, Prompts
 from torch import Tensor
 
 from shard.tests import interpreted
 from shard.tests.driver import Driver, load_engine, reference_device
-from shard.tests.test_attention import NO_ANGLES, attention_on, make_batch
+from shard.tests.interpreted import CAPABILITY, HAS_GPU, PLACE
+from shard.tests.test_attention import NO_ANGLES, attention_on, make_batch, to_device
 
+pytestmark = interpreted.MARKS
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Around the ends of blocks, tiles and splits.
-CONTEXTS = [1, 16, 64, 65, 129]
+# Around the ends of blocks, tiles and splits; the interpreter's are smaller.
+CONTEXTS = [1, 16, 64, 65, 129, *([511, 512, 513, 1500] if HAS_GPU else [])]
 
 
 def definition(
@@ -35,8 +39,8 @@ def definition(
     scores = torch.einsum("qhd,khd->hqk", query[-count:], key) * shape.scale
     if shape.soft_cap:
         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-    position = torch.arange(len(heads) - count, len(heads))[:, None]
-    distance = torch.arange(len(heads))[None] - position
+    token = torch.arange(len(heads), device=heads.device)
+    distance = token[None] - token[-count:, None]
     if slopes is not None:
         scores = scores + slopes.double()[:, None, None] * distance
     hidden = (distance > 0) | (distance <= -(window or 2**30))
@@ -55,19 +59,22 @@ def check(
     window: int | None = None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    takes_flash: bool = False,
 ) -> None:
     """Rows of CONTEXTS tokens, the last `lengths` of which attend in one pass behind the others."""
     torch.manual_seed(0)
-    attention = TritonAttention(shape, torch.device("cpu"), 0, slopes, sinks)
-    attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, dtype), 128)
+    slopes, sinks = (None if item is None else item.to(PLACE) for item in (slopes, sinks))
+    attention = TritonAttention(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash)
+    attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, dtype), 1024)
     width = shape.num_heads + 2 * shape.num_kv_heads
-    rows = [torch.randn(length, width, shape.head_dim).to(dtype) for length in CONTEXTS]
+    rows = [torch.randn(length, width, shape.head_dim).to(PLACE, dtype) for length in CONTEXTS]
+    lengths = [*lengths, *lengths][: len(rows)]
     counts = [min(length, len(row)) for length, row in zip(lengths, rows, strict=True)]
     # What came before is stored, and not asked for.
-    before = attention.plan(make_batch(CONTEXTS, CONTEXTS, False), NO_ANGLES)
+    before = attention.plan(on_place(CONTEXTS, CONTEXTS), NO_ANGLES)
     assert attention.cache is not None
     attention.store(torch.cat(rows), *attention.cache[0], False, before)
-    plan = attention.plan(make_batch(CONTEXTS, counts, set(counts) == {1}), NO_ANGLES)
+    plan = attention.plan(on_place(CONTEXTS, counts), NO_ANGLES)
     heads = torch.cat([row[-count:] for row, count in zip(rows, counts, strict=True)])
     found = attention.forward(heads, 0, window, False, plan)
     wanted = torch.cat(
@@ -82,8 +89,14 @@ def check(
     )
 
 
-ONE = [1] * len(CONTEXTS)
-MIXED = [1, 15, 1, 33, 20]
+def on_place(contexts: list[int], lengths: list[int]) -> ForwardBatch:
+    """Rows of a pass."""
+    return to_device(make_batch(contexts, lengths, set(lengths) == {1}), str(PLACE))
+
+
+ONE = [1] * 5
+# Two rows that decode, and behind them prompts, one of which has but one token left.
+MIXED = [1, 1, 33, 1, 20]
 TAILS = pytest.mark.parametrize("lengths", [ONE, MIXED], ids=["decode", "mixed"])
 
 
@@ -112,14 +125,14 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
     torch.manual_seed(0)
     length, shape = 33, CacheShape(1, 2, 64, 16, torch.float32)
     turn = torch.rand(64, rotary_dim // 2) * 6
-    table = torch.stack((turn.cos(), turn.sin()), dim=1)
-    row, answers = torch.randn(length, 8, 64), []
+    table = torch.stack((turn.cos(), turn.sin()), dim=1).to(PLACE)
+    row, answers = torch.randn(length, 8, 64).to(PLACE), []
     own = HeadShape(4, 2, 64, 0.125)
-    reference = attention_on("cpu", 0.125)
-    for attention in (reference, TritonAttention(own, torch.device("cpu"), 0)):
+    reference = attention_on(str(PLACE), 0.125)
+    for attention in (reference, TritonAttention(own, PLACE, CAPABILITY)):
         attention.allocate(shape, 16)
         for part in (length, count):
-            batch = make_batch([length], [part], part == 1)
+            batch = on_place([length], [part])
             plan = attention.plan(batch, Angles(table, batch.positions))
             found = attention.forward(row[-part:].clone(), 0, None, True, plan)
         answers.append(found)
@@ -162,3 +175,68 @@ def test_scores_are_changed(lengths: list[int], window: int | None, which: str) 
 def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_attention, "_MOST_SPLITS", 4)
     check(HeadShape(4, 2, 64, 0.125), torch.float32, ONE)
+
+
+def plain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    most: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`varlen_attn` as torch documents it, in plain torch: it runs on GPUs only."""
+    assert window_size[1] == 0 and most >= 1 and most_keys >= 1 and enable_gqa
+    found = []
+    shape = HeadShape(query.shape[1], key.shape[1], query.shape[2], scale)
+    for row in range(len(starts) - 1):
+        own = slice(int(starts[row]), int(starts[row + 1]))
+        keys = slice(int(key_starts[row]), int(key_starts[row + 1]))
+        count, context = own.stop - own.start, keys.stop - keys.start
+        assert count <= most and context <= most_keys
+        heads = query.new_zeros(context, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        heads[-count:, : shape.num_heads] = query[own]
+        heads[:, shape.num_heads :] = torch.cat((key[keys], value[keys]), dim=1)
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        found.append(definition(heads, count, shape, window, None, None).to(query.dtype))
+    return torch.cat(found).view(query.shape)
+
+
+@TAILS
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_prompts_by_the_attention_of_torch(
+    lengths: list[int], window: int | None, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_GPU:
+        monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
+    assert flash.suits(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, 80)
+    check(HeadShape(4, 2, head_dim, 0.125), torch.bfloat16, lengths, window, takes_flash=True)
+
+
+def test_what_torch_has_no_attention_for_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what would take too much memory."""
+    plain = HeadShape(4, 2, 64, 0.125)
+    assert not flash.suits(plain, torch.float32, 90)
+    assert not flash.suits(plain, torch.float16, 75)
+    assert not flash.suits(plain._replace(soft_cap=30.0), torch.float16, 90)
+    assert not flash.suits(plain._replace(head_dim=320), torch.float16, 90)
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("too much is gathered")
+
+    monkeypatch.setattr(flash, "MOST_TOKENS", 100)
+    monkeypatch.setattr(flash, "attend", refuse)
+    check(plain, torch.bfloat16, MIXED, takes_flash=True)
+
+
+def test_prompts_are_told_where_they_begin() -> None:
+    contexts = torch.tensor([5, 9], dtype=torch.int32)
+    found = Prompts.of(torch.zeros(2, 1, dtype=torch.int32), contexts, [5, 9], [2, 9])
+    assert found.starts.tolist() == [0, 2, 11] and found.key_starts.tolist() == [0, 5, 14]
+    assert (found.num_keys, found.longest, found.longest_context) == (14, 9, 9)

@@ -1,4 +1,4 @@
-"""Choosing tokens by the CUDA device's kernels, interpreted, against torch's operators."""
+"""Choosing tokens by the CUDA device's kernels against torch's operators."""
 
 import random
 from collections import Counter
@@ -11,13 +11,14 @@ import pytest
 import torch
 from text_generation_shard.device.cuda import sampler as own_sampling
 from text_generation_shard.device.cuda.sampler import begin
-from text_generation_shard.device.cuda.sampler import sample as own
 from text_generation_shard.grammars.masks import GrammarMasks, StepGrammars
 from text_generation_shard.sampling.params import SamplingParams
-from text_generation_shard.sampling.sampler import Choice, TokenHistory, sample
+from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, TokenHistory
+from text_generation_shard.sampling.sampler import sample as plain
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 
 from shard.tests import interpreted
+from shard.tests.interpreted import PLACE
 from shard.tests.test_sampling import (
     CLOSE,
     choose,
@@ -27,7 +28,20 @@ from shard.tests.test_sampling import (
     random_params,
 )
 
-__all__ = ["interpreted"]  # mends bfloat16, and says that Triton is there
+pytestmark = interpreted.MARKS
+
+
+def on_place(sampler: Sampler) -> Sampler:
+    """Of scores that lie on the processor before and afterwards."""
+
+    def sample(scores: Scores, *rest: Any) -> Choice:
+        choice = sampler(torch.as_tensor(scores).to(PLACE), *rest)
+        return choice._replace(scores=torch.as_tensor(choice.scores).cpu())
+
+    return sample
+
+
+own, sample = on_place(own_sampling.sample), on_place(plain)
 
 
 def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tensor:
@@ -136,8 +150,8 @@ def test_watermarks_and_grammars() -> None:
         SimpleNamespace(place=0, guesses=[4]),
         SimpleNamespace(place=3, guesses=[]),
     ]
-    forbidden = GrammarMasks(vocab, torch.device("cpu"))._forbidden
-    allowed = StepGrammars(rows, job, vocab, torch.device("cpu"), forbidden)
+    forbidden = GrammarMasks(vocab, PLACE)._forbidden
+    allowed = StepGrammars(rows, job, vocab, PLACE, forbidden)
     table, history = SamplingTable(4), make_history(4, (1, 2))
     for row in range(4):
         table.set(row, SamplingParams(watermark=row > 1, do_sample=row == 3))

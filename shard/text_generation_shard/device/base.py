@@ -8,6 +8,7 @@ the folder of a device knows how. `device.reference` is the specification: plain
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,16 @@ class DeviceOptions:
     deterministic: bool = False
     # The share of the device's memory this process may fill, where that is not the machine's.
     memory_fraction: float = 1.0
+
+
+class Activation(StrEnum):
+    """What gates go through before they multiply."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    # With a tanh in place of the error function.
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
 
 
 class Matrix(Protocol):
@@ -358,7 +369,7 @@ class Device(Protocol):
         self,
         weight: Tensor,
         quantize: str | None,
-        activation: Callable[[Tensor], Tensor],
+        activation: Activation,
         has_bias: bool,
     ) -> Matrix:
         """The same of a weight whose outputs are gates and, behind them, what these let through."""

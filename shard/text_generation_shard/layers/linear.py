@@ -1,11 +1,11 @@
 """Projections of hidden states."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from text_generation_shard.checkpoint.weights import Parameters, Split
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import Activation, Matrix
 from text_generation_shard.parallel import World
 
 
@@ -25,7 +25,7 @@ class Linear:
         in_features: int,
         split: Split = Split.NONE,
         bias: bool = False,
-        gate: Callable[[Tensor], Tensor] | None = None,
+        gate: Activation | None = None,
     ) -> None:
         """outputs: of each name in the checkpoint, the sizes of the projections that it stacks.
         With a `gate` the first half of the outputs goes through it and is multiplied with the

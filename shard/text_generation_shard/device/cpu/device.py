@@ -154,11 +154,11 @@ class KernelDevice(CpuDevice):
         self,
         weight: Tensor,
         quantize: str | None,
-        activation: Callable[[Tensor], Tensor],
+        activation: base.Activation,
         has_bias: bool,
     ) -> base.Matrix:
         """See Device. The kernels know silu, without a bias."""
-        if activation is not torch.nn.functional.silu or has_bias or weight.shape[0] % 32:
+        if activation is not base.Activation.SILU or has_bias or weight.shape[0] % 32:
             return GatedMatrix(self.matrix(weight, quantize), activation)
         if quantize is None:
             return linear.PackedFloatMatrix(weight.to(self.dtype), is_gated=True)

@@ -1,5 +1,7 @@
-"""Attention over the paged cache by our own Triton kernels."""
+"""Attention over the paged cache by our own Triton kernels, and of prompts by torch's where that
+suits them."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -7,42 +9,28 @@ import triton
 from torch import Tensor
 
 from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
+from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
+from text_generation_shard.device.cuda.rows import HeadShape, Prompts, Rows
 
 # Of all rows of one launch: bounds the memory of what is merged behind it.
 _MOST_SPLITS = 1 << 14
 
 
-class HeadShape(NamedTuple):
-    """What the heads of a model have alike."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    # Scores are multiplied by it, and then limited: cap * tanh(score / cap); 0: they are not.
-    scale: float
-    soft_cap: float = 0.0
-
-
 class TritonPlan(NamedTuple):
-    """What is the same in all layers of a pass."""
+    """What is the same in all layers of a pass: its leading rows of one token are decoded, those
+    behind them are prompts."""
 
     slots: Tensor
     angles: Angles
-    # [R, width], [R + 1] and [R], int32.
-    tables: Tensor
-    starts: Tensor | None
-    lens: Tensor
-    # The longest part of a row and the longest context.
-    longest: int
-    longest_context: int
+    decoded: Rows
+    prompts: Prompts | None
 
 
 class TritonAttention:
-    """Owns the cache. A pass of one token a row is computed in splits of fixed size, which are
-    merged in order; any other in tiles of each row's queries."""
+    """Owns the cache. Rows that are decoded are computed in splits of fixed size, which are merged
+    in order; prompts in tiles of their queries."""
 
-    name = "triton"
     block_size = 16
     # A token that is computed anew with others is not decoded, but taken with them: other sums.
     is_deterministic = False
@@ -54,13 +42,16 @@ class TritonAttention:
         capability: int,
         slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        takes_flash: bool = False,
     ) -> None:
         """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
-        worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens."""
+        worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.
+        takes_flash: prompts are torch's affair, see `flash`."""
         self._shape, self._device = shape, device
-        self._slopes, self._sinks = slopes, sinks
-        self._decode = tiles.decode_tile(capability, shape.head_dim)
-        self._prefill = tiles.prefill_tile(capability, shape.head_dim)
+        self._slopes, self._sinks, self._takes_flash = slopes, sinks, takes_flash
+        self.name = "triton+varlen_attn" if takes_flash else "triton"
+        self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
+        self._prefill_tile = tiles.prefill_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
         # What both kernels of attention are compiled for.
         self._constants = {
@@ -76,8 +67,10 @@ class TritonAttention:
         """[layers, 2, slots, kv_heads, head_dim]."""
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """See Attention: the splits of a decode."""
-        return _MOST_SPLITS * self._shape.num_heads * (self._shape.head_dim + 1) * 4
+        """See Attention: the splits of a decode, or what is gathered for prompts."""
+        splits = _MOST_SPLITS * self._shape.num_heads * (self._shape.head_dim + 1) * 4
+        gathered = flash.MOST_TOKENS * 2 * shape.num_kv_heads * shape.head_dim
+        return max(splits, gathered * shape.dtype.itemsize if self._takes_flash else 0)
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
@@ -89,20 +82,17 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch, angles: Angles) -> TritonPlan:
         """See Attention."""
-        starts, longest = None, 1
-        if not batch.is_decode:
-            offsets = torch.tensor(batch.cu_seqlens_q, dtype=torch.int32)
-            longest = int(offsets.diff().max())
-            starts = offsets.to(self._device, non_blocking=True)
-        return TritonPlan(
-            batch.slots,
-            angles,
-            batch.block_tables.int().contiguous(),
-            starts,
-            batch.context_lens.int(),
-            longest,
-            max(batch.host_context_lens),
+        counts = [end - start for start, end in pairwise(batch.cu_seqlens_q)]
+        num_decoded = next((row for row, count in enumerate(counts) if count > 1), len(counts))
+        tables, lens = batch.block_tables.int().contiguous(), batch.context_lens.int()
+        contexts, prompts = batch.host_context_lens, None
+        if num_decoded < len(counts):
+            own = slice(num_decoded, None)
+            prompts = Prompts.of(tables[own], lens[own], contexts[own], counts[own])
+        decoded = Rows(
+            tables[:num_decoded], lens[:num_decoded], max(contexts[:num_decoded], default=0)
         )
+        return TritonPlan(batch.slots, angles, decoded, prompts)
 
     def forward(
         self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
@@ -111,17 +101,27 @@ class TritonAttention:
         assert self.cache is not None and isinstance(plan, TritonPlan)
         keys, values = self.cache[layer]
         self.store(heads, keys, values, is_rotated, plan)
+        count, found = len(plan.decoded.lens), []
+        if count:
+            found.append(self._decode(heads[:count], keys, values, window or 0, plan.decoded))
+        if plan.prompts is not None:
+            found.append(self._attend(heads[count:], keys, values, window or 0, plan.prompts))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _attend(
+        self, heads: Tensor, keys: Tensor, values: Tensor, window: int, rows: Prompts
+    ) -> Tensor:
+        """Tokens of prompts [T, …] → [T, num_heads * head_dim]."""
+        if self._takes_flash and rows.num_keys <= flash.MOST_TOKENS:
+            return flash.attend(self._shape, heads, keys, values, window, rows)
         out = heads.new_empty(len(heads), self._shape.num_heads * self._shape.head_dim)
-        if plan.starts is None:
-            self._attend_split(heads, keys, values, window or 0, plan, out)
-            return out
-        tile = self._prefill
+        tile = self._prefill_tile
         launch(
             prefill.attend_prompts,
-            (-(-plan.longest // tile.queries), self._shape.num_heads, len(plan.lens)),
-            *(heads, keys, values, plan.tables, plan.starts, plan.lens),
-            *(self._slopes, self._sinks, out, plan.tables.shape[1]),
-            WINDOW=window or 0,
+            (-(-rows.longest // tile.queries), self._shape.num_heads, len(rows.lens)),
+            *(heads, keys, values, rows.tables, rows.starts, rows.lens),
+            *(self._slopes, self._sinks, out, rows.tables.shape[1]),
+            WINDOW=window,
             QUERIES=tile.queries,
             KEYS=tile.keys,
             num_warps=tile.num_warps,
@@ -150,26 +150,22 @@ class TritonAttention:
             HALF_PAD=triton.next_power_of_2(max(half, 1)),
         )
 
-    def _attend_split(
-        self,
-        heads: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        window: int,
-        plan: TritonPlan,
-        out: Tensor,
-    ) -> None:
-        own, tile = self._shape, self._decode
-        splits = -(-plan.longest_context // tile.split)
+    def _decode(
+        self, heads: Tensor, keys: Tensor, values: Tensor, window: int, rows: Rows
+    ) -> Tensor:
+        """One token of each row [R, …] → [R, num_heads * head_dim]."""
+        own, tile = self._shape, self._decode_tile
+        out = heads.new_empty(len(heads), own.num_heads * own.head_dim)
+        splits = -(-rows.longest_context // tile.split)
         at_once = max(1, _MOST_SPLITS // splits)
         for first in range(0, len(heads), at_once):
             some = slice(first, first + at_once)
-            lens, tables, rows = plan.lens[some], plan.tables[some], len(heads[some])
-            sums = heads.new_empty(rows, splits, own.num_heads, dtype=torch.float32)
+            lens, tables, count = rows.lens[some], rows.tables[some], len(heads[some])
+            sums = heads.new_empty(count, splits, own.num_heads, dtype=torch.float32)
             parts = sums.new_empty(*sums.shape, own.head_dim)
             launch(
                 decode.attend_split,
-                (rows, own.num_kv_heads, splits),
+                (count, own.num_kv_heads, splits),
                 *(heads[some], keys, values, tables, lens, self._slopes, parts, sums),
                 tables.shape[1],
                 WINDOW=window,
@@ -182,7 +178,7 @@ class TritonAttention:
             )
             launch(
                 decode.merge_splits,
-                (rows, own.num_heads),
+                (count, own.num_heads),
                 *(parts, sums, lens, self._sinks, out[some], splits),
                 NUM_HEADS=own.num_heads,
                 HEAD_DIM=own.head_dim,
@@ -190,3 +186,4 @@ class TritonAttention:
                 SPLIT=tile.split,
                 num_warps=1,
             )
+        return out

@@ -1,22 +1,24 @@
 """What a model asks of a device between its products, by our own Triton kernels."""
 
-from collections.abc import Callable
+import logging
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda.attention import HeadShape, TritonAttention
+from text_generation_shard.device.cuda import flash
+from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import sample
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 
+logger = logging.getLogger(__name__)
+
 # Numbers of a row that one program of `gate` takes.
 _GATE_TILE = 1024
-_GATES = {F.silu: "silu", F.gelu: "gelu"}
 
 
 class TritonDevice(TorchDevice):
@@ -30,13 +32,11 @@ class TritonDevice(TorchDevice):
         self,
         weight: Tensor,
         quantize: str | None,
-        activation: Callable[[Tensor], Tensor],
+        activation: base.Activation,
         has_bias: bool,
     ) -> base.Matrix:
         """See Device."""
-        if activation not in _GATES:
-            return super().gated_matrix(weight, quantize, activation, has_bias)
-        return TritonGatedMatrix(self.matrix(weight, quantize), _GATES[activation])
+        return TritonGatedMatrix(self.matrix(weight, quantize), activation)
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
@@ -59,7 +59,10 @@ class TritonDevice(TorchDevice):
     ) -> base.Attention:
         """See Device."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
-        return TritonAttention(shape, self.torch_device, self.capability)
+        takes_flash = flash.suits(shape, self.dtype, self.capability)
+        found = TritonAttention(shape, self.torch_device, self.capability, takes_flash=takes_flash)
+        logger.info("attention: %s", found.name)
+        return found
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
@@ -69,7 +72,7 @@ class TritonDevice(TorchDevice):
 class TritonGatedMatrix:
     """See `Device.gated_matrix`: a product, and one kernel behind it."""
 
-    def __init__(self, matrix: base.Matrix, activation: str) -> None:
+    def __init__(self, matrix: base.Matrix, activation: base.Activation) -> None:
         self._matrix, self._activation = matrix, activation
         self.kind, self.obstacle, self.nbytes = matrix.kind, matrix.obstacle, matrix.nbytes
 
@@ -85,6 +88,6 @@ class TritonGatedMatrix:
             *(both, out),
             SIZE=size,
             TILE=tile,
-            ACTIVATION=self._activation,
+            ACTIVATION=self._activation.value,
         )
         return out

@@ -68,7 +68,7 @@ class TorchDevice:
         self,
         weight: Tensor,
         quantize: str | None,
-        activation: Callable[[Tensor], Tensor],
+        activation: base.Activation,
         has_bias: bool,
     ) -> base.Matrix:
         """See Device."""

@@ -1,12 +1,20 @@
 """Weights as they are, multiplied by torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import Activation, Matrix
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,8 +37,8 @@ class FloatMatrix:
 class GatedMatrix:
     """Any form of a weight [2 * N, K] whose product [T, 2 * N] is activation(gate) * up."""
 
-    def __init__(self, matrix: Matrix, activation: Callable[[Tensor], Tensor]) -> None:
-        self._matrix, self._activation = matrix, activation
+    def __init__(self, matrix: Matrix, activation: Activation) -> None:
+        self._matrix, self._activation = matrix, _ACTIVATIONS[activation]
         self.kind, self.nbytes, self.obstacle = matrix.kind, matrix.nbytes, matrix.obstacle
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -94,6 +94,37 @@ def rotate_and_store(
 
 
 @triton.jit
+def gather(
+    keys_ptr,
+    values_ptr,
+    tables_ptr,
+    lens_ptr,
+    starts_ptr,
+    keys_out_ptr,
+    values_out_ptr,
+    table_width,
+    WIDTH: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, block of TILE tokens, part of the width): copy the keys and values [slots,
+    WIDTH] of a row, whose blocks are tables[row] and whose tokens lens[row], to [*, WIDTH], from
+    starts[row] on."""
+    row = tl.program_id(0)
+    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_token = token < tl.load(lens_ptr + row)
+    block = tl.load(tables_ptr + row * table_width + token // TILE, mask=is_token, other=0)
+    slot = block.to(tl.int64) * TILE + token % TILE
+    place = tl.load(starts_ptr + row).to(tl.int64) + token
+    feature = tl.program_id(2) * PART + tl.arange(0, PART)
+    is_there = is_token[:, None] & (feature < WIDTH)[None, :]
+    source = slot[:, None] * WIDTH + feature[None, :]
+    target = place[:, None] * WIDTH + feature[None, :]
+    tl.store(keys_out_ptr + target, tl.load(keys_ptr + source, mask=is_there), mask=is_there)
+    tl.store(values_out_ptr + target, tl.load(values_ptr + source, mask=is_there), mask=is_there)
+
+
+@triton.jit
 def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Program (row, tile): out [T, SIZE] = activation(both[:, :SIZE]) * both[:, SIZE:]."""
     row = tl.program_id(0).to(tl.int64)
@@ -104,7 +135,14 @@ def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: 
     others = tl.load(at + SIZE, mask=is_feature, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         gates = gates / (1.0 + tl.exp(-gates))
-    else:
+    elif ACTIVATION == "gelu":
         gates = gates * 0.5 * (1.0 + tl.erf(gates * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y).
+        doubled = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
+        gates = gates / (1.0 + tl.exp(-doubled))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        gates = tl.maximum(gates, 0.0)
     out = (gates * others).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + feature, out, mask=is_feature)

@@ -1,0 +1,53 @@
+"""What attention is told of the heads of a model and of the rows of a pass."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+
+class HeadShape(NamedTuple):
+    """What the heads of a model have alike."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    # Scores are multiplied by it, and then limited: cap * tanh(score / cap); 0: they are not.
+    scale: float
+    soft_cap: float = 0.0
+
+
+class Rows(NamedTuple):
+    """Rows of one token each."""
+
+    # [R, width] and [R], int32; lens: the tokens that each row sees, its own counted in.
+    tables: Tensor
+    lens: Tensor
+    longest_context: int
+
+
+class Prompts(NamedTuple):
+    """Rows of several tokens, one row after another."""
+
+    # See Rows.
+    tables: Tensor
+    lens: Tensor
+    # [R + 1] int32: where the tokens of each row begin, and where its keys would.
+    starts: Tensor
+    key_starts: Tensor
+    # All keys, and the most tokens and keys of a row.
+    num_keys: int
+    longest: int
+    longest_context: int
+
+    @classmethod
+    def of(
+        cls, tables: Tensor, lens: Tensor, contexts: Sequence[int], counts: Sequence[int]
+    ) -> Self:
+        """The same on the device and on the host: contexts are lens."""
+        both = [accumulate(values, initial=0) for values in (counts, contexts)]
+        starts = torch.tensor([list(values) for values in both], dtype=torch.int32)
+        own, keys = starts.to(tables.device, non_blocking=True)
+        return cls(tables, lens, own, keys, sum(contexts), max(counts), max(contexts))
