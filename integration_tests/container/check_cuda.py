@@ -61,6 +61,16 @@ def test_a_first_launch(start: Start, kernels: Path, options: tuple[str, ...]) -
         assert owners == {1000}, f"{kind}: {owners}\n{log}"
 
 
+def test_a_first_launch_as_a_user_who_may_not_write_to_data(start: Start, kernels: Path) -> None:
+    kernels.chmod(0o755)
+    options = (*READ_ONLY, *NO_PRIVILEGES, "--user", "4242:4242", "-v", f"{kernels}:/data")
+    container = start(*options, *with_triton(), arguments=(SCRIPT,), image=CUDA_IMAGE)
+    status, log = container.wait_for_exit(), container.log()
+    assert status == 0, log
+    for folder in ("/data/.kernels/triton but in /tmp/pytgi-triton-4242", "/data/.kernels/pytgi"):
+        assert f"compiled kernels are not kept in {folder}" in log
+
+
 def test_without_a_device(start: Start, kernels: Path) -> None:
     """The server says what is missing and ends."""
     options = (*READ_ONLY, "-v", f"{kernels}:/data")

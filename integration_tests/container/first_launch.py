@@ -2,7 +2,8 @@
 `triton` can be imported.
 
 It compiles its part that talks to the driver with gcc and Python.h, and loads it; and one of our
-kernels for Hopper. Both stay in TRITON_CACHE_DIR, and what numba compiles in NUMBA_CACHE_DIR.
+kernels for Hopper. Both stay in TRITON_CACHE_DIR, and what numba compiles in NUMBA_CACHE_DIR, or
+where these can not be written, in /tmp.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ from pathlib import Path
 import numba
 import triton
 from text_generation_shard.device.cpu.kernels.cache import choose_directory
+from text_generation_shard.device.cuda import cache
 from text_generation_shard.device.cuda.kernels import pointwise
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
@@ -24,7 +26,8 @@ LIBRARY = "libcuda.so.1"
 
 
 def main() -> None:
-    """Compile all three."""
+    """Compile all three, where the server would keep them."""
+    cache.choose_directory()
     with tempfile.TemporaryDirectory() as libraries:
         bring_driver(Path(libraries))
         driver.CudaUtils()
