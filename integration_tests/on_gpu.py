@@ -11,8 +11,10 @@ library only; Python 3.11 or newer.
 """
 
 import argparse
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,12 +30,14 @@ WHEELS = ROOT / ".whl"
 MOST_BYTES = 40 * 2**20
 # What a machine with torch, triton, numba, tokenizers and transformers lacks.
 CARRIED = (
-    *("annotated-doc", "annotated-types", "fastapi", "fastapi-offline", "grpcio"),
-    *("grpcio-reflection", "httptools", "jsonschema", "jsonschema-specifications", "llguidance"),
-    *("opentelemetry-api", "orjson", "protobuf", "pydantic", "pydantic-core", "pytest"),
-    *("pytest-asyncio", "referencing", "rpds-py", "sse-starlette", "starlette"),
-    *("typing-inspection", "uvicorn"),
+    *("annotated-doc", "annotated-types", "attrs", "fastapi", "fastapi-offline", "grpcio"),
+    *("grpcio-reflection", "httptools", "hypothesis", "jsonschema", "jsonschema-specifications"),
+    *("llguidance", "opentelemetry-api", "orjson", "protobuf", "psutil", "pydantic"),
+    *("pydantic-core", "pytest", "pytest-asyncio", "referencing", "rpds-py", "sortedcontainers"),
+    *("sse-starlette", "starlette", "typing-inspection", "uvicorn"),
 )
+# What the machine itself must have: pip installs the wheels.
+NEEDED = ("pip", "torch", "triton", "transformers", "numba")
 PACKAGES = ("proto", "launcher", "router", "shard", "process")
 # What pytest may find installed there, and must not use.
 PLUGINS = ("cacheprovider", "benchmark", "xdist", "cov", "timeout", "pytest_mock", "anyio")
@@ -80,8 +85,16 @@ def prepared() -> tuple[str, Mapping[str, str]]:
     """The Python that runs the checkout, and its environment."""
     wheels = sorted(WHEELS.glob("*.whl"))
     if not wheels:
-        return str(ROOT / ".venv" / "bin" / "python"), os.environ
+        own_python = ROOT / ".venv" / "bin" / "python"
+        if not own_python.exists():
+            sys.exit(f"{WHEELS} has no wheels (make gpu-wheels), and there is no .venv")
+        return str(own_python), os.environ
+    absent = [name for name in NEEDED if find_spec(name) is None]
+    if absent:
+        lacks = ", ".join(absent)
+        sys.exit(f"{sys.executable} lacks {lacks}: run this by a Python that has it")
     site = Path(tempfile.mkdtemp(prefix="pytgi-site-"))
+    atexit.register(shutil.rmtree, site, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     where = ["--no-compile", "--no-cache-dir", "--target", str(site)]
     if subprocess.run([*pip, *where, *map(str, wheels)]).returncode:
@@ -121,6 +134,8 @@ def run_tests(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"status": status, **said}, indent=2) + "\n")
     print(f"written to {output}")
+    if said["gpu"] == "none":
+        print("torch finds no CUDA device here: tests that need one fail", file=sys.stderr)
     return status
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from text_generation_launcher.config import console_script
 
 SCRIPTS = Path(sys.executable).parent
 READY_TIMEOUT_S = 90.0
@@ -84,7 +85,9 @@ class LauncherHandle:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
         self._log_path = Path(self._folder.name) / "log"
-        arguments = [str(SCRIPTS / "text-generation-launcher"), "--hostname", "127.0.0.1"]
+        # A checkout that is not installed has no commands.
+        command = console_script("text-generation-launcher", "text_generation_launcher.cli")
+        arguments = [*command, "--hostname", "127.0.0.1"]
         own = {"--port": str(self.port)}
         if chooses_sockets:
             own["--shard-uds-path"] = str(self.uds_path)

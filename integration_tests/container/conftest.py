@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from integration_tests.container.podman import ROOT, Container, Podman, missing_tools
+from integration_tests.container.podman import IMAGE, ROOT, Container, Podman, missing_tools
 
 SECRET = "hf_not_for_any_layer"
 """Lies about where the image is built, and in the environment of who builds it."""
@@ -20,15 +20,21 @@ Start = Callable[..., Container]
 
 
 @pytest.fixture(scope="session")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that images are built from."""
+    folder = tmp_path_factory.mktemp("context")
+    copy_sources(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def podman(tmp_path_factory: pytest.TempPathFactory, context: Path) -> Iterator[Podman]:
     """podman, with the image built."""
     if missing := missing_tools():
         pytest.fail(missing, pytrace=False)
     podman = Podman(tmp_path_factory.mktemp("podman"))
-    context = tmp_path_factory.mktemp("context")
-    copy_sources(context)
     podman.make_base_image()
-    podman.build(context, HF_TOKEN=SECRET, API_KEY=SECRET)
+    podman.build(context, "cpu", IMAGE, HF_TOKEN=SECRET, API_KEY=SECRET)
     yield podman
     podman.close()
 
@@ -52,8 +58,10 @@ def start(podman: Podman) -> Iterator[Start]:
     """Starts containers of a test's own, and removes them."""
     started: list[Container] = []
 
-    def start(*options: str | Path, arguments: tuple[str, ...] = ()) -> Container:
-        container = podman.start(*options, arguments=arguments)
+    def start(
+        *options: str | Path, arguments: tuple[str, ...] = (), image: str = IMAGE
+    ) -> Container:
+        container = podman.start(*options, arguments=arguments, image=image)
         started.append(container)
         return container
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from text_generation_shard import trusted_folders as places
 from text_generation_shard.device.cpu.kernels import cache
+from text_generation_shard.device.cuda.cache import choose_directory
 from text_generation_shard.trusted_folders import temporary_folder, why_untrusted
 
 NOBODY = 65534
@@ -74,3 +75,22 @@ def test_a_full_place_is_named(
     cache.choose_directory()
     assert Path(cache.config.CACHE_DIR) == own
     assert f"not kept in {full}" in caplog.text and "No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["own", "open", "file", "~"])
+def test_where_kernels_of_a_gpu_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    monkeypatch.setattr(places.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    asked = "~/kernels" if place == "~" else str(tmp_path / place / "kernels")
+    monkeypatch.setenv("TRITON_CACHE_DIR", asked)
+    choose_directory()
+    chosen = os.environ["TRITON_CACHE_DIR"]
+    if place == "own":
+        assert chosen == asked and caplog.text == ""
+    else:
+        assert chosen == str(tmp_path / f"pytgi-triton-{os.geteuid()}")
+        assert f"not kept in {asked} but in {chosen}: " in caplog.text

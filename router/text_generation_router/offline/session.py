@@ -59,6 +59,15 @@ class Session:
             self._serving.cancel()
 
     def _run(self, config: RouterConfig) -> None:
+        try:
+            self._run_loop(config)
+        except RuntimeError as error:
+            # When the interpreter ends, the runner waits for the loop's other threads by a new one,
+            # which Python 3.12 and newer refuse. They have ended before, and the loop is closed.
+            if "interpreter shutdown" not in str(error):
+                raise
+
+    def _run_loop(self, config: RouterConfig) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             try:
                 runner.run(self._serve(config))

@@ -5,6 +5,7 @@ import logging
 import torch
 
 from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.cuda.cache import choose_directory
 from text_generation_shard.device.reference.device import DTYPES
 from text_generation_shard.errors import ModelError
 
@@ -22,6 +23,7 @@ def open_device(options: DeviceOptions) -> Device:
         raise ModelError(
             f"--quantize {options.quantize} runs on the CPU only; leave it out, or use --device cpu"
         )
+    choose_directory()
     from text_generation_shard.device.cuda.gpu import CudaDevice
 
     torch_device = torch.device("cuda")
