@@ -1,18 +1,25 @@
-"""Our own kernels between the products: error against float64, share of the read bandwidth.
+"""Our own kernels beside products and attention: error against float64, share of the read
+bandwidth.
 
 `KERNELS` is the table of them: one more kernel is one more entry, and a function that prepares it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from gpu_attention import Pool, rotated
 from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_shard.device.base import Activation
+from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.operators import TritonGatedMatrix
+from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.sampler import TokenHistory, sample
+from text_generation_shard.sampling.table import SamplingTable, Watermark
 from torch import Tensor
 
 
@@ -100,10 +107,39 @@ def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
     return Case(call, copies, nbytes, error)
 
 
+def choose(bench: Bench, model: Model, rows: int, params: SamplingParams) -> Case:
+    """A token of each row of scores; all of them are read. What is drawn reads them several times,
+    and writes them; the error is that of the log-probabilities, of what the operators choose."""
+    nbytes = rows * model.vocab * 4
+    copies = bench.copies(nbytes)
+    scores = bench.random(copies, rows, model.vocab, dtype=torch.float32, scale=4.0)
+    table, places = SamplingTable(rows), np.arange(rows)
+    for row in range(rows):
+        table.set(row, dataclasses.replace(params, seed=row))
+    columns = table.columns(places, bench.torch_device)
+    lens = torch.ones(rows, dtype=torch.int64, device=bench.torch_device)
+
+    def call(copy: int) -> Tensor:
+        return sampler.choose(scores[copy], columns, lens)
+
+    def error() -> dict[str, float]:
+        ones, none = np.ones_like(places), np.empty(0, dtype=np.int64)
+        known = np.zeros((rows, 2), dtype=np.int32)
+        history = TokenHistory(known, places, ones, ones, 0 * ones)
+        wanted = sample(scores[0].clone(), table, history, none, Watermark(0.5, 2.0))
+        return error_of(call(0)[1].cpu(), torch.from_numpy(wanted.logprobs))
+
+    return Case(call, copies, nbytes, error)
+
+
 KERNELS: dict[str, Callable[[Bench, Model, int], Case]] = {
     "add_norm": add_norm,
     "gate": gate,
     "rotate_and_store": rotate_and_store,
+    "best token": partial(choose, params=SamplingParams()),
+    "draw": partial(choose, params=SamplingParams(do_sample=True)),
+    "draw of top_p 0.9": partial(choose, params=SamplingParams(top_p=0.9)),
+    "draw of top_k 50": partial(choose, params=SamplingParams(top_k=50)),
 }
 
 

@@ -113,7 +113,7 @@ def test_heads_share_keys(lengths: list[int], group: int) -> None:
 
 
 @TAILS
-@pytest.mark.parametrize("head_dim", [80, 128, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 256])
 def test_heads_have_any_size(lengths: list[int], head_dim: int) -> None:
     check(HeadShape(4, 2, head_dim, head_dim**-0.5), torch.float16, lengths)
 
@@ -139,14 +139,15 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "granite", "smollm3-sliding"])
 def test_a_model_says_what_it_says_by_the_reference(
-    checkpoint: Callable[[str], Path],
+    family: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """A prompt in parts, beside a row that decodes."""
     found = []
     for device in (reference_device(), interpreted.device(torch.float32)):
         limits = {"max_prefill_tokens": 8, "max_batch_size": 2, "max_total_tokens": 20}
-        driver = Driver(load_engine(checkpoint("qwen3"), device=device, **limits))
+        driver = Driver(load_engine(checkpoint(family), device=device, **limits))
         driver.add([driver.request(0, range(5, 9), max_new_tokens=3, ignore_eos_token=True)])
         request = driver.request(1, range(40, 51), max_new_tokens=2, ignore_eos_token=True)
         driver.add([request], driver.advance({}))

@@ -61,7 +61,7 @@ def begin(
         _add_biases(own, biases.choices, biases.token_ids, biases.values)
     if (is_early := history.is_early).any():
         _forbid(own, is_early.nonzero()[0], end_ids)
-    return _choose(own, columns, history)
+    return choose(own, columns, _sent(history.lens, own, torch.int64))
 
 
 def _sent(values: Ints | Floats | Tokens, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,9 @@ def _forbid(own: Tensor, places: Ints, token_ids: Ints) -> None:
     )
 
 
-def _choose(own: Tensor, columns: SamplingColumns, history: TokenHistory) -> Tensor:
+def choose(own: Tensor, columns: SamplingColumns, lens: Tensor) -> Tensor:
+    """The last part of `begin`: what is best, and what is drawn. lens [S] int64, on the device: see
+    TokenHistory."""
     num_rows, vocab = own.shape
     num_parts = -(-vocab // _PART)
     best = own.new_empty(num_rows, num_parts)
@@ -147,8 +149,7 @@ def _choose(own: Tensor, columns: SamplingColumns, history: TokenHistory) -> Ten
         launch(
             choice.draw,
             (count,),
-            *(own, columns.sampling_rows, columns.drawn, columns.seeds),
-            _sent(history.lens, own, torch.int64),
+            *(own, columns.sampling_rows, columns.drawn, columns.seeds, lens),
             own.new_empty(count, _CAPACITY, dtype=torch.int32),
             *(out, num_rows, vocab),
             CAPACITY=_CAPACITY,
