@@ -9,7 +9,8 @@ from text_generation_router.request import FinishReason
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry, EntryState
-from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
+from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import StepResult
 
 from router.tests.scheduling import make_request, make_tokenizer
@@ -382,6 +383,53 @@ def test_a_step_ahead_has_blocks_for_whatever_the_one_before_may_give(
     else:
         assert ahead.advance.is_ahead and ahead.advance.speculate == guessed
         assert len(ahead.advance.grown_blocks) == num_grown
+
+
+# Two rows with room for 12 tokens each; a third waits: for a row, for blocks, or for nothing.
+@pytest.mark.parametrize(
+    ("limits", "is_ahead"),
+    [({"max_batch_size": 2}, True), ({"num_blocks": 7}, True), ({}, False)],
+    ids=["rows", "blocks", "nothing"],
+)
+def test_a_step_is_launched_ahead_where_nobody_who_waits_can_come(
+    limits: dict[str, Any], is_ahead: bool
+) -> None:
+    desk = Desk(runs_ahead=True, **limits)
+    for number in range(2):
+        desk.submit((number, 2, 3), 9)
+    plan = desk.step()
+    assert plan.admitted and desk.planner.plan_ahead(plan) is None, "who comes is computed first"
+    waiting = desk.submit(range(20, 32), 20)
+    plan = desk.plan()
+    if not is_ahead:
+        assert plan.admitted == [waiting] and desk.planner.plan_ahead(plan) is None
+        return
+    assert not plan.admitted and desk.planner.plan_ahead(plan) is not None
+    # Each gets 8 tokens more; in the step before the last one both are known to leave.
+    for _ in range(7):
+        desk.settle(plan)
+        plan = desk.plan()
+        assert not plan.admitted
+    assert desk.planner.plan_ahead(plan) is None
+    desk.settle(plan, ending=[0, 1])
+    assert desk.plan().admitted == [waiting]
+
+
+def test_a_step_launched_ahead_keeps_nobody_waiting_for_more_than_itself() -> None:
+    """A row ends in the step that is under way, which nobody knew."""
+    desk = Desk(runs_ahead=True, max_batch_size=2)
+    for number in range(2):
+        desk.submit((number, 2, 3), 30)
+    desk.step()
+    waiting = desk.submit((7, 8, 9))
+    plan = desk.plan()
+    ahead = desk.planner.plan_ahead(plan)
+    assert ahead is not None
+    desk.settle(plan, ending=[1])
+    ahead = ahead.without({1})
+    assert desk.planner.plan_ahead(ahead) is None
+    desk.settle(ahead)
+    assert desk.plan().admitted == [waiting]
 
 
 def test_no_guesses_behind_the_end_of_a_text() -> None:

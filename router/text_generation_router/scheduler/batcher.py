@@ -30,7 +30,8 @@ from text_generation_router.request import FinishReason, Output, Request, Timing
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
-from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
+from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import (
     CachedBatch,
     LostStepError,

@@ -5,7 +5,8 @@ from typing import Literal
 
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.planner import Plan, Planner, SchedulerLimits
+from text_generation_router.scheduler.plan import Plan, SchedulerLimits
+from text_generation_router.scheduler.planner import Planner
 from text_generation_router.scheduler.shards import StepResult
 
 Method = Literal["prefill", "decode"]

@@ -7,74 +7,15 @@ share whatever they have written or write in it.
 """
 
 import sys
-from collections.abc import Hashable, Iterable, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable
 
 from text_generation_router.scheduler.blocks import BlockAllocator
-from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill, StepCosts
+from text_generation_router.scheduler.chunked_prefill import Budget, ChunkedPrefill
 from text_generation_router.scheduler.entry import Entry, EntryState
+from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache
 from text_generation_router.scheduler.queue import Queue
 from text_generation_router.scheduler.shards import Advance, StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What the scheduler may fill. Counts are tokens unless they say otherwise."""
-
-    num_blocks: int
-    block_size: int
-    # Rows.
-    max_batch_size: int
-    # Of prompts in one step.
-    max_batch_prefill_tokens: int
-    # Held in KV blocks at once; does nothing when the blocks hold less.
-    max_batch_total_tokens: int
-    # Without chunks, others join a running batch when this many times its size are waiting …
-    waiting_served_ratio: float
-    # … or when so many steps have passed since others joined.
-    max_waiting_tokens: int
-    # A row that grows beyond so many tokens writes all its blocks anew; None: none ever does.
-    recompute_at: int | None = None
-    # The KV of a longer prompt depends on its length; None: it never does.
-    prompt_scaled_at: int | None = None
-    # Texts that begin like one before take its blocks.
-    shares_prefixes: bool = True
-    # A prompt is computed over several steps if it would hold up those who decode.
-    chunks_prompts: bool = True
-    # Guessed tokens per request and step at most.
-    speculate: int = 0
-    # A step is launched before the one before it is done, where it can do without its tokens.
-    runs_ahead: bool = False
-    costs: StepCosts = field(default_factory=StepCosts)
-    # From one token of a request to the next; None: as `ChunkedPrefill` decides.
-    target_ns: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: what is asked of the shards and whom it concerns."""
-
-    # New rows; none: it is a Decode.
-    admitted: list[Entry]
-    # How the rows that are there go on; None: there are none.
-    advance: Advance | None
-    # All that take part, oldest first.
-    entries: dict[int, Entry]
-    # Prompt tokens by entry.
-    chunks: dict[int, int]
-    # Those that get a token.
-    asked: frozenset[int]
-
-    @property
-    def num_decoding(self) -> int:
-        """How many were writing before and go on; the others compute their prompts."""
-        return len(self.asked - self.chunks.keys())
-
-    def without(self, entry_ids: Set[int]) -> "Plan":
-        """What is left of a plan made ahead, now that we know who ended in the step before."""
-        entries = {i: entry for i, entry in self.entries.items() if i not in entry_ids}
-        return replace(self, entries=entries, asked=self.asked - entry_ids)
 
 
 class Planner:
@@ -149,13 +90,26 @@ class Planner:
 
     def is_steady(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is under way, will be a decode of the same entries
-        less those that end in it: nobody waits, comes or leaves."""
+        less those that end in it: nobody comes or leaves, and who waits can not come."""
         return self._limits.runs_ahead and not (
-            self.queue
-            or plan.admitted
+            plan.admitted
             or plan.chunks
             or any(entry.state is EntryState.ENDED for entry in plan.entries.values())
+            or self._may_admit(plan)
         )
+
+    def _may_admit(self, plan: Plan) -> bool:
+        """Whether somebody who waits may find a row and blocks behind `plan`, as far as we know
+        while that is under way."""
+        first = self.queue.first()
+        if first is None:
+            return False
+        most = 1 + (plan.advance.speculate if plan.advance is not None else 0)
+        if any(entry.num_tokens + most >= entry.max_context for entry in plan.entries.values()):
+            return True  # what it holds is free by then
+        if len(self.running) >= self._limits.max_batch_size or len(self.queue) < self._min_size():
+            return False
+        return self._find_blocks(first, PendingBlocks()) is not None
 
     def plan_ahead(self, plan: Plan) -> Plan | None:
         """The step behind `plan`, while that is under way; None if it depends on its answer.
@@ -325,18 +279,11 @@ class Planner:
     ) -> bool:
         """Gives the entry blocks and a part of the budget; False, and nothing done, if it can not
         have them."""
-        allocator, block_size = self.allocator, self._limits.block_size
-        salt = self._salt(entry)
-        shared: list[int] = []
-        chain = None if salt is None else Chain(salt)
-        if salt is not None and not entry.wants_prefill_logprobs:
-            # The last token is computed in any case: its output is the next token.
-            blocks = entry.full_blocks(0, entry.num_tokens - 1, block_size)
-            shared, chain = self.cache.match(salt, blocks, pending)
-        num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
-        if allocator.num_free - allocator.num_idle(shared) - num_new < len(self.running):
+        found = self._find_blocks(entry, pending)
+        if found is None:
             return False
-        num_cached = len(shared) * block_size
+        shared, chain = found
+        allocator, num_cached = self.allocator, len(shared) * self._limits.block_size
         left, room = entry.num_tokens - num_cached, budget.room(num_cached, is_first)
         chunk = self._chunk(num_cached, left, room, is_first, self._limits.chunks_prompts)
         if not chunk:
@@ -350,6 +297,22 @@ class Planner:
         self.running[entry.id] = entry
         self._expect(entry, num_cached + chunk, pending)
         return True
+
+    def _find_blocks(
+        self, entry: Entry, pending: PendingBlocks
+    ) -> tuple[list[int], Chain | None] | None:
+        """The blocks an entry that waits would share; None: there are too few for the rest."""
+        allocator, salt = self.allocator, self._salt(entry)
+        shared: list[int] = []
+        chain = None if salt is None else Chain(salt)
+        if salt is not None and not entry.wants_prefill_logprobs:
+            # The last token is computed in any case: its output is the next token.
+            blocks = entry.full_blocks(0, entry.num_tokens - 1, self._limits.block_size)
+            shared, chain = self.cache.match(salt, blocks, pending)
+        num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
+        if allocator.num_free - allocator.num_idle(shared) - num_new < len(self.running):
+            return None
+        return shared, chain
 
     def _salt(self, entry: Entry) -> Hashable:
         """What its KV depends on beyond its tokens; None: it shares with nobody. For models that
