@@ -116,7 +116,7 @@ def choose(bench: Bench, model: Model, rows: int, params: SamplingParams) -> Cas
     table, places = SamplingTable(rows), np.arange(rows)
     for row in range(rows):
         table.set(row, dataclasses.replace(params, seed=row))
-    columns = table.columns(places, bench.torch_device)
+    columns = table.columns(places, bench.device.upload)
     lens = torch.ones(rows, dtype=torch.int64, device=bench.torch_device)
 
     def call(copy: int) -> Tensor:

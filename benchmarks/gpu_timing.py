@@ -138,7 +138,7 @@ class Bench:
 
     def wait(self) -> None:
         """Until all that was launched is computed."""
-        self.device.synchronize()
+        self.device.stream.mark().synchronize()
 
     def _wait_or_die(self) -> None:
         try:

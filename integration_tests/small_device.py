@@ -44,9 +44,8 @@ class Attention:
             own, seen = slice(*plan.cu_seqlens_q[row : row + 2]), torch.arange(end)
             slots = plan.block_tables[row, seen // 16] * 16 + seen % 16
             mask = torch.ones(end, end).tril().triu(1 - (window or end))[own.start - own.stop :]
-            given = query[own].transpose(0, 1), *self.cache[layer, slots].transpose(0, 1).chunk(2)
-            options = {"scale": self.scale, "enable_gqa": True}
-            got = F.scaled_dot_product_attention(*given, mask.bool(), **options)
+            qkv = query[own].transpose(0, 1), *self.cache[layer, slots].transpose(0, 1).chunk(2)
+            got = F.scaled_dot_product_attention(*qkv, mask > 0, scale=self.scale, enable_gqa=True)
             out.append(got.transpose(0, 1).flatten(1))
         return torch.cat(out)
 
@@ -66,6 +65,7 @@ class SmallDevice:
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
+    upload = staticmethod(lambda arrays: [torch.from_numpy(array) for array in arrays])
     check_room = serve = left_bytes = staticmethod(lambda *_: 0)
     weight_copies, then = (lambda self: nullcontext(self)), staticmethod(lambda action: action())
     free_bytes = staticmethod(lambda step, rest, rehearse: Room(2**26, step))

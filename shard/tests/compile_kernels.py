@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, operators, sampler
 from text_generation_shard.device.cuda.rows import HeadShape
@@ -147,7 +148,7 @@ def choose() -> None:
     allowed = SimpleNamespace(
         places=rows, masks=lambda: torch.empty(2, 128256 // 32, dtype=torch.int32)
     )
-    begin(scores, table, history, rows, Watermark(0.5, 2.0), allowed)
+    begin(plain_upload(scores.device), scores, table, history, rows, Watermark(0.5, 2.0), allowed)
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:

@@ -2,16 +2,23 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from text_generation_shard.device.base import Model, StepPlan, StepScores
+from text_generation_shard.device.cuda.runner import StreamRunner
+from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, StepInput
+from text_generation_shard.sampling.sampler import Scores, sample
+from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.test_uploads import LateBuffer
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -29,6 +36,9 @@ class Later:
         self.runner, self.plan = runner, plan
         # Of rows and tables nothing may be read after this.
         self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes]
+
+    def wait(self) -> None:
+        """Nothing goes on meanwhile."""
 
     @torch.inference_mode()
     def result(self) -> StepScores:
@@ -72,6 +82,48 @@ class BehindDevice(TorchDevice):
         return BehindRunner(model)
 
 
+class LateStream:
+    """See `Stream`: the processor, whose results can be read when they were waited for."""
+
+    def __init__(self) -> None:
+        self.fetched: list[tuple[Tensor, Tensor]] = []
+        self.num_waited = 0
+
+    def mark(self) -> Any:
+        here = len(self.fetched)
+
+        def synchronize() -> None:
+            self.num_waited += 1
+            for there, found in self.fetched[:here]:
+                there.copy_(found)
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    def fetch(self, found: Tensor) -> Tensor:
+        # Until then no token has this number.
+        there = torch.full_like(found, -1e9)
+        self.fetched.append((there, found.clone()))
+        return there
+
+
+class StreamDevice(TorchDevice):
+    """A device with the runner of a GPU: what it is given it has computed when it is asked."""
+
+    runs_behind = True
+
+    def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
+        def begin(scores: Scores, *rest: Any) -> Tensor:
+            choice = sample(scores, *rest)
+            both = torch.from_numpy(choice.token_ids), torch.from_numpy(choice.logprobs)
+            return torch.stack((*(item.double() for item in both), torch.zeros(len(both[0]))))
+
+        upload = Uploads(self.torch_device, LateBuffer)
+        return StreamRunner(EagerForward(model), LateStream(), upload, begin)
+
+
+DEVICES = pytest.mark.parametrize("kind", [BehindDevice, StreamDevice])
+
+
 def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     """Requests that come one after another; each step is launched before the last is collected, if
     the device allows it."""
@@ -110,16 +162,20 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     return found
 
 
-def test_tokens_are_those_of_a_device_that_is_not(tiny_model_path: Path) -> None:
+@DEVICES
+def test_tokens_are_those_of_a_device_that_is_not(
+    kind: type[TorchDevice], tiny_model_path: Path
+) -> None:
     plain = Driver(load_engine(tiny_model_path, device=reference_device()))
     expected = tokens_of(plain, behind=False)
     assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
-    engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+    engine = load_engine(tiny_model_path, device=reference_device(kind))
     behind = Driver(engine)
     assert tokens_of(behind, behind=True) == expected
     assert behind.reasons == plain.reasons
-    runner: Any = engine._runner
-    assert runner.num_waiting > 30, "most input tokens were not known on the host at launch"
+    if kind is BehindDevice:
+        runner: Any = engine._runner
+        assert runner.num_waiting > 30, "most input tokens were not known on the host at launch"
     assert engine.num_rows_taken == 0
 
 
@@ -141,15 +197,21 @@ def test_what_depends_on_tokens_waits_for_them(tiny_model_path: Path) -> None:
     assert engine.num_rows_taken == 0
 
 
+@DEVICES
 def test_a_step_that_fails_late_leaves_what_was_there(
-    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[TorchDevice], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine: Engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+    engine: Engine = load_engine(tiny_model_path, device=reference_device(kind))
     driver = Driver(engine)
     driver.add([driver.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
     handle = engine.launch(StepInput([driver.request(1, [4, 5])], runs_on=True))
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
+        if kind is StreamDevice:
+            # All was given to the device; it says late what it could not do.
+            lost = SimpleNamespace(synchronize=lambda: 1 / 0)
+            patch.setattr(handle.launched, "_moment", lost)
+            handle.wait()
         with pytest.raises(ZeroDivisionError):
             handle.result()
     with pytest.raises(ZeroDivisionError):

@@ -12,12 +12,14 @@ from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import CacheShape, DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, operators
+from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shard.tests.test_attention import make_batch, to_device
+from shard.tests.test_uploads import LateBuffer
 
 LAYER = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},
@@ -70,6 +72,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
     options = DeviceOptions("bfloat16", "bfloat16")
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90
+    device.upload = Uploads(device.torch_device, LateBuffer)
     parameters = Parameters(device, World())
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:

@@ -241,17 +241,18 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
         batch.prefill(1, 78, resting)
     with pytest.raises(BatchError, match="no cached batch that could advance"):
         batch.prefill(1, None, StepInput([first]))
-    answer = batch.prefill(1, None, StepInput([first], runs_on=False))
+    answer = batch.finish(batch.prefill(1, None, StepInput([first], runs_on=False)))
     assert (answer.batch.id, list(answer.batch.request_ids)) == (1, [1])
     assert not answer.HasField("concat_ns")
     with pytest.raises(BatchError, match="batch 1 is running"):
         batch.prefill(2, None, resting)
     with pytest.raises(BatchError, match="at least one request"):
         batch.prefill(2, 1, StepInput())
-    joined = batch.prefill(2, 1, resting)
+    joined = batch.finish(batch.prefill(2, 1, resting))
     assert (joined.batch.id, list(joined.batch.request_ids)) == (1, [1, 2])
     assert joined.HasField("concat_ns")
-    assert list(batch.decode([1], StepInput()).generations.request_ids) == [1, 2]
+    answer = batch.finish(batch.decode([1], StepInput()))
+    assert list(answer.generations.request_ids) == [1, 2]
     with pytest.raises(BatchError, match="Batch ID 2 not found"):
         batch.decode([2], StepInput())
     batch.clear(2)
@@ -259,7 +260,8 @@ def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
     batch.clear(1)
     assert driver.engine.num_rows_taken == 0
     # A step that was sent ahead of that comes too late, and is no failure.
-    assert not batch.decode([1], StepInput(is_ahead=True)).HasField("batch")
+    late = batch.decode([1], StepInput(is_ahead=True))
+    assert late is None and not batch.finish(late).HasField("batch")
     with pytest.raises(BatchError, match="Batch ID 1 not found in cache"):
         batch.decode([1], StepInput())
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_shard.arrays import plain_upload
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.forward_batch import BatchBuilder, verified_tokens
 from text_generation_shard.engine.output import verify
@@ -139,7 +140,7 @@ def test_behind_a_wrong_guess_nothing_counts(bad: int, fails: bool) -> None:
         table.take(NewRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))
     table.write(np.array([0, 0]), np.array([1, 2]), np.array([7, 8]))
     rows, none = np.array([0, 1]), np.zeros(2, np.int64)
-    builder = BatchBuilder(table, torch.device("cpu"), None)
+    builder = BatchBuilder(table, plain_upload(torch.device("cpu")), None)
     model: Any = None
     watermark, stopping = Watermark(0.5, 2.0), threading.Event()
     fixed = Fixed(model, table, builder, np.array([0]), watermark, True, stopping)

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.cuda import sampler as own_sampling
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.grammars.masks import GrammarMasks, StepGrammars
 from text_generation_shard.sampling.params import SamplingParams
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, TokenHistory
+from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory
 from text_generation_shard.sampling.sampler import sample as plain
 from text_generation_shard.sampling.table import SamplingTable, Watermark
 
@@ -31,17 +32,18 @@ from shard.tests.test_sampling import (
 pytestmark = interpreted.MARKS
 
 
-def on_place(sampler: Sampler) -> Sampler:
-    """Of scores that lie on the processor before and afterwards."""
-
-    def sample(scores: Scores, *rest: Any) -> Choice:
-        choice = sampler(torch.as_tensor(scores).to(PLACE), *rest)
-        return choice._replace(scores=torch.as_tensor(choice.scores).cpu())
-
-    return sample
+def own(scores: Scores, *rest: Any) -> Choice:
+    """The device's choice from scores of the processor."""
+    there = torch.as_tensor(scores).to(PLACE)
+    found = begin(plain_upload(PLACE), there, *rest, *([None] if len(rest) < 5 else [])).cpu()
+    token_ids, logprobs, _ = found.numpy()
+    return Choice(token_ids.astype(np.int64), logprobs.astype(np.float32), there.cpu())
 
 
-own, sample = on_place(own_sampling.sample), on_place(plain)
+def sample(scores: Scores, *rest: Any) -> Choice:
+    """Its definition."""
+    choice = plain(torch.as_tensor(scores).to(PLACE), *rest)
+    return choice._replace(scores=torch.as_tensor(choice.scores).cpu())
 
 
 def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tensor:
@@ -172,7 +174,7 @@ def test_a_step_waits_for_nothing_and_takes_as_many_kernels_for_any_rows(
     monkeypatch.setattr(
         own_sampling, "launch", lambda kernel, *_, **__: counts.update([kernel.__name__])
     )
-    none = np.empty(0, dtype=np.int64)
+    none, upload = np.empty(0, dtype=np.int64), plain_upload(torch.device("meta"))
     for rows in (1, 64):
         counts.clear()
         for params in (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9)):
@@ -180,5 +182,5 @@ def test_a_step_waits_for_nothing_and_takes_as_many_kernels_for_any_rows(
             for row in range(rows):
                 table.set(row, params)
             scores = torch.empty(rows, 128256, device="meta")
-            begin(scores, table, make_history(rows), none, Watermark(0.5, 2.0), None)
+            begin(upload, scores, table, make_history(rows), none, Watermark(0.5, 2.0), None)
         assert counts == {"summarise": 2, "take_best": 2, "draw": 1}

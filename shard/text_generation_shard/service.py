@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.compiler import GrammarCompiler
@@ -27,8 +27,8 @@ class Batch:
         # None: nothing runs.
         self.id: int | None = None
 
-    def prefill(self, batch_id: int, cached_id: int | None, step: StepInput) -> pb.StepResponse:
-        """Compute new requests, which become the batch or join it."""
+    def prefill(self, batch_id: int, cached_id: int | None, step: StepInput) -> "Begun":
+        """Begin to compute new requests, which become the batch or join it."""
         if not step.new_requests:
             raise BatchError("a batch needs at least one request")
         if cached_id is not None:
@@ -37,20 +37,19 @@ class Batch:
             raise BatchError(f"batch {self.id} is running: name it as cached_batch_id")
         elif step.runs_on:
             raise BatchError("there is no cached batch that could advance")
-        if cached_id is None:
-            return self._step(step, batch_id)
-        return self._step(step, cached_id, joins=True)
+        handle = self._engine.launch(step)
+        self.id = batch_id if cached_id is None else cached_id
+        return Begun(handle, self.id, joins=cached_id is not None)
 
-    def decode(self, batch_ids: list[int], step: StepInput) -> pb.StepResponse:
-        """Let the batch advance."""
+    def decode(self, batch_ids: list[int], step: StepInput) -> "Begun | None":
+        """Let the batch advance; None: it has ended, which a step ahead could not know."""
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
         if step.is_ahead and self.id not in batch_ids:
-            # It has ended meanwhile.
-            return pb.StepResponse(generations=pb.Generations())
+            return None
         for batch_id in batch_ids:
             self.check(batch_id)
-        return self._step(step, batch_ids[0])
+        return Begun(self._engine.launch(step), batch_ids[0])
 
     def filter(self, batch_id: int, request_ids: list[int]) -> list[int]:
         """Keep these requests only."""
@@ -68,13 +67,28 @@ class Batch:
         if batch_id != self.id:
             raise BatchError(f"Batch ID {batch_id} not found in cache.")
 
-    def _step(self, step: StepInput, batch_id: int, joins: bool = False) -> pb.StepResponse:
-        output = self._engine.step(step)
-        self.id = batch_id if output.running_ids else None
-        response = _to_response(output, batch_id)
-        if joins:
+    def finish(self, begun: "Begun | None") -> pb.StepResponse:
+        """What became of a step; waits for it."""
+        if begun is None:
+            return pb.StepResponse(generations=pb.Generations())
+        try:
+            output = begun.handle.result()
+        finally:
+            if self.id == begun.batch_id and not self._engine.num_rows_taken:
+                self.id = None
+        response = _to_response(output, begun.batch_id)
+        if begun.joins:
             response.concat_ns = output.admit_ns
         return response
+
+
+class Begun(NamedTuple):
+    """A step that was launched for a batch."""
+
+    handle: StepHandle
+    batch_id: int
+    # Requests joined a batch that was there.
+    joins: bool = False
 
 
 class ShardService(pb_grpc.TextGenerationServiceServicer):
@@ -91,6 +105,8 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self._engine, self._batch = engine, Batch(engine)
         self._config = config
         self._device_thread = device_thread
+        # Waits where a device computes while this process does other things.
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
         model = engine.model.config
         self._grammars = GrammarCompiler(config.model_path, model.vocab_size, model.eos_token_ids)
 
@@ -101,6 +117,29 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         """Let the running step end and take no more."""
         self._grammars.close()
         self._device_thread.shutdown(wait=True, cancel_futures=True)
+        self._waiter.shutdown(wait=True, cancel_futures=True)
+
+    def _compute(
+        self, begin: Callable[..., "Begun | None"], *args: Any
+    ) -> "asyncio.Future[pb.StepResponse]":
+        """Begin with a step in the device thread, which computes it there and then; a device that
+        runs behind is not waited for there, and the thread is free for the next step."""
+        if self._engine.device.runs_behind:
+            return asyncio.ensure_future(self._compute_behind(begin, *args))
+
+        def compute() -> pb.StepResponse:
+            return self._batch.finish(begin(*args))
+
+        return asyncio.get_running_loop().run_in_executor(self._device_thread, compute)
+
+    async def _compute_behind(
+        self, begin: Callable[..., "Begun | None"], *args: Any
+    ) -> pb.StepResponse:
+        begun = await self._on_device(begin, *args)
+        if begun is not None:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._waiter, begun.handle.wait)
+        return await self._on_device(self._batch.finish, begun)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         """What this shard is."""
@@ -178,7 +217,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
         requests = [await self._to_new_request(item) for item in request.batch.requests]
         step = _to_step(request.advance, request.HasField("advance"), requests)
-        return await self._on_device(self._batch.prefill, request.batch.id, cached, step)
+        return await self._compute(self._batch.prefill, request.batch.id, cached, step)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
@@ -224,12 +263,10 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         steps: "asyncio.Queue[asyncio.Future[pb.StepResponse] | None]",
     ) -> None:
         """Queues a step for each message, and None behind the last."""
-        loop = asyncio.get_running_loop()
         try:
             async for request in requests:
                 batch_ids, step = list(request.batch_ids), _to_step(request.advance, True)
-                decode = self._batch.decode
-                steps.put_nowait(loop.run_in_executor(self._device_thread, decode, batch_ids, step))
+                steps.put_nowait(self._compute(self._batch.decode, batch_ids, step))
         finally:
             steps.put_nowait(None)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints, Tokens
-from text_generation_shard.sampling.sampler import Choice, Sampler, Scores
+from text_generation_shard.arrays import Ints, Tokens, Upload
+from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +287,11 @@ class StepPlan(Protocol):
     # What the passes are computed from, one after another.
     rows: Rows
     passes: Sequence[ScheduledTokens]
+    # [S] the row of each score that `choose` is given.
+    sampled_rows: Ints
+    # Whether `choose` may be called already: the tokens of the step before are known, or no choice
+    # depends on them. If not, it may when that step was asked for its result.
+    knows_tokens: bool
     # Whether hidden states are needed of tokens after which none is sampled. If not, a device may
     # compute scores by itself.
     wants_hidden: bool
@@ -299,7 +304,7 @@ class StepPlan(Protocol):
         """
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
-        """[W] which rows of a decode pass have an input token that the host does not know yet."""
+        """[W] which rows of a pass have an input token that the host does not know yet."""
 
     def scores(
         self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
@@ -307,13 +312,20 @@ class StepPlan(Protocol):
         """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
         prompt log-probabilities. `forward` answers all hidden states [T, hidden_size]."""
 
-    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
+    def choose(self, scores: Scores) -> Choice | None:
         """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
-        are none. Without a `sampler` by the definition, in plain torch."""
+        are none. By the definition, in plain torch."""
+
+    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | Choice | None:
+        """The same by another sampler; a Choice, of anything, where another rank chooses."""
 
 
 class Launched(Protocol):
     """A step that is under way."""
+
+    def wait(self) -> None:
+        """Until `result` does not, or hardly, wait; that raises what goes wrong. From any
+        thread."""
 
     def result(self) -> "StepScores":
         """Wait for it; raises what went wrong. Asked once."""
@@ -326,6 +338,9 @@ class StepScores(NamedTuple):
     choice: Choice | None
     # time.perf_counter_ns() when all passes were computed.
     forward_done_ns: int
+
+    def wait(self) -> None:
+        """See Launched."""
 
     def result(self) -> "StepScores":
         """See Launched."""
@@ -350,6 +365,9 @@ class Device(Protocol):
     is_deterministic: bool
     # Whether a step may be launched before the previous one has a result.
     runs_behind: bool
+    # Arrays of the host, which must not be changed afterwards, to tensors on the device: what the
+    # device is given later finds them there.
+    upload: Upload
 
     @property
     def spares_core(self) -> bool:

@@ -49,6 +49,11 @@ class StepHandle:
         """Set by the engine."""
         self._engine = engine
 
+    def wait(self) -> None:
+        """Until `result` does not, or hardly, wait. From any thread."""
+        if self.outcome is None:
+            self.launched.wait()
+
     def result(self) -> StepOutput:
         """Wait for the step. If it failed, its new requests have no rows, and the others are as
         they were but for the blocks that their tables grew by."""
@@ -101,12 +106,12 @@ class Engine:
         return self._table.num_taken
 
     def _use_table(self, capacity: int, max_total_tokens: int, num_blocks: int) -> None:
-        model, torch_device = self.model, self.device.torch_device
+        model = self.model
         self._table = table = RowTable(capacity, max_total_tokens, self.block_size, num_blocks)
         self._fixed = Fixed(
             model=model,
             table=table,
-            builder=BatchBuilder(table, torch_device, model.length_rule),
+            builder=BatchBuilder(table, self.device.upload, model.length_rule),
             end_ids=np.array(model.config.eos_token_ids, dtype=np.int64),
             watermark=self._watermark,
             chooses=self._world.rank == 0,
@@ -192,7 +197,12 @@ class Engine:
         BatchError if the step makes no sense: nothing has changed then, but for grown tables.
         """
         began = time.perf_counter_ns()
-        may_run_behind = self.device.runs_behind and self._planner.may_run_behind(step)
+        may_run_behind = (
+            self.device.runs_behind
+            and self._planner.may_run_behind(step)
+            # How many tokens a row has behind guesses, its tokens tell.
+            and all(other.plan.samples.is_single for other in self._under_way)
+        )
         while len(self._under_way) > may_run_behind:
             self.collect(self._under_way[0])
         before = self._under_way[0].plan.samples if self._under_way else None

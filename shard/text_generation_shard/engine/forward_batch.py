@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from text_generation_shard.arrays import Ints
+from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device.base import ForwardBatch, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
+
+_NONE: Ints = np.empty(0, dtype=np.int64)
 
 
 def decode_tokens(rows: Ints, starts: Ints) -> ScheduledTokens:
@@ -104,45 +104,47 @@ def _last_ones(ends: Ints, counts: Ints) -> Ints:
 class BatchBuilder:
     """Reads the row table, which it does not own, and builds the inputs of passes."""
 
-    def __init__(self, table: RowTable, device: torch.device, length_rule: str | None) -> None:
-        """length_rule: RotaryEmbedding's, which length a token's rotation goes by."""
-        self._table = table
-        # What leaves arrays where they are still takes time.
-        self._device = None if device.type == "cpu" else device
-        self._length_rule = length_rule
+    def __init__(self, table: RowTable, upload: Upload, length_rule: str | None) -> None:
+        """upload: the device's; length_rule: RotaryEmbedding's, which length a token's rotation
+        goes by."""
+        self._table, self._upload, self._length_rule = table, upload, length_rule
 
     def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
         """The inputs of a pass."""
         table = self._table
         contexts = scheduled.ends.tolist()
         if scheduled.is_decode:
-            rows, positions, wanted = scheduled.rows, scheduled.starts, None
+            rows, positions, wanted = scheduled.rows, scheduled.starts, _NONE
             offsets = tuple(range(len(contexts) + 1))
         else:
             rows = np.repeat(scheduled.rows, scheduled.counts)
             positions = _last_ones(scheduled.ends, scheduled.counts)
             ends = scheduled.counts.cumsum()
-            wanted = self._send(_last_ones(ends, scheduled.num_sampled))
+            wanted = _last_ones(ends, scheduled.num_sampled)
             offsets = (0, *ends.tolist())
+        lens = self._rope_lens(rows, positions)
+        input_ids, places, slots, block_tables, context_lens, indices, rope_lens = self._upload(
+            [
+                *(table.token_ids[rows, positions].astype(np.int64), positions),
+                table.slots(rows, positions),
+                *(table.tables(scheduled.rows, max(contexts)), scheduled.ends),
+                *(wanted, _NONE if lens is None else lens),
+            ]
+        )
         return ForwardBatch(
-            input_ids=self._send(table.token_ids[rows, positions].astype(np.int64)),
-            positions=self._send(positions),
-            rope_lens=self._rope_lens(rows, positions),
-            slots=self._send(table.slots(rows, positions)),
-            block_tables=self._send(table.tables(scheduled.rows, max(contexts))),
-            context_lens=self._send(scheduled.ends),
+            input_ids=input_ids,
+            positions=places,
+            rope_lens=None if lens is None else rope_lens,
+            slots=slots,
+            block_tables=block_tables,
+            context_lens=context_lens,
             cu_seqlens_q=offsets,
             host_context_lens=tuple(contexts),
-            logits_indices=wanted,
+            logits_indices=None if scheduled.is_decode else indices,
             is_decode=scheduled.is_decode,
         )
 
-    def _send(self, values: Ints) -> Tensor:
-        """To the device."""
-        sent = torch.from_numpy(values)
-        return sent if self._device is None else sent.to(self._device)
-
-    def _rope_lens(self, rows: Ints, positions: Ints) -> Tensor | None:
+    def _rope_lens(self, rows: Ints, positions: Ints) -> Ints | None:
         """The length each token's rope goes by; see RotaryEmbedding."""
         table, rule = self._table, self._length_rule
         if rule is None:
@@ -156,4 +158,4 @@ class BatchBuilder:
             # computed anew by its present length.
             lens = np.maximum(table.input_lens[rows], table.lens[rows] + 1)
             lens = np.maximum(lens, own)
-        return self._send(lens)
+        return lens

@@ -20,6 +20,7 @@ from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
     Choice,
+    Chosen,
     Sampler,
     Scores,
     TokenHistory,
@@ -65,6 +66,10 @@ class Plan:
         self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
         self.wants_hidden = bool(fixed.table.prompt_logprobs)
         self.samples = sampled_positions(passes)
+        self.sampled_rows = self.samples.rows
+        self.knows_tokens = before is None or not fixed.table.sampling.depends_on_tokens(
+            self.sampled_rows
+        )
         # What the sampled tokens must follow, if any must: set before the step is launched.
         self.grammars: StepGrammars | None = None
         # By row, of the inputs that want them.
@@ -118,7 +123,11 @@ class Plan:
         )
         return found
 
-    def choose(self, scores: Scores, sampler: Sampler | None = None) -> Choice | None:
+    def choose(self, scores: Scores) -> Choice | None:
+        """See StepPlan."""
+        return self.choose_by(sample, scores)
+
+    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | Choice | None:
         """See StepPlan. As if each position were the only one: how far guesses were right is found
         out afterwards."""
         fixed, samples = self._fixed, self.samples
@@ -132,7 +141,7 @@ class Plan:
             *(table.prompt_lens, table.min_new_tokens),
         )
         rest = fixed.end_ids, fixed.watermark, self.grammars
-        return (sampler or sample)(scores, table.sampling, history, *rest)
+        return sampler(scores, table.sampling, history, *rest)
 
     def drop_ended(self, choice: Choice) -> Choice:
         """Without the rows that ended in the step before, which was under way when this one was
@@ -141,6 +150,8 @@ class Plan:
             return choice
         owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
         kept = [index for index, owner in enumerate(owners) if self._fixed.table.has(*owner)]
+        if len(kept) == len(self.request_ids):
+            return choice
         # Each row samples once: nothing is guessed behind a step that is under way.
         rows, index = self.samples.rows[kept], np.arange(len(kept) + 1)
         positions = self.samples.positions[kept]

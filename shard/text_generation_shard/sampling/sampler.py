@@ -11,13 +11,13 @@ A draw is a function of (seed, position) and the row's own scores, never of the 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Flags, Floats, Ints, Tokens
+from text_generation_shard.arrays import Flags, Floats, Ints, Tokens, plain_upload
 from text_generation_shard.sampling.table import SamplingColumns, SamplingTable, Watermark
 from text_generation_shard.sampling.truncation import keep_likely
 
@@ -108,7 +108,7 @@ def sample(
     logits = torch.as_tensor(logits)
     if allowed is not None:
         allowed.restrict(logits)
-    columns = table.columns(history.rows, logits.device)
+    columns = table.columns(history.rows, plain_upload(logits.device))
     for place in table.watermarked(history.rows):
         favour_green(logits[place], watermark, history.previous(place))
     if len(columns.penalised_rows):
@@ -140,7 +140,9 @@ def sample(
     return Choice(token_ids.cpu().numpy(), scores[:, 0].cpu().numpy(), logits)
 
 
-Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark, Allowed | None], Choice]
+Chosen = TypeVar("Chosen")
+Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark, Allowed | None], Chosen]
+"""`sample`, or what begins with it."""
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:

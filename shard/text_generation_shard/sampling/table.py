@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Flags, Floats, Ints
+from text_generation_shard.arrays import Flags, Floats, Ints, Upload
 from text_generation_shard.sampling.params import SamplingParams
 
 # Below it float32 arithmetic may take a temperature for 0.
@@ -96,27 +95,35 @@ class SamplingTable:
         if params.watermark:
             self._watermarked.add(row)
 
-    def columns(self, rows: Ints, device: torch.device) -> SamplingColumns:
+    def columns(self, rows: Ints, upload: Upload) -> SamplingColumns:
         """The columns of a step whose choices [S] belong to `rows`; a row may have several.
 
         An array given here must not be changed afterwards.
         """
         if self._last is None or self._last[0] is not rows:
-            self._last = (rows, self._gather(rows, device))
+            self._last = (rows, self._gather(rows, upload))
         return self._last[1]
 
-    def _gather(self, rows: Ints, device: torch.device) -> SamplingColumns:
+    def _gather(self, rows: Ints, upload: Upload) -> SamplingColumns:
         flags = self.flags[rows]
         sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
+        drawn, penalties = self.values[rows[sampling], :4], self.values[rows[penalised], 4:]
+        places, drawn_there, seeds, penalties_there = upload(
+            [sampling, drawn, self.seeds[rows[sampling]], penalties]
+        )
         return SamplingColumns(
-            sampling_rows=torch.from_numpy(sampling).to(device),
-            drawn=torch.from_numpy(self.values[rows[sampling], :4]).to(device),
-            seeds=torch.from_numpy(self.seeds[rows[sampling]]).to(device),
+            sampling_rows=places,
+            drawn=drawn_there,
+            seeds=seeds,
             is_filtering=bool(flags[:, 1].any()),
             is_typical=bool(flags[:, 2].any()),
             penalised_rows=penalised,
-            penalties=torch.from_numpy(self.values[rows[penalised], 4:]).to(device),
+            penalties=penalties_there,
         )
+
+    def depends_on_tokens(self, rows: Ints) -> bool:
+        """Whether tokens of any of these rows are chosen by those before them."""
+        return bool(self.flags[rows, 3].any()) or bool(self.watermarked(rows))
 
     def watermarked(self, rows: Ints) -> Sequence[int]:
         """Which of a step's choices are watermarked."""

@@ -202,10 +202,10 @@ class CpuRunner:
         done = time.perf_counter_ns()
         if len(scores) == 1 and isinstance(scores[0], np.ndarray):
             # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
-            return base.StepScores(plan.choose(scores[0], sample), done)
+            return base.StepScores(plan.choose_by(sample, scores[0]), done)
         with torch.inference_mode():
             together = torch.cat([torch.as_tensor(item) for item in scores])
-            return base.StepScores(plan.choose(together, sample), done)
+            return base.StepScores(plan.choose_by(sample, together), done)
 
     def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
         """Of the tokens of one pass after which one is sampled [S, vocab_size]."""

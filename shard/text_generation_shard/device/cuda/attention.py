@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
@@ -43,11 +44,13 @@ class TritonAttention:
         slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         takes_flash: bool = False,
+        upload: Upload | None = None,
     ) -> None:
         """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
         worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.
         takes_flash: prompts are torch's affair, see `flash`."""
         self._shape, self._device = shape, device
+        self._upload = upload or plain_upload(device)
         self._slopes, self._sinks, self._takes_flash = slopes, sinks, takes_flash
         self.name = "triton+varlen_attn" if takes_flash else "triton"
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
@@ -88,7 +91,7 @@ class TritonAttention:
         contexts, prompts = batch.host_context_lens, None
         if num_decoded < len(counts):
             own = slice(num_decoded, None)
-            prompts = Prompts.of(tables[own], lens[own], contexts[own], counts[own])
+            prompts = Prompts.of(self._upload, tables[own], lens[own], contexts[own], counts[own])
         decoded = Rows(
             tables[:num_decoded], lens[:num_decoded], max(contexts[:num_decoded], default=0)
         )

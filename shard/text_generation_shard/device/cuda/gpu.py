@@ -2,17 +2,22 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from text_generation_shard.device.base import DeviceOptions, Room, WeightCopies
 from text_generation_shard.device.cuda.operators import TritonDevice
-from text_generation_shard.device.cuda.staging import pinned_copies
+from text_generation_shard.device.cuda.runner import CudaStream
+from text_generation_shard.device.cuda.staging import PinnedBuffer, pinned_copies
+from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.errors import ModelError
 
 
 class CudaDevice(TritonDevice):
     """See `Device`."""
+
+    runs_behind = True
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: DeviceOptions
@@ -20,6 +25,9 @@ class CudaDevice(TritonDevice):
         super().__init__(torch_device, dtype, options)
         major, minor = torch.cuda.get_device_capability(torch_device)
         self.capability = 10 * major + minor
+        stream = torch.cuda.current_stream(torch_device)
+        self.stream = CudaStream()
+        self.upload = Uploads(torch_device, partial(PinnedBuffer, stream=stream))
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device."""
@@ -34,10 +42,6 @@ class CudaDevice(TritonDevice):
         """See Device. Nothing is quantised here: a matrix has the type it will be kept in, so that
         the GPU never holds more than the weights."""
         return pinned_copies(self.torch_device, self.dtype)
-
-    def synchronize(self) -> None:
-        """See TorchDevice."""
-        torch.cuda.synchronize(self.torch_device)
 
     def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
         """See Device. What the rehearsal took at its peak will be needed again."""

@@ -1,19 +1,20 @@
 """What a model asks of a device between its products, by our own Triton kernels."""
 
 import logging
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda import flash
+from text_generation_shard.device.cuda import flash, sampler
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
-from text_generation_shard.device.cuda.sampler import sample
+from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
 from text_generation_shard.device.reference.device import TorchDevice
-from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
+from text_generation_shard.device.reference.runner import EagerForward
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class TritonDevice(TorchDevice):
 
     capability = 0
     """See `tiles`."""
+    stream: Stream = Processor()
 
     def gated_matrix(
         self,
@@ -60,13 +62,16 @@ class TritonDevice(TorchDevice):
         """See Device."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         takes_flash = flash.suits(shape, self.dtype, self.capability)
-        found = TritonAttention(shape, self.torch_device, self.capability, takes_flash=takes_flash)
+        found = TritonAttention(
+            shape, self.torch_device, self.capability, takes_flash=takes_flash, upload=self.upload
+        )
         logger.info("attention: %s", found.name)
         return found
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
-        return TorchRunner(EagerForward(model), self.synchronize, sample)
+        begin = partial(sampler.begin, self.upload)
+        return StreamRunner(EagerForward(model), self.stream, self.upload, begin)
 
 
 class TritonGatedMatrix:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Self
 
-import torch
+import numpy as np
 from torch import Tensor
+
+from text_generation_shard.arrays import Upload
 
 
 class HeadShape(NamedTuple):
@@ -44,10 +46,14 @@ class Prompts(NamedTuple):
 
     @classmethod
     def of(
-        cls, tables: Tensor, lens: Tensor, contexts: Sequence[int], counts: Sequence[int]
+        cls,
+        upload: Upload,
+        tables: Tensor,
+        lens: Tensor,
+        contexts: Sequence[int],
+        counts: Sequence[int],
     ) -> Self:
         """The same on the device and on the host: contexts are lens."""
         both = [accumulate(values, initial=0) for values in (counts, contexts)]
-        starts = torch.tensor([list(values) for values in both], dtype=torch.int32)
-        own, keys = starts.to(tables.device, non_blocking=True)
+        own, keys = upload([np.fromiter(values, np.int32) for values in both])
         return cls(tables, lens, own, keys, sum(contexts), max(counts), max(contexts))

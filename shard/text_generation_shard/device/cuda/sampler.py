@@ -1,20 +1,23 @@
 """`sampling.sample` on a GPU, by our own Triton kernels."""
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from text_generation_shard.arrays import Floats, Ints, Tokens
+from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device.cuda.kernels import choice, launch, scores
 from text_generation_shard.sampling.sampler import (
     Allowed,
-    Choice,
     Scores,
     TokenHistory,
     favour_green,
 )
-from text_generation_shard.sampling.table import SamplingColumns, SamplingTable, Watermark
+from text_generation_shard.sampling.table import (
+    Biases,
+    SamplingColumns,
+    SamplingTable,
+    Watermark,
+)
 
 # Scores that one program of a kernel over all of them takes.
 _TILE = 1024
@@ -24,105 +27,93 @@ _PART = 8192
 _DRAW_TILE, _FEW, _CAPACITY = 2048, 1024, 1 << 15
 
 
-def sample(
-    logits: Scores,
-    table: SamplingTable,
-    history: TokenHistory,
-    end_ids: Ints,
-    watermark: Watermark,
-    allowed: Allowed | None = None,
-) -> Choice:
-    """See `sampling.sample`. What is chosen in a row depends on that row alone, bit for bit."""
-    own = torch.as_tensor(logits)
-    found = begin(own, table, history, end_ids, watermark, allowed).cpu().numpy()
-    return Choice(found[0].astype(np.int64), found[1].astype(np.float32), own)
-
-
 def begin(
-    own: Tensor,
+    upload: Upload,
+    logits: Scores,
     table: SamplingTable,
     history: TokenHistory,
     end_ids: Ints,
     watermark: Watermark,
     allowed: Allowed | None,
 ) -> Tensor:
-    """Give the device all that `sample` does to the scores `own`, and wait for none of it. Answers
-    [3, S] float64: the tokens, their log-probabilities, and the best scores."""
+    """Give the device all that `sampling.sample` does, and wait for none of it. Answers [3, S]
+    float64: the tokens, their log-probabilities, and the best scores. What is chosen in a row
+    depends on that row alone, bit for bit."""
+    own = torch.as_tensor(logits)
     assert own.dtype == torch.float32 and own.is_contiguous()
-    columns = table.columns(history.rows, own.device)
+    columns = table.columns(history.rows, upload)
     if allowed is not None:
-        _restrict(own, allowed)
+        _restrict(upload, own, allowed)
     for place in table.watermarked(history.rows):
         favour_green(own[place], watermark, history.previous(place))
     if len(columns.penalised_rows):
-        _penalise(own, columns, history)
+        _penalise(upload, own, columns, history)
     biases = table.biases(history.rows)
     if len(biases.choices):
-        _add_biases(own, biases.choices, biases.token_ids, biases.values)
+        _add_biases(upload, own, biases)
     if (is_early := history.is_early).any():
-        _forbid(own, is_early.nonzero()[0], end_ids)
-    return choose(own, columns, _sent(history.lens, own, torch.int64))
+        _forbid(upload, own, is_early.nonzero()[0], end_ids)
+    lens = upload([history.lens])[0] if len(columns.sampling_rows) else None
+    return choose(own, columns, lens)
 
 
-def _sent(values: Ints | Floats | Tokens, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the device of `like`."""
-    return torch.from_numpy(values).to(dtype).to(like.device)
-
-
-def _restrict(own: Tensor, allowed: Allowed) -> None:
-    masks = allowed.masks().to(own.device)
+def _restrict(upload: Upload, own: Tensor, allowed: Allowed) -> None:
+    places, masks = upload([allowed.places, allowed.masks().numpy()])
     launch(
         scores.keep_allowed,
         (len(masks), -(-own.shape[1] // _TILE)),
-        *(own, _sent(allowed.places, own, torch.int32), masks, masks.shape[1], own.shape[1]),
+        *(own, places, masks, masks.shape[1], own.shape[1]),
         TILE=_TILE,
     )
 
 
-def _penalise(own: Tensor, columns: SamplingColumns, history: TokenHistory) -> None:
-    places, vocab = columns.penalised_rows, own.shape[1]
-    lens, prompt_lens = history.lens[places], history.prompt_lens[history.rows[places]]
-    known = _sent(history.token_ids[history.rows[places], : int(lens.max())], own, torch.int32)
-    counts = torch.zeros(len(places), vocab, dtype=torch.int32, device=own.device)
+def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: TokenHistory) -> None:
+    rows, vocab = columns.penalised_rows, own.shape[1]
+    own_rows, own_lens = history.rows[rows], history.lens[rows]
+    places, known, lens, prompt_lens = upload(
+        [
+            *(rows, history.token_ids[own_rows, : int(own_lens.max())]),
+            *(own_lens, history.prompt_lens[own_rows]),
+        ]
+    )
+    counts = torch.zeros(len(rows), vocab, dtype=torch.int32, device=own.device)
     launch(
         scores.count_tokens,
-        (len(places), -(-known.shape[1] // _TILE)),
-        *(counts, known, _sent(lens, own, torch.int32), _sent(prompt_lens, own, torch.int32)),
-        *(known.shape[1], vocab),
+        (len(rows), -(-known.shape[1] // _TILE)),
+        *(counts, known, lens, prompt_lens, known.shape[1], vocab),
         TILE=_TILE,
     )
     launch(
         scores.penalise,
-        (len(places), -(-vocab // _TILE)),
-        *(own, _sent(places, own, torch.int32), counts, columns.penalties, vocab),
+        (len(rows), -(-vocab // _TILE)),
+        *(own, places, counts, columns.penalties, vocab),
         TILE=_TILE,
     )
 
 
-def _add_biases(own: Tensor, places: Ints, token_ids: Ints, values: Floats) -> None:
-    tile = min(_TILE, triton.next_power_of_2(len(places)))
+def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
+    count = len(biases.values)
+    tile = min(_TILE, triton.next_power_of_2(count))
     launch(
         scores.add_biases,
-        (-(-len(places) // tile),),
-        *(own, _sent(places, own, torch.int32), _sent(token_ids, own, torch.int32)),
-        *(_sent(values, own, torch.float32), len(places), own.shape[1]),
+        (-(-count // tile),),
+        *(own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
         TILE=tile,
     )
 
 
-def _forbid(own: Tensor, places: Ints, token_ids: Ints) -> None:
+def _forbid(upload: Upload, own: Tensor, rows: Ints, token_ids: Ints) -> None:
     launch(
         scores.forbid,
-        (len(places),),
-        *(own, _sent(places, own, torch.int32), _sent(token_ids, own, torch.int32)),
-        *(len(token_ids), own.shape[1]),
+        (len(rows),),
+        *(own, *upload([rows, token_ids]), len(token_ids), own.shape[1]),
         TILE=16,
     )
 
 
-def choose(own: Tensor, columns: SamplingColumns, lens: Tensor) -> Tensor:
+def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor:
     """The last part of `begin`: what is best, and what is drawn. lens [S] int64, on the device: see
-    TokenHistory."""
+    TokenHistory; None if nothing is drawn."""
     num_rows, vocab = own.shape
     num_parts = -(-vocab // _PART)
     best = own.new_empty(num_rows, num_parts)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.copies import PlainCopies
@@ -44,6 +45,8 @@ class TorchDevice:
     ) -> None:
         self.name = torch_device.type
         self.torch_device, self.dtype = torch_device, dtype
+        self.upload: Upload = plain_upload(torch_device)
+        """See Device."""
         self._memory_fraction = options.memory_fraction
         self._must_be_deterministic = options.deterministic
         if options.deterministic and not self.is_deterministic:
@@ -56,9 +59,6 @@ class TorchDevice:
     def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
         """See Device: plain, in the checkpoint's own type, so that quantising rounds once."""
         return nullcontext(PlainCopies())
-
-    def synchronize(self) -> None:
-        """Wait until all that was asked for is computed: it is."""
 
     def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
         """See Device; nothing is quantised."""
@@ -102,7 +102,7 @@ class TorchDevice:
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
-        return TorchRunner(EagerForward(model), self.synchronize)
+        return TorchRunner(EagerForward(model))
 
     def free_bytes(
         self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]

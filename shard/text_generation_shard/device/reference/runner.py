@@ -1,14 +1,12 @@
 """Steps by torch: pass after pass, then a token for each position that gets one."""
 
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.sampling.sampler import Sampler
 
 
 class Forward(Protocol):
@@ -40,15 +38,8 @@ class EagerForward:
 class TorchRunner:
     """Computes a step while it is launched."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        synchronize: Callable[[], None],
-        sampler: Sampler | None = None,
-    ) -> None:
-        """`synchronize` waits until the device has done what it was asked for; sampler: see
-        `StepPlan.choose`."""
-        self._forward, self._synchronize, self._sampler = forward, synchronize, sampler
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
 
     @torch.inference_mode()
     def launch(self, plan: base.StepPlan) -> base.StepScores:
@@ -59,6 +50,5 @@ class TorchRunner:
                 scores.append(plan.scores(scheduled, self._forward.hidden))
             else:
                 scores.append(self._forward.scores(plan.batch(scheduled)))
-        self._synchronize()
         done = time.perf_counter_ns()
-        return base.StepScores(plan.choose(torch.cat(scores), self._sampler), done)
+        return base.StepScores(plan.choose(torch.cat(scores)), done)

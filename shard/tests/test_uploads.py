@@ -1,0 +1,65 @@
+"""Small arrays to a device, through a ring of buffers that are not written too early."""
+
+import numpy as np
+import torch
+from text_generation_shard.device.cuda.uploads import Uploads
+from torch import Tensor
+
+
+class LateBuffer:
+    """Memory of the processor in place of pinned memory. What was sent is there at once, and the
+    memory is only free for others when it was waited for."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.is_busy = False
+
+    def wait(self) -> None:
+        self.is_busy = False
+
+    def send(self, staged: Tensor, target: Tensor) -> None:
+        assert not self.is_busy, "it was written while a copy was under way"
+        target.copy_(staged)
+        self.is_busy = True
+        # Whoever still reads here sees that it is not his any more.
+        self.memory.fill_(0xAA)
+
+
+def test_arrays_arrive_as_they_were_in_one_copy_each_turn() -> None:
+    made: list[LateBuffer] = []
+
+    def make(nbytes: int) -> LateBuffer:
+        made.append(LateBuffer(nbytes))
+        return made[-1]
+
+    upload = Uploads(torch.device("cpu"), make)
+    generator, kept = np.random.default_rng(0), []
+    for turn in range(8):
+        arrays = [
+            generator.integers(-(2**60), 2**60, (turn, 3)),
+            generator.random((5, 7), dtype=np.float32)[:, 2:4],
+            generator.integers(0, 9, 11 + turn).astype(np.int32),
+            np.empty(0, dtype=np.int64),
+        ]
+        kept.append((arrays, upload(arrays)))
+    for arrays, found in kept:
+        for array, tensor in zip(arrays, found, strict=True):
+            assert tensor.dtype == getattr(torch, array.dtype.name)
+            assert np.array_equal(tensor.numpy(), array)
+            assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
+    assert len(made) == 3
+
+
+def test_a_buffer_grows_to_what_it_must_hold() -> None:
+    made: list[int] = []
+
+    def make(nbytes: int) -> LateBuffer:
+        made.append(nbytes)
+        return LateBuffer(nbytes)
+
+    upload = Uploads(torch.device("cpu"), make)
+    large = np.arange(100_000)
+    for _ in range(7):
+        (found,) = upload([large])
+        assert np.array_equal(found.numpy(), large)
+    assert len(made) == 6 and made[-1] == 1 << 20

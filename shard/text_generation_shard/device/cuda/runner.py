@@ -1,0 +1,166 @@
+"""Steps on a stream: the host gives the GPU all of a step, and waits for its tokens only."""
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Ints, Upload
+from text_generation_shard.device import base
+from text_generation_shard.device.reference.runner import Forward
+from text_generation_shard.sampling.sampler import Choice, Sampler
+
+
+class Moment(Protocol):
+    """When a stream has done what it was given up to here."""
+
+    def synchronize(self) -> None:
+        """Wait for it; raises what went wrong on the device."""
+
+
+class Stream(Protocol):
+    """The order in which a device computes."""
+
+    def mark(self) -> Moment:
+        """The end of what it was given so far."""
+
+    def fetch(self, found: Tensor) -> Tensor:
+        """Begin to copy to memory of the host, where it is at the next mark."""
+
+
+class Processor:
+    """See `Stream`: of tensors on the processor everything is computed at once."""
+
+    def mark(self) -> Moment:
+        """See Stream."""
+        return self
+
+    def synchronize(self) -> None:
+        """See Moment."""
+
+    def fetch(self, found: Tensor) -> Tensor:
+        """See Stream."""
+        return found
+
+
+class CudaStream:
+    """See `Stream`: the one in which this thread computes."""
+
+    def mark(self) -> Moment:
+        """See Stream."""
+        # Who waits leaves the core to others.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        moment: Moment = event
+        return moment
+
+    def fetch(self, found: Tensor) -> Tensor:
+        """See Stream."""
+        there = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        return there.copy_(found, non_blocking=True)
+
+
+class StreamRunner:
+    """See `Runner`. Owns, on the device, the token that each row got last: inputs of a step that is
+    launched before they are known here."""
+
+    def __init__(
+        self, forward: Forward, stream: Stream, upload: Upload, begin: Sampler[Tensor]
+    ) -> None:
+        """`begin` gives the device the choice of a step's tokens: `sampler.begin`."""
+        self.forward, self.stream, self.upload, self.begin = forward, stream, upload, begin
+        self.last_tokens = torch.empty(0, dtype=torch.int64)
+        self._last: StreamStep | None = None
+
+    @torch.inference_mode()
+    def launch(self, plan: base.StepPlan) -> "StreamStep":
+        """See Runner."""
+        if self._last is not None:
+            # What it chooses may be the input of this step.
+            self._last.choose()
+        scores = [self._scores(plan, scheduled) for scheduled in plan.passes]
+        if len(self.last_tokens) < len(plan.rows.token_ids):
+            own = torch.zeros(len(plan.rows.token_ids), dtype=torch.int64)
+            self.last_tokens = own.to(scores[0].device)
+        self._last = StreamStep(self, plan, torch.cat(scores) if len(scores) > 1 else scores[0])
+        if plan.knows_tokens:
+            self._last.choose()
+        return self._last
+
+    def forget(self, step: "StreamStep") -> None:
+        """Nothing of it is needed any more."""
+        if self._last is step:
+            self._last = None
+
+    def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Tensor:
+        def filled(batch: base.ForwardBatch) -> base.ForwardBatch:
+            return self._filled(batch, scheduled.rows, plan.waiting(scheduled))
+
+        if plan.wants_hidden:
+            return plan.scores(scheduled, lambda batch: self.forward.hidden(filled(batch)))
+        return self.forward.scores(filled(plan.batch(scheduled)))
+
+    def _filled(self, batch: base.ForwardBatch, rows: Ints, waiting: Ints) -> base.ForwardBatch:
+        """With the tokens that the host does not know yet."""
+        if not len(waiting):
+            return batch
+        places, own = self.upload([np.array(batch.cu_seqlens_q)[waiting], rows[waiting]])
+        ids = batch.input_ids.index_copy(0, places, self.last_tokens.index_select(0, own))
+        return replace(batch, input_ids=ids)
+
+
+class StreamStep:
+    """See `Launched`. Its tokens are chosen when they can be: at once, or before the next step is
+    launched, or when they are asked for."""
+
+    def __init__(self, runner: StreamRunner, plan: base.StepPlan, scores: Tensor) -> None:
+        self._runner, self._plan, self._scores = runner, plan, scores
+        self._moment = runner.stream.mark()
+        # What was chosen, or will be at the moment: [3, S], see `sampler.begin`.
+        self._found: Tensor | Choice | None = None
+        self._is_chosen = False
+        self._error: Exception | None = None
+
+    def choose(self) -> None:
+        """Give the device the choice, once; what goes wrong is raised by `result`."""
+        if self._is_chosen:
+            return
+        self._is_chosen = True
+        try:
+            self._choose()
+        except Exception as error:
+            self._error = error
+
+    def _choose(self) -> None:
+        runner, plan = self._runner, self._plan
+        found = plan.choose_by(runner.begin, self._scores)
+        if isinstance(found, Tensor):
+            (rows,) = runner.upload([plan.sampled_rows])
+            runner.last_tokens.index_copy_(0, rows, found[0].long())
+            found = runner.stream.fetch(found)
+        self._found, self._moment = found, runner.stream.mark()
+
+    def wait(self) -> None:
+        """See Launched."""
+        # Whatever it is, `result` raises it again.
+        with suppress(Exception):
+            self._moment.synchronize()
+
+    @torch.inference_mode()
+    def result(self) -> base.StepScores:
+        """See Launched."""
+        self.choose()
+        self._runner.forget(self)
+        if self._error is not None:
+            raise self._error
+        self._moment.synchronize()
+        done, found = time.perf_counter_ns(), self._found
+        if isinstance(found, Tensor):
+            token_ids, logprobs, _ = found.numpy()
+            chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
+            return base.StepScores(Choice(*chosen, self._scores), done)
+        return base.StepScores(found, done)
