@@ -18,13 +18,17 @@ from typing import Any
 
 import httpx
 import psutil
+from text_generation_launcher.config import console_script
 
 SCRIPTS = Path(sys.executable).parent
 READY_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 # Everything else the launcher could take from the environment belongs to the developer's shell.
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+_KEPT_ENVIRONMENT = (
+    *("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH"),
+    *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"),
+)
 
 _METRIC_LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?) (\S+)$")
 
@@ -84,7 +88,8 @@ class LauncherHandle:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
         self._log_path = Path(self._folder.name) / "log"
-        arguments = [str(SCRIPTS / "text-generation-launcher"), "--hostname", "127.0.0.1"]
+        launcher = console_script("text-generation-launcher", "text_generation_launcher.cli")
+        arguments = [*launcher, "--hostname", "127.0.0.1"]
         own = {"--port": str(self.port)}
         if chooses_sockets:
             own["--shard-uds-path"] = str(self.uds_path)
