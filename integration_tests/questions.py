@@ -50,7 +50,7 @@ _WHOLE: Mapping[str, Body] = {
     "repetition_penalty": _generate(repetition_penalty=1.5),
     "frequency_penalty": _generate(frequency_penalty=1.5),
     "presence_penalty": _generate(presence_penalty=1.5),
-    "logit_bias": _generate(logit_bias={"40": 6.0, "50": -100.0}),
+    "logit_bias": _generate(logit_bias={"40": 2.0, "50": -100.0}),
     "all at once": _drawn(**ALL_AT_ONCE),
     "min_new_tokens": _generate(min_new_tokens=6, logit_bias=END_TOKENS),
     "stop": _drawn(stop=["e", "a", " "], max_new_tokens=60),
