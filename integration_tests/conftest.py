@@ -12,8 +12,10 @@ Launch = Callable[..., LauncherHandle]
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_model_path: Path) -> Iterator[LauncherHandle]:
-    """The server most tests ask: the tiny Llama in float32, with prompts of up to 300 tokens."""
-    with running(tiny_model_path, "--dtype", "float32", "--max-input-tokens", "300") as handle:
+    """The server most tests ask: the tiny Llama in float32 on the processor, with prompts of up to
+    300 tokens."""
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-input-tokens", "300")
+    with running(tiny_model_path, *flags) as handle:
         yield handle
 
 

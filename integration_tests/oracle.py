@@ -30,18 +30,26 @@ def ragged_prompts(model_path: Path) -> list[str]:
 
 
 class Oracle:
-    """A checkpoint in transformers, float32, one prompt at a time, nothing batched or padded."""
+    """A checkpoint in transformers, one prompt at a time, nothing batched or padded; in float32 on
+    the processor, unless something else is asked for."""
 
-    def __init__(self, model_path: Path, family: str) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        family: str,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         torch.set_num_threads(1)  # tiny matrices; the servers want the cores
-        self._model_path = model_path
+        self._model_path, self._device, self._dtype = model_path, device, dtype
         # Dynamic rope keeps the largest length it has seen, so such a model serves one prompt.
         self._is_stateful = FAMILIES[family].switch_length is not None
         self._model = self._load()
         self.tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
 
     def _load(self) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(self._model_path, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=self._dtype)
+        return model.to(self._device).eval()
 
     def _fresh(self) -> torch.nn.Module:
         return self._load() if self._is_stateful else self._model
@@ -53,7 +61,7 @@ class Oracle:
 
     def greedy(self, text: str, max_new_tokens: int) -> list[int]:
         """The ids greedy search appends."""
-        ids = torch.tensor([self.encode(text)])
+        ids = torch.tensor([self.encode(text)], device=self._device)
         answer = self._fresh().generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -66,7 +74,8 @@ class Oracle:
     @torch.no_grad()
     def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each id but the first, given those before it."""
-        logits = self._fresh()(torch.tensor([list(ids)])).logits[0, :-1].float()
+        given = torch.tensor([list(ids)], device=self._device)
+        logits = self._fresh()(given).logits[0, :-1].float().cpu()
         chosen = torch.tensor(list(ids[1:]))[:, None]
         found: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
         return found

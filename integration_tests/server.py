@@ -21,11 +21,15 @@ import psutil
 from text_generation_launcher.config import console_script
 
 SCRIPTS = Path(sys.executable).parent
-READY_TIMEOUT_S = 90.0
+# Kernels that were never compiled take a minute.
+READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
 # Everything else the launcher could take from the environment belongs to the developer's shell.
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH")
+_KEPT_ENVIRONMENT = (
+    *("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH"),
+    *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"),
+)
 
 _METRIC_LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?) (\S+)$")
 

@@ -4,15 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration_tests.checkpoints import FAMILIES
 from integration_tests.oracle import Oracle, ragged_prompts
 from shard.tests.driver import Driver, load_engine
 
 PIECES = (4096, 37)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_equals_transformers(family: str, device: str, checkpoint: Callable[[str], Path]) -> None:
     """16 ragged prompts, four at first, the others joining two steps apart; 4 to 24 new tokens."""
@@ -43,3 +45,35 @@ def test_equals_transformers(family: str, device: str, checkpoint: Callable[[str
             assert served[1:] == pytest.approx(logprobs[index], abs=1e-4)
         assert driver.engine.num_rows_taken == 0
         assert sorted(driver.free) == list(range(len(driver.free)))
+
+
+# The processor's kernels have tests of bfloat16 of their own.
+IN_BFLOAT16 = [
+    *((family, "cpu") for family in ("llama3", "mistral", "granite")),
+    *(pytest.param(family, "cuda", marks=pytest.mark.gpu) for family in FAMILIES),
+]
+
+
+@pytest.mark.parametrize(("family", "device"), IN_BFLOAT16)
+def test_bfloat16_is_as_good_as_transformers(
+    family: str, device: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """What the prompts' log-probabilities lose by it, on the same device."""
+    path = checkpoint(family)
+    exact = Oracle(path, family, device)
+    prompts = [exact.encode(text) for text in ragged_prompts(path)]
+    wanted = torch.tensor([value for ids in prompts for value in exact.logprobs(ids)])
+    rounded = Oracle(path, family, device, torch.bfloat16)
+    theirs = torch.tensor([value for ids in prompts for value in rounded.logprobs(ids)])
+    driver = Driver(load_engine(path, device=device, dtype="bfloat16"))
+    driver.add(
+        [
+            driver.request(index, ids, max_new_tokens=1, prefill_logprobs=True)
+            for index, ids in enumerate(prompts)
+        ]
+    )
+    ours = torch.tensor(
+        [value for index in range(len(prompts)) for value in driver.prefill_logprobs[index][1:]]
+    )
+    loss, their_loss = ((found - wanted).square().mean().sqrt() for found in (ours, theirs))
+    assert 0 < loss <= 1.5 * their_loss
