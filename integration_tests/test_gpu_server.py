@@ -1,6 +1,7 @@
 """A server on a GPU answers what a server on the processor answers, and ends as that one does."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,17 @@ from integration_tests.questions import (
 from integration_tests.server import LauncherHandle, running, wait_until
 from integration_tests.together import serve_together
 
+ROOT = Path(__file__).parents[1]
 GPU = pytest.mark.gpu
-DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-ATTENTION = {"cpu": "packed", "cuda": "triton"}
+# `stream`: a GPU's runner over the reference device, see `stream_device`.
+DEVICES = ["stream", pytest.param("cuda", marks=GPU)]
+# What /info says of them.
+NAMES = {"stream": ("cpu", "torch"), "cuda": ("cuda", "triton")}
+# What Python runs first in every process of such a server.
+FIRST = """
+import text_generation_shard.device
+text_generation_shard.device.DEVICES["cuda"] = "shard.tests.stream_device"
+"""
 LIMIT = ("--max-input-tokens", str(MOST_PROMPT_TOKENS))
 DROPPED = 'tgi_request_failure{err="dropped"}'
 
@@ -34,10 +43,22 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def device_server(device: str, tiny_model_path: Path) -> Iterator[LauncherHandle]:
+def environment(device: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What makes this device the one that is called cuda."""
+    if device == "cuda":
+        return {}
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "sitecustomize.py").write_text(FIRST)
+    paths = str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(scope="module")
+def device_server(environment: dict[str, str], tiny_model_path: Path) -> Iterator[LauncherHandle]:
     """A server with the flags of the shared one, but for the device. Afterwards SIGTERM ends it in
     order."""
-    with running(tiny_model_path, "--device", device, "--dtype", "float32", *LIMIT) as handle:
+    flags = ("--device", "cuda", "--dtype", "float32", *LIMIT)
+    with running(tiny_model_path, *flags, **environment) as handle:
         yield handle
 
 
@@ -118,9 +139,8 @@ def test_a_client_leaves_a_stream(tested: LauncherHandle) -> None:
 
 def test_what_it_says_of_itself(tested: LauncherHandle, device: str) -> None:
     info = tested.client.get("/info").json()
-    assert info["model_device_type"] == device
+    assert (info["model_device_type"], info["attention_impl"]) == NAMES[device]
     assert info["model_dtype"] == "float32"
-    assert info["attention_impl"] == ATTENTION[device]
     assert info["max_input_tokens"] == MOST_PROMPT_TOKENS
     assert tested.client.get("/health").status_code == 200
     before = tested.metrics()
@@ -134,9 +154,10 @@ def test_what_it_says_of_itself(tested: LauncherHandle, device: str) -> None:
     assert before["tgi_kv_blocks_free"] == info["num_blocks"]
 
 
-def test_bfloat16_answers_everything(device: str, tiny_model_path: Path) -> None:
+def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
     """Other tokens than in float32, maybe: each answer has an ending, and its numbers."""
-    with running(tiny_model_path, "--device", device, "--dtype", "bfloat16", *LIMIT) as handle:
+    flags = ("--device", "cuda", "--dtype", "bfloat16", *LIMIT)
+    with running(tiny_model_path, *flags, **environment) as handle:
         assert handle.client.get("/info").json()["model_dtype"] == "bfloat16"
         for path, body in (*QUESTIONS.values(), ("/generate", WATERMARKED)):
             assert ask(handle.client, path, body)

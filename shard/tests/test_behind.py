@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 from text_generation_shard.device.base import Model, StepPlan, StepScores
-from text_generation_shard.device.cuda.runner import StreamRunner
-from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import TorchDevice
-from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, StepInput
-from text_generation_shard.sampling.sampler import Scores, sample
-from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device
-from shard.tests.test_uploads import LateBuffer
+from shard.tests.stream_device import StreamDevice
 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
@@ -80,45 +75,6 @@ class BehindDevice(TorchDevice):
 
     def runner(self, model: Model) -> BehindRunner:  # type: ignore[override]
         return BehindRunner(model)
-
-
-class LateStream:
-    """See `Stream`: the processor, whose results can be read when they were waited for."""
-
-    def __init__(self) -> None:
-        self.fetched: list[tuple[Tensor, Tensor]] = []
-        self.num_waited = 0
-
-    def mark(self) -> Any:
-        here = len(self.fetched)
-
-        def synchronize() -> None:
-            self.num_waited += 1
-            for there, found in self.fetched[:here]:
-                there.copy_(found)
-
-        return SimpleNamespace(synchronize=synchronize)
-
-    def fetch(self, found: Tensor) -> Tensor:
-        # Until then no token has this number.
-        there = torch.full_like(found, -1e9)
-        self.fetched.append((there, found.clone()))
-        return there
-
-
-class StreamDevice(TorchDevice):
-    """A device with the runner of a GPU: what it is given it has computed when it is asked."""
-
-    runs_behind = True
-
-    def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
-        def begin(scores: Scores, *rest: Any) -> Tensor:
-            choice = sample(scores, *rest)
-            both = torch.from_numpy(choice.token_ids), torch.from_numpy(choice.logprobs)
-            return torch.stack((*(item.double() for item in both), torch.zeros(len(both[0]))))
-
-        upload = Uploads(self.torch_device, LateBuffer)
-        return StreamRunner(EagerForward(model), LateStream(), upload, begin)
 
 
 DEVICES = pytest.mark.parametrize("kind", [BehindDevice, StreamDevice])

@@ -18,8 +18,8 @@ from text_generation_shard.parallel import World
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shard.tests.stream_device import LateBuffer
 from shard.tests.test_attention import make_batch, to_device
-from shard.tests.test_uploads import LateBuffer
 
 LAYER = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128},

@@ -3,26 +3,8 @@
 import numpy as np
 import torch
 from text_generation_shard.device.cuda.uploads import Uploads
-from torch import Tensor
 
-
-class LateBuffer:
-    """Memory of the processor in place of pinned memory. What was sent is there at once, and the
-    memory is only free for others when it was waited for."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.is_busy = False
-
-    def wait(self) -> None:
-        self.is_busy = False
-
-    def send(self, staged: Tensor, target: Tensor) -> None:
-        assert not self.is_busy, "it was written while a copy was under way"
-        target.copy_(staged)
-        self.is_busy = True
-        # Whoever still reads here sees that it is not his any more.
-        self.memory.fill_(0xAA)
+from shard.tests.stream_device import LateBuffer
 
 
 def test_arrays_arrive_as_they_were_in_one_copy_each_turn() -> None:
