@@ -57,16 +57,21 @@ class Compiler:
 
     def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         signature, constants, attributes = {}, {}, {}
+        # Other values of these are compiled anew.
+        special: list[str] = []
         for index, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
             if isinstance(value, torch.Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
+                if not kernel.params[index].do_not_specialize_on_alignment:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
             elif value is None:
                 signature[name], constants[(index,)] = "constexpr", None
             else:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
-                    attributes[(index,)] = [["tt.divisibility", 16]]
+                if isinstance(value, int) and not kernel.params[index].do_not_specialize:
+                    special.append(name)
+                    if value % 16 == 0:
+                        attributes[(index,)] = [["tt.divisibility", 16]]
         chosen = {name: options.pop(name) for name in OPTIONS if name in options}
         for name, value in options.items():
             signature[name] = "constexpr"
@@ -79,6 +84,7 @@ class Compiler:
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options=chosen)
         row = {"kernel": kernel.__name__, "sm": self.capability, "heads": self.shape}
+        row["special"] = special
         self.found.append(row | taken(compiled, self.capability))
 
 

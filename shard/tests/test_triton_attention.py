@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda import flash
@@ -238,6 +239,7 @@ def test_what_torch_has_no_attention_for_is_ours(monkeypatch: pytest.MonkeyPatch
 
 def test_prompts_are_told_where_they_begin() -> None:
     contexts = torch.tensor([5, 9], dtype=torch.int32)
-    found = Prompts.of(torch.zeros(2, 1, dtype=torch.int32), contexts, [5, 9], [2, 9])
+    upload, tables = plain_upload(contexts.device), torch.zeros(2, 1, dtype=torch.int32)
+    found = Prompts.of(upload, tables, contexts, [5, 9], [2, 9])
     assert found.starts.tolist() == [0, 2, 11] and found.key_starts.tolist() == [0, 5, 14]
     assert (found.num_keys, found.longest, found.longest_context) == (14, 9, 9)

@@ -51,3 +51,11 @@ def test_products_are_those_of_tensor_cores(kernels: list[dict[str, Any]]) -> No
 def test_what_they_take_is_written_down(kernels: list[dict[str, Any]]) -> None:
     found = compile_kernels.table(kernels)
     assert found in (ROOT / "CONTRIBUTING.md").read_text(), f"write into CONTRIBUTING.md:\n{found}"
+
+
+def test_nothing_is_compiled_while_requests_are_served(kernels: list[dict[str, Any]]) -> None:
+    """Triton compiles a kernel for 1, for multiples of 16 and for other numbers, but for arguments
+    that it is told of; these are of the model, and the same in all steps."""
+    of_the_model = {"vocab", "num_words", "num_parts", "num_tokens"}
+    for kernel in kernels:
+        assert set(kernel["special"]) <= of_the_model, kernel

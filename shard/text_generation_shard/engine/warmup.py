@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput
@@ -18,6 +19,20 @@ _FRONT = 2048
 _CONTEXT_UNIT = 1024
 # Steps of each kind that are measured; the fastest counts.
 _TRIES = 2
+
+
+# Every way to choose a token.
+_EVERYTHING = SamplingParams(
+    temperature=0.7,
+    top_k=50,
+    top_p=0.9,
+    typical_p=0.9,
+    do_sample=True,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    watermark=True,
+    logit_bias=((0, 1.0),),
+)
 
 
 class Costs(NamedTuple):
@@ -56,7 +71,10 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     """
     length = max(1, min(_PROMPT, max_prefill_tokens, max_total - 1 - _TRIES))
     new = min(1 + _TRIES, max_total - length)
-    _steps(engine, [_request(engine, 0, length, 0, new)])
+    request = _request(engine, 0, length, 0, new)
+    _steps(engine, [request])
+    # What is compiled at its first use must not be compiled while somebody waits.
+    _steps(engine, [replace(request, sampling=_EVERYTHING, min_new_tokens=1)])
     prompt, others = _fastest(engine, _request(engine, 0, length, 0, new))
     single = others or prompt
     token = max(1, (prompt - single) // max(1, length - 1))

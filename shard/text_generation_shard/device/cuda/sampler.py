@@ -19,8 +19,8 @@ from text_generation_shard.sampling.table import (
     Watermark,
 )
 
-# Scores that one program of a kernel over all of them takes.
-_TILE = 1024
+# What one program takes of all scores, and of biases.
+_TILE, _BIASES = 1024, 128
 # Of `choice.summarise`: scores of a program; of `choice.draw`: those looked at together, in a
 # search, and how many near the best one are remembered.
 _PART = 8192
@@ -93,12 +93,11 @@ def _penalise(upload: Upload, own: Tensor, columns: SamplingColumns, history: To
 
 def _add_biases(upload: Upload, own: Tensor, biases: Biases) -> None:
     count = len(biases.values)
-    tile = min(_TILE, triton.next_power_of_2(count))
     launch(
         scores.add_biases,
-        (-(-count // tile),),
+        (-(-count // _BIASES),),
         *(own, *upload([biases.choices, biases.token_ids, biases.values]), count, own.shape[1]),
-        TILE=tile,
+        TILE=_BIASES,
     )
 
 

@@ -2,7 +2,8 @@
 whatever else is in the batch.
 
 Nothing is tuned at run time: sizes of tiles are in `tiles`, so that a start compiles what the last
-one did. Under TRITON_INTERPRET=1 all of them run on the CPU.
+one did. Nor is anything compiled for a number that changes from step to step, which would hold up
+the step that has a new one (`do_not_specialize`). Under TRITON_INTERPRET=1 all run on the CPU.
 """
 
 from collections.abc import Sequence

@@ -48,7 +48,7 @@ def summarise(
     tl.store(sum_ptr + at, tl.sum(total * tl.exp(best - shift), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def take_best(
     best_ptr, index_ptr, sum_ptr, out_ptr, num_rows, vocab, num_parts, PARTS_PAD: tl.constexpr
 ):
@@ -69,7 +69,7 @@ def take_best(
     tl.store(out_ptr + 2 * num_rows + row, top.to(tl.float64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def draw(
     scores_ptr,
     places_ptr,

@@ -7,7 +7,9 @@ import triton.language as tl
 from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"]
+)
 def attend_split(
     heads_ptr,
     keys_ptr,
@@ -88,7 +90,7 @@ def attend_split(
     tl.store(sums_ptr + at_part, largest + tl.log2(total), mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["lens_ptr"])
 def merge_splits(
     parts_ptr,
     sums_ptr,

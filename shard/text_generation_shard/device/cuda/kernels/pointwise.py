@@ -93,7 +93,9 @@ def rotate_and_store(
         tl.store(at_key + HALF, new_right, mask=is_key)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"]
+)
 def gather(
     keys_ptr,
     values_ptr,

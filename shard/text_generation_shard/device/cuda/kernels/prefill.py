@@ -6,7 +6,9 @@ import triton.language as tl
 from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"]
+)
 def attend_prompts(
     heads_ptr,
     keys_ptr,

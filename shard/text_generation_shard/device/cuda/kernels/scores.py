@@ -21,7 +21,7 @@ def keep_allowed(scores_ptr, places_ptr, masks_ptr, num_words, vocab, TILE: tl.c
     tl.store(scores_ptr + place * vocab + token, nothing, mask=is_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def count_tokens(
     counts_ptr, tokens_ptr, lens_ptr, prompt_lens_ptr, width, vocab, TILE: tl.constexpr
 ):
@@ -57,7 +57,7 @@ def penalise(scores_ptr, places_ptr, counts_ptr, values_ptr, vocab, TILE: tl.con
     tl.store(at, score, mask=is_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_biases"])
 def add_biases(
     scores_ptr, places_ptr, tokens_ptr, values_ptr, num_biases, vocab, TILE: tl.constexpr
 ):
