@@ -1,5 +1,6 @@
 """A device that runs behind: a step is launched before the tokens of the one before are known."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import torch
 from text_generation_shard.device.base import Model, StepPlan, StepScores
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import FinishReason, StepInput
+from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.service import Batch
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
@@ -178,3 +181,103 @@ def test_a_step_that_fails_late_leaves_what_was_there(
     plain.add([plain.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
     plain.run()
     assert driver.tokens[0] == plain.tokens[0]
+
+
+@DEVICES
+def test_steps_behind_one_that_fails_are_lost_with_it(
+    kind: type[TorchDevice], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(load_engine(tiny_model_path, device=reference_device(kind)))
+    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
+    driver.add([driver.request(0, range(3, 20), **options)])
+    first, second = driver.engine.launch(StepInput()), driver.engine.launch(StepInput())
+    lost = SimpleNamespace(result=lambda: 1 / 0)
+    monkeypatch.setattr(first, "launched", lost)
+    for handle in (first, second):
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+    driver.run()
+    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
+    plain.add([plain.request(0, range(3, 20), **options)])
+    plain.run()
+    assert driver.tokens[0] == plain.tokens[0]
+
+
+# Its only token is the end.
+ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
+
+
+def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
+    """What a step gives that brings a request and is launched behind one in which another takes
+    part, which has ended in the step before that."""
+    engine = driver.engine
+    both = [
+        driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=2),
+        driver.request(1, range(5, 9), max_new_tokens=30, ignore_eos_token=True),
+    ]
+    engine.step(StepInput(both, runs_on=False))
+    engine.step(StepInput())
+    handles = [engine.launch(StepInput()), engine.launch(StepInput())]
+    handles.append(engine.launch(StepInput([new])))
+    ended, behind, last = (handle.result() for handle in handles)
+    assert ended.finish_reasons[0] == FinishReason.EOS_TOKEN and behind.request_ids == [1]
+    return last
+
+
+@DEVICES
+def test_the_row_of_one_that_ended_tells_nothing_to_who_has_it_next(
+    kind: type[TorchDevice], tiny_model_path: Path
+) -> None:
+    driver = Driver(load_engine(tiny_model_path, device=reference_device(kind)))
+    found = with_one_that_ended(driver, driver.request(2, range(30, 50)))
+    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
+    expected = plain.engine.step(StepInput([plain.request(2, range(30, 50))], runs_on=False))
+    assert found.request_ids[-1] == 2 and found.token_ids[-1] == expected.token_ids[0]
+    assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
+
+
+def test_a_grammar_follows_its_own_tokens(tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
+    model = engine.model.config
+    compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
+    try:
+        grammar = compiler.compile_now("start: /[0-4]{3}/")
+    finally:
+        compiler.close()
+    driver = Driver(engine)
+    old = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
+    engine.step(StepInput([old], runs_on=False))
+    new = driver.request(1, range(30, 50), grammar=grammar)
+    handles = [engine.launch(StepInput()), engine.launch(StepInput([new]))]
+    ended, found = (handle.result() for handle in handles)
+    assert ended.finish_reasons == [FinishReason.EOS_TOKEN]
+    assert found.request_ids == [1] and not found.errors
+
+
+@pytest.mark.parametrize("kind", [TorchDevice, StreamDevice])
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_a_step_ahead_of_the_end_is_no_failure(
+    kind: type[TorchDevice], speculate: int, tiny_model_path: Path
+) -> None:
+    """It is sent, and launched, before anybody knows that nobody is left."""
+    engine = load_engine(tiny_model_path, device=reference_device(kind))
+    driver, batch = Driver(engine), Batch(engine)
+    new = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
+    batch.finish(batch.prefill(1, None, StepInput([new], runs_on=False)))
+    last = batch.decode([1], StepInput())
+    ahead = batch.decode([1], StepInput(speculate=speculate, is_ahead=True))
+    assert batch.finish(last).generations.finish_reasons == [FinishReason.EOS_TOKEN]
+    answer = batch.finish(ahead)
+    assert not answer.generations.request_ids and not answer.HasField("batch")
+    assert batch.id is None and engine.num_rows_taken == 0
+
+
+def test_the_time_of_two_steps_is_counted_once(tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
+    driver = Driver(engine)
+    driver.add([driver.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
+    began = time.perf_counter_ns()
+    handles = [engine.launch(StepInput()), engine.launch(StepInput())]
+    time.sleep(0.05)
+    took = sum(handle.result().forward_ns for handle in handles)
+    assert 5e7 < took <= time.perf_counter_ns() - began

@@ -49,6 +49,9 @@ class Batch:
             return None
         for batch_id in batch_ids:
             self.check(batch_id)
+        self._engine.make_way(step)
+        if step.is_ahead and not self._engine.num_rows_taken:
+            return None
         return Begun(self._engine.launch(step), batch_ids[0])
 
     def filter(self, batch_id: int, request_ids: list[int]) -> list[int]:

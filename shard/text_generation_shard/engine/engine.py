@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -87,6 +88,8 @@ class Engine:
         self._costs = Costs(1, 1, 1, 0)
         # Launched and not collected, oldest first: one, or two where the device runs behind.
         self._under_way: deque[StepHandle] = deque()
+        # When the step that was collected last was computed.
+        self._last_done_ns = 0
         self._use_table(0, 0, 0)
 
     @property
@@ -197,14 +200,7 @@ class Engine:
         BatchError if the step makes no sense: nothing has changed then, but for grown tables.
         """
         began = time.perf_counter_ns()
-        may_run_behind = (
-            self.device.runs_behind
-            and self._planner.may_run_behind(step)
-            # How many tokens a row has behind guesses, its tokens tell.
-            and all(other.plan.samples.is_single for other in self._under_way)
-        )
-        while len(self._under_way) > may_run_behind:
-            self.collect(self._under_way[0])
+        self.make_way(step)
         before = self._under_way[0].plan.samples if self._under_way else None
         if step.new_requests:
             self._check_vocabulary(step.new_requests)
@@ -224,6 +220,17 @@ class Engine:
         self._under_way.append(StepHandle(self, plan, launched, began, admitted - taking))
         return self._under_way[-1]
 
+    def make_way(self, step: StepInput) -> None:
+        """Collect the steps that are under way and that this one can not run behind."""
+        may_run_behind = (
+            self.device.runs_behind
+            and self._planner.may_run_behind(step)
+            # How many tokens a row has behind guesses, its tokens tell.
+            and all(other.plan.samples.is_single for other in self._under_way)
+        )
+        while len(self._under_way) > may_run_behind:
+            self.collect(self._under_way[0])
+
     def _check_vocabulary(self, requests: Sequence[NewRequest]) -> None:
         size = self.model.config.vocab_size
         largest = max(max(item.input_ids, default=0) for item in requests)
@@ -237,9 +244,19 @@ class Engine:
             try:
                 oldest.outcome = self._finish(oldest)
             except BaseException as error:
-                self._table.rewind(oldest.plan.computed)
-                self._table.release(oldest.plan.new_rows)
-                oldest.outcome = error
+                self._lose(oldest, error)
+
+    def _lose(self, failed: StepHandle, error: BaseException) -> None:
+        """Undo a step, and those launched behind it: they stand on tokens that nobody has."""
+        behind = list(self._under_way)
+        self._under_way.clear()
+        for handle in behind:
+            with suppress(Exception):
+                handle.launched.result()
+        for handle in (*reversed(behind), failed):
+            self._table.rewind(handle.plan.computed)
+            self._table.release(handle.plan.new_rows)
+            handle.outcome = error
 
     def _finish(self, handle: StepHandle) -> StepOutput:
         """Write the step's tokens into the table, and release the rows that ended."""
@@ -272,7 +289,9 @@ class Engine:
             rows = [row for row in rows if row not in young]
         output.running_ids = table.ids(rows)
         end = time.perf_counter_ns()
-        output.forward_ns = scores.forward_done_ns - handle.began_ns
+        # Before the last one was done, the device was not at this one yet.
+        output.forward_ns = scores.forward_done_ns - max(handle.began_ns, self._last_done_ns)
+        self._last_done_ns = scores.forward_done_ns
         output.decode_ns = end - scores.forward_done_ns
         output.total_ns = end - handle.began_ns
         output.admit_ns = handle.admit_ns

@@ -88,7 +88,9 @@ class Plan:
         """See StepPlan."""
         if self._before is None:
             return scheduled.rows[:0]
-        return np.flatnonzero(np.isin(scheduled.rows, self._before.rows))
+        is_waiting = np.isin(scheduled.rows, self._before.rows)
+        # A new request may have the row of one that is over, but for its part in that step.
+        return np.flatnonzero(is_waiting & ~np.isin(scheduled.rows, self.new_rows))
 
     def scores(
         self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]

@@ -53,7 +53,8 @@ class Planner:
 
     def may_run_behind(self, step: StepInput) -> bool:
         """Whether a step can be decided without the tokens of the previous one."""
-        return not step.speculate and not self._table.constraints and self._recompute_at is None
+        follows = self._table.constraints or any(item.grammar for item in step.new_requests)
+        return not (step.speculate or follows) and self._recompute_at is None
 
     def running(self, step: StepInput, before: SampledPositions | None) -> Running:
         """Of the requests that run; BatchError if what is asked for is not possible. before: what

@@ -52,7 +52,7 @@ class TritonDevice(TorchDevice):
             SIZE=size,
             SIZE_PAD=triton.next_power_of_2(size),
             EPS=eps,
-            num_warps=8 if size >= 4096 else 4,
+            num_warps=_num_warps(size),
         )
         return out
 
@@ -72,6 +72,12 @@ class TritonDevice(TorchDevice):
         """See Device."""
         begin = partial(sampler.begin, self.upload)
         return StreamRunner(EagerForward(model), self.stream, self.upload, begin)
+
+
+def _num_warps(size: int) -> int:
+    """Never more threads than a row has numbers: one that has another's number as well might load
+    it when the other has stored the sum."""
+    return 8 if size >= 4096 else 4 if size >= 128 else 1
 
 
 class TritonGatedMatrix:

@@ -145,6 +145,7 @@ def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor
             CAPACITY=_CAPACITY,
             TILE=tile,
             FEW=min(_FEW, tile),
-            num_warps=8,
+            # Never more threads than scores, which are changed in place: see `add_norm`.
+            num_warps=max(1, min(8, tile // 32)),
         )
     return out

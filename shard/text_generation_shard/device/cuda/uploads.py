@@ -12,7 +12,9 @@ from text_generation_shard.device.cuda.staging import Buffer
 
 # Where an array begins in a buffer: any kernel may load it by its widest instructions.
 _ALIGNMENT = 16
-_NUM_BUFFERS = 3
+# A copy waits in the stream for the kernels before it: more buffers than two steps have arrays to
+# send, or the host would wait for a step while it launches the next.
+_NUM_BUFFERS = 32
 _LEAST_BYTES = 1 << 16
 
 

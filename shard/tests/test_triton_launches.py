@@ -1,0 +1,40 @@
+"""How the CUDA device starts its kernels: nothing is computed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_generation_shard.arrays import plain_upload
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.cuda import operators, sampler
+from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingTable
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("size", [1, 20, 64, 100, 300, 5000])
+def test_what_is_changed_in_place_has_a_thread_for_each_number(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads with the same number might load it one after another, and the second one what
+    the first has stored."""
+    asked: dict[str, dict[str, Any]] = {}
+
+    def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        asked[kernel.__name__] = options
+
+    for module in (operators, sampler):
+        monkeypatch.setattr(module, "launch", launch)
+    device = operators.TritonDevice(META, torch.bfloat16, DeviceOptions("bfloat16", "bfloat16"))
+    hidden = torch.empty(2, size, dtype=torch.bfloat16, device=META)
+    device.add_norm(hidden, hidden, 1.0, torch.empty(size, device=META), 1e-5)
+    table, rows = SamplingTable(2), np.arange(2)
+    for row in range(2):
+        table.set(row, SamplingParams(do_sample=True))
+    columns = table.columns(rows, plain_upload(META))
+    sampler.choose(torch.empty(2, size, device=META), columns, torch.empty(2, device=META))
+    for name, tile in (("add_norm", "SIZE_PAD"), ("draw", "TILE")):
+        # Within a warp all load at once.
+        assert 32 * asked[name]["num_warps"] <= max(32, asked[name][tile])
