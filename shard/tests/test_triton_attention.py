@@ -179,6 +179,27 @@ def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.Monk
     check(HeadShape(4, 2, 64, 0.125), torch.float32, ONE)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@TAILS
+def test_what_is_no_number_is_not_lost(lengths: list[int]) -> None:
+    """In one split of several, and in the row that has it only."""
+    shape = HeadShape(2, 1, 64, 0.125)
+    attention = TritonAttention(shape, PLACE, CAPABILITY)
+    attention.allocate(CacheShape(1, 1, 64, 16, torch.float32), 1024)
+    contexts, counts = CONTEXTS[:5], [min(pair) for pair in zip(CONTEXTS, lengths, strict=False)]
+    plan = attention.plan(on_place(contexts, contexts), NO_ANGLES)
+    assert attention.cache is not None
+    heads = torch.randn(sum(contexts), 4, 64).to(PLACE)
+    heads[-60, 2] = float("nan")  # a key of the last row
+    attention.store(heads, *attention.cache[0], False, plan)
+    asked = torch.randn(sum(counts), 4, 64).to(PLACE)
+    found = attention.forward(
+        asked, 0, None, False, attention.plan(on_place(contexts, counts), NO_ANGLES)
+    )
+    is_number = found.isfinite().all(dim=1)
+    assert not is_number[-counts[4] :].any() and is_number[: -counts[4]].all()
+
+
 def plain_varlen(
     query: Tensor,
     key: Tensor,

@@ -117,7 +117,8 @@ def merge_splits(
     for split in range(0, tl.cdiv(tl.load(lens_ptr + row), SPLIT)):
         at = (row * num_splits + split) * NUM_HEADS + head
         summed = tl.load(sums_ptr + at)
-        if summed > -float("inf"):
+        # A sum that is no number must not be left out: it makes all of the row none.
+        if summed != -float("inf"):
             larger = tl.maximum(largest, summed)
             shrunk, weight = tl.exp2(largest - larger), tl.exp2(summed - larger)
             part = tl.load(
