@@ -234,7 +234,7 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
     def fail(*_: Any) -> None:
         raise RuntimeError("the device says no")
 
-    for place in ("engine.plan.Plan.choose", "engine.engine.verify"):
+    for place in ("engine.plan.Plan.choose_by", "engine.engine.verify"):
         with monkeypatch.context() as patch:
             patch.setattr(f"text_generation_shard.{place}", fail)
             with pytest.raises(RuntimeError, match="says no"):
