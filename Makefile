@@ -8,7 +8,7 @@ HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 PYTEST := $(BIN)/pytest -m "not gpu"
 # Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
-COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,bad_models boundaries gpu_server grammar on_gpu parity quantize small_device)
+COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,bad_input bad_models boundaries generate gpu_server grammar offline_batch on_gpu parity quantize sequences small_device)
 UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
 GPU_PARTS := kernels
