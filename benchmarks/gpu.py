@@ -132,7 +132,7 @@ def _output(asked: Path | None) -> Path:
 
 
 def work(names: Sequence[str], is_dry: bool, limits: dict[str, float], seconds: float) -> None:
-    """What a child does: sections, one after another, for so many seconds in all."""
+    """What a child does: sections, one after another, for `seconds` in all."""
     until = time.monotonic() + seconds
     if is_dry:
         os.environ["TRITON_INTERPRET"] = "1"

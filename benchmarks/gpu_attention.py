@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Of the free memory, what a cache takes at most.
 _CACHE_SHARE = 0.6
-# So many queries of a row are checked, in the first, the middle and the last row.
+# This number of queries of a row is checked, in the first, the middle and the last row.
 _CHECKED = 8
 
 
@@ -80,7 +80,7 @@ class Pool:
         return self.attention.forward(heads, 0, None, True, plan)
 
     def heads(self, tokens: int) -> Tensor:
-        """Random queries, keys and values of so many tokens."""
+        """Random queries, keys and values of tokens."""
         own = self._model
         return self._bench.random(tokens, own.num_heads + 2 * own.num_kv_heads, own.head_dim)
 

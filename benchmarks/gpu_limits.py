@@ -103,7 +103,7 @@ def _host(bench: Bench, call: Callable[[], object]) -> Figures:
 
 
 def _graph(bench: Bench, start: Callable[[], None], count: int) -> Figures:
-    """One graph of so many kernels: host time of a replay, with a wait behind it, device time."""
+    """A graph of `count` kernels: host time of a replay, with a wait behind it, device time."""
     if bench.is_dry:
         raise RuntimeError("there are no CUDA graphs on a CPU")
     start()

@@ -19,7 +19,7 @@ from torch import Tensor
 MARK = "@gpu "
 # Relative error that a result in bfloat16 may have.
 ERROR_BOUND = 1e-2
-# So many bytes are walked through before the same ones come again: several times the cache of
+# This number of bytes is walked through before the same ones come again: several times the cache of
 # an H100 (50 MB), so that reads come from memory.
 _WALKED_BYTES = 300e6
 _MOST_COPIES = 64
@@ -211,7 +211,7 @@ class Bench:
         return statistics.median(times)
 
     def host_us(self, call: Callable[[], object], times: int = 500) -> float:
-        """µs of the host for each of many calls that nobody waits for."""
+        """µs of the host for each of many calls that are not waited for."""
         call()
         self.wait()
         times = self.size(times, 2)

@@ -416,7 +416,7 @@ def test_a_step_is_launched_ahead_where_nobody_who_waits_can_come(
 
 
 def test_a_step_launched_ahead_keeps_nobody_waiting_for_more_than_itself() -> None:
-    """A row ends in the step that is under way, which nobody knew."""
+    """A row ends in the step that is under way, which was not known."""
     desk = Desk(runs_ahead=True, max_batch_size=2)
     for number in range(2):
         desk.submit((number, 2, 3), 30)

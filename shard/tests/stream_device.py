@@ -29,7 +29,7 @@ class LateBuffer:
         assert not self.is_busy, "it was written while a copy was under way"
         target.copy_(staged)
         self.is_busy = True
-        # Whoever still reads here sees that it is not his any more.
+        # Who still reads here reads numbers that were never sent.
         self.memory.fill_(0xAA)
 
 

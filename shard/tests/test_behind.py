@@ -1,6 +1,9 @@
-"""A device that runs behind: a step is launched before the tokens of the one before are known."""
+"""A device that runs behind: steps are launched before tokens of the previous ones are known."""
 
+import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from text_generation_proto import pb
+from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.base import Model, StepPlan, StepScores
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.service import Batch
+from text_generation_shard.service import Batch, Begun, ShardService
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
@@ -22,7 +27,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "temperature": 1.2, "seed": 4},
     {"repetition_penalty": 1.3, "top_k": 40, "seed": 8},
-    # The end token and one other: this row ends without anybody knowing before.
+    # The end token and one other: this row ends, which is not known before.
     {"do_sample": True, "logit_bias": ((2, 60.0), (6, 60.0)), "temperature": 4.0, "seed": 3},
 ]
 
@@ -259,7 +264,7 @@ def test_a_grammar_follows_its_own_tokens(tiny_model_path: Path) -> None:
 def test_a_step_ahead_of_the_end_is_no_failure(
     kind: type[TorchDevice], speculate: int, tiny_model_path: Path
 ) -> None:
-    """It is sent, and launched, before anybody knows that nobody is left."""
+    """It is sent, and launched, before it is known that all requests have ended."""
     engine = load_engine(tiny_model_path, device=reference_device(kind))
     driver, batch = Driver(engine), Batch(engine)
     new = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
@@ -270,6 +275,27 @@ def test_a_step_ahead_of_the_end_is_no_failure(
     answer = batch.finish(ahead)
     assert not answer.generations.request_ids and not answer.HasField("batch")
     assert batch.id is None and engine.num_rows_taken == 0
+
+
+async def test_a_step_whose_call_ended_is_collected(tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
+    request = Driver(engine).request(0, [4, 5], max_new_tokens=1)
+    service = ShardService(engine, ThreadPoolExecutor(1), ShardConfig(model_path=tiny_model_path))
+    batch, is_collected = service._batch, threading.Event()
+    finish = batch.finish
+
+    def tell(begun: Begun | None) -> pb.StepResponse:
+        answer = finish(begun)
+        is_collected.set()
+        return answer
+
+    batch.finish = tell  # type: ignore[method-assign]
+    call = service._compute(batch.prefill, 7, None, StepInput([request], runs_on=False))
+    await asyncio.sleep(0)
+    call.cancel()
+    assert await asyncio.to_thread(is_collected.wait, 20)
+    assert batch.id is None and engine.num_rows_taken == 0
+    service.close()
 
 
 def test_the_time_of_two_steps_is_counted_once(tiny_model_path: Path) -> None:

@@ -128,7 +128,8 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         """Begin with a step in the device thread, which computes it there and then; a device that
         runs behind is not waited for there, and the thread is free for the next step."""
         if self._engine.device.runs_behind:
-            return asyncio.ensure_future(self._compute_behind(begin, *args))
+            # A step that was launched is collected, though its call may have ended.
+            return asyncio.shield(self._compute_behind(begin, *args))
 
         def compute() -> pb.StepResponse:
             return self._batch.finish(begin(*args))

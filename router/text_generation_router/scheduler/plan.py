@@ -22,9 +22,9 @@ class SchedulerLimits:
     max_batch_total_tokens: int
     # Without chunks, others join a running batch when this many times its size are waiting …
     waiting_served_ratio: float
-    # … or when so many steps have passed since others joined.
+    # … or when this number of steps has passed since others joined.
     max_waiting_tokens: int
-    # A row that grows beyond so many tokens writes all its blocks anew; None: none ever does.
+    # A row that grows beyond this number of tokens writes all its blocks anew; None: no row does.
     recompute_at: int | None = None
     # The KV of a longer prompt depends on its length; None: it never does.
     prompt_scaled_at: int | None = None
@@ -34,7 +34,7 @@ class SchedulerLimits:
     chunks_prompts: bool = True
     # Guessed tokens per request and step at most.
     speculate: int = 0
-    # A step is launched before the one before it is done, where it can do without its tokens.
+    # A step may be launched before the previous step is done, if it does not need its tokens.
     runs_ahead: bool = False
     costs: StepCosts = field(default_factory=StepCosts)
     # From one token of a request to the next; None: as `ChunkedPrefill` decides.

@@ -90,7 +90,7 @@ class Planner:
 
     def is_steady(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is under way, will be a decode of the same entries
-        less those that end in it: nobody comes or leaves, and who waits can not come."""
+        less those that end in it: no request joins or leaves, and none that waits could."""
         return self._limits.runs_ahead and not (
             plan.admitted
             or plan.chunks

@@ -247,7 +247,7 @@ class Engine:
                 self._lose(oldest, error)
 
     def _lose(self, failed: StepHandle, error: BaseException) -> None:
-        """Undo a step, and those launched behind it: they stand on tokens that nobody has."""
+        """Undo a step, and those launched behind it: their inputs were never chosen."""
         behind = list(self._under_way)
         self._under_way.clear()
         for handle in behind:

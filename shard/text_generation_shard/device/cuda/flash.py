@@ -65,7 +65,7 @@ def attend(
         rows.longest,
         rows.longest_context,
         scale=shape.scale,
-        # A token sees itself, and so many before it.
+        # A token sees itself, and this number of tokens before it.
         window_size=(window - 1, 0),
         **_GROUPED,
     )

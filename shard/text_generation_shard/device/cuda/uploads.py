@@ -1,13 +1,12 @@
 """Small arrays of the host to a GPU, without waiting for what it computes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from text_generation_shard.arrays import Array
 from text_generation_shard.device.cuda.staging import Buffer
 
 # Where an array begins in a buffer: any kernel may load it by its widest instructions.
@@ -22,12 +21,12 @@ class Uploads:
     """Owns a ring of pinned buffers. A buffer is written again when its last copy has left it."""
 
     def __init__(self, torch_device: torch.device, make_buffer: Callable[[int], Buffer]) -> None:
-        """`make_buffer` makes one of so many bytes."""
+        """`make_buffer` makes one of the size it is given, in bytes."""
         self._device, self._make_buffer = torch_device, make_buffer
         self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_BUFFERS)]
         self._turn = 0
 
-    def __call__(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
         """See Device.upload: all in one copy."""
         starts, end = [], 0
         for array in arrays:
