@@ -376,6 +376,9 @@ class StepScores(NamedTuple):
 class Runner(Protocol):
     """Computes steps, in the order in which they are launched."""
 
+    # Whether steps are recorded, by their size, and computed in one piece from then on.
+    records_steps: bool
+
     def launch(self, plan: StepPlan) -> Launched:
         """Begin with a step. Whether it is computed now or later is the device's affair."""
 

@@ -104,6 +104,11 @@ class Engine:
         return self.device.is_deterministic and self.model.attention.is_deterministic
 
     @property
+    def records_steps(self) -> bool:
+        """See Runner."""
+        return self._runner.records_steps
+
+    @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken

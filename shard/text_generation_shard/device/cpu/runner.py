@@ -187,6 +187,8 @@ class FusedDecoder:
 class CpuRunner:
     """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
 
+    records_steps = False
+
     def __init__(
         self, model: base.Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:

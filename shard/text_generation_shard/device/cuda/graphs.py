@@ -89,6 +89,8 @@ class Graphs:
         """asked: numbers of tokens, see `sizes_of`; empty: nothing is recorded."""
         self._model, self._asked, self._upload = model, asked, upload
         self._make_recorder = make_recorder
+        # Where a length matters, angles are not in one table.
+        self.are_used = model.length_rule is None and asked != ()
         self._sizes: tuple[int, ...] = ()
 
     def use(self, state: DeviceRows) -> None:
@@ -98,11 +100,8 @@ class Graphs:
         # None: it could not be recorded.
         self._recorded: dict[_Kind, Callable[[], None] | None] = {}
         self._num_asked: Counter[_Kind] = Counter()
-        capacity = len(state.rows.num_blocks)
-        # Where a length matters, angles are not in one table.
-        is_plain = self._model.length_rule is None
-        self._sizes = sizes_of(self._asked, capacity) if is_plain else ()
-        if self._sizes:
+        if self.are_used:
+            self._sizes = sizes_of(self._asked, len(state.rows.num_blocks))
             # It never grows again: what is recorded reads it.
             self._model.angle_table(self._longest)
             count = _NUM_INPUTS * self._sizes[-1]
@@ -117,7 +116,7 @@ class Graphs:
 
     def suits(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> bool:
         """Whether `scores` computes this pass."""
-        if plan.wants_hidden or not self._sizes:
+        if plan.wants_hidden or not self.are_used:
             return False
         is_sampled = scheduled.is_decode or bool((scheduled.num_sampled == scheduled.counts).all())
         return is_sampled and int(scheduled.counts.sum()) <= self._sizes[-1]
@@ -203,7 +202,7 @@ class Graphs:
     def bytes_of_all(self, held: Callable[[], int]) -> int:
         """What all that may be recorded takes, by what two of them take, which are forgotten then.
         `held` answers how much of the device's memory is taken."""
-        if not self._sizes:
+        if not self.are_used:
             return 0
         contexts = {self._kind(1, end).context for end in range(1, self._longest + 1, 16)}
         kinds = [_Kind(size, max(contexts)) for size in reversed(self._sizes)]

@@ -98,6 +98,7 @@ class StreamRunner:
         """`begin` gives the device the choice of a step's tokens: `sampler.begin`."""
         self.graphs, self.stream, self.begin, self.upload = graphs, stream, begin, upload
         self._forward, self._make_rows = forward, make_rows
+        self.records_steps = graphs.are_used
         self._rows: DeviceRows | None = None
         self._last: StreamStep | None = None
 

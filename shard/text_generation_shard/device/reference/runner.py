@@ -47,6 +47,8 @@ def pass_scores(
 class TorchRunner:
     """Computes a step while it is launched."""
 
+    records_steps = False
+
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
 
