@@ -198,10 +198,11 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "disable-custom-kernels",
-        "no effect: there are none",
+        "no effect: pytgi's kernels compute the model, and there is no way without them",
         true_or_false,
         switch=True,
-        note="--disable-custom-kernels has no effect: there are no custom kernels",
+        note="--disable-custom-kernels has no effect: pytgi's kernels compute the model, and there "
+        "is no way without them",
     ),
     Option(
         "enable-reflection",
