@@ -124,3 +124,17 @@ def test_what_can_not_be_recorded_is_computed(
     assert values_of(outputs) == values_of(expected)
     (message,) = caplog.messages
     assert "steps of 4 tokens are not recorded" in message and "\n" not in message
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_gpu_give_what_its_operators_give(tiny_model_path: Path) -> None:
+    eager, recorded = (
+        Driver(load_engine(tiny_model_path, device="cuda", max_batch_size=4, cuda_graphs=sizes))
+        for sizes in ((), None)
+    )
+    plain, outputs = (launched_ahead(driver, 3, 12) for driver in (eager, recorded))
+    graphs = graphs_of(recorded)._recorded
+    assert 4 in [kind.size for kind in graphs] and all(graphs.values())
+    for one, other in zip(plain, outputs, strict=True):
+        assert (one.token_ids, one.top_token_ids) == (other.token_ids, other.top_token_ids)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
