@@ -43,20 +43,28 @@ class CudaDevice(TritonDevice):
         the GPU never holds more than the weights."""
         return pinned_copies(self.torch_device, self.dtype)
 
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
-        """See Device. What the rehearsal took at its peak will be needed again."""
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
+        """See Device. What the rehearsal took at its peak will be needed again; what it left there,
+        as recorded steps, is not free any more."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         rehearse()
-        free, total = torch.cuda.mem_get_info(self.torch_device)
         held = torch.cuda.memory_allocated(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device) - held
-        cached = torch.cuda.memory_reserved(self.torch_device) - held
+        free, total = self._free_and_total()
         # 5 % of slack for fragmentation and what libraries allocate on their own.
         kept = (1.0 - self._memory_fraction * 0.95) * total
-        return Room(max(0, int(free + cached - peak - kept) - rest_bytes), peak + rest_bytes)
+        return Room(max(0, int(free - peak - kept)), peak)
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """See Device."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        held = torch.cuda.memory_allocated(self.torch_device)
-        return max(0, free + torch.cuda.memory_reserved(self.torch_device) - held - step_bytes)
+        return max(0, self._free_and_total()[0] - step_bytes)
+
+    def release_memory(self) -> None:
+        """See Device."""
+        torch.cuda.empty_cache()
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """In bytes. torch keeps what was freed, for later; what of it can not be given back belongs
+        to recorded steps, or is in pieces."""
+        self.release_memory()
+        return torch.cuda.mem_get_info(self.torch_device)
