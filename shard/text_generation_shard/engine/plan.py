@@ -111,10 +111,11 @@ class Plan:
             if row in table.prompt_logprobs:
                 start, known = int(scheduled.starts[index]), int(table.input_lens[row])
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
-                values = self.prompt_logprobs.setdefault(row, [])
+                # None behind the input: this step may be behind the one that completes it.
                 for at in range(0, len(targets), LOGPROB_ROWS):
                     some = torch.from_numpy(targets[at : at + LOGPROB_ROWS])
-                    values += self._logprobs(part[at : at + len(some)], some)
+                    values = self._logprobs(part[at : at + len(some)], some)
+                    self.prompt_logprobs.setdefault(row, []).extend(values)
 
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> list[float]:
         """Of the tokens [N] that follow hidden states [N, hidden_size]."""
