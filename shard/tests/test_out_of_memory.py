@@ -260,6 +260,8 @@ def test_who_reads_what_one_that_fails_was_to_write_computes_it(
         raise MemoryError
 
     monkeypatch.setattr(Plan, "_logprobs", logprobs)
+    # Blocks in which nobody has written.
+    driver.free.reverse()
     # It has no memory for its log-probabilities; the others have its first two blocks.
     leader = driver.request(1, ids, prefill_logprobs=True, **LONG)
     others = [driver.request(number, ids, **LONG) for number in (2, 3)]

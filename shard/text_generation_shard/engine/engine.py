@@ -77,7 +77,8 @@ class StepHandle:
 
     def result(self) -> StepOutput:
         """Wait for the step. If it failed, its new requests have no rows, and the others are as
-        they were but for the blocks that their tables grew by."""
+        they were but for the blocks that their tables grew by. For want of memory only requests
+        fail, and only those that do not fit alone: see `StepOutput.errors`."""
         self._engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
