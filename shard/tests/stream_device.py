@@ -1,16 +1,16 @@
-"""A device with the runner of a GPU and the arithmetic of the reference: what is right with it, and
+"""Devices with the runner of a GPU and the arithmetic of the processor: what is right with them, and
 wrong on a GPU, is not in how steps are launched and collected."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from text_generation_shard.device.base import DeviceOptions, Model
+from text_generation_shard.device.base import Device, DeviceOptions, Model
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
-from text_generation_shard.device.reference.runner import EagerForward
-from text_generation_shard.sampling.sampler import Scores, sample
+from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, sample
 from torch import Tensor
 
 
@@ -55,24 +55,35 @@ class LateStream:
         return there
 
 
-def begin(scores: Scores, *rest: Any) -> Tensor:
-    """See `cuda.sampler.begin`."""
-    choice = sample(scores, *rest)
-    token_ids, logprobs = torch.from_numpy(choice.token_ids), torch.from_numpy(choice.logprobs)
-    return torch.stack((token_ids.double(), logprobs.double(), torch.zeros(len(token_ids))))
-
-
-class StreamDevice(TorchDevice):
-    """See `Device`."""
+class StreamDevice:
+    """See `Device`: another one, but for its runner and what goes up to it."""
 
     runs_behind = True
 
-    def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
-        upload = Uploads(self.torch_device, LateBuffer)
-        return StreamRunner(EagerForward(model), LateStream(), upload, begin)
+    def __init__(self, own: Device, sampler: Sampler[Choice] = sample) -> None:
+        self._own, self._sampler = own, sampler
+        self.upload = Uploads(own.torch_device, LateBuffer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def runner(self, model: Model) -> StreamRunner:
+        plain: Any = self._own.runner(model)
+        return StreamRunner(plain._forward, LateStream(), self.upload, self._begin)
+
+    def _begin(self, scores: Scores, *rest: Any) -> Tensor:
+        """See `cuda.sampler.begin`."""
+        choice = self._sampler(scores, *rest)
+        columns = (choice.token_ids, choice.logprobs, np.zeros(len(choice.token_ids)))
+        return torch.from_numpy(np.stack(columns).astype(np.float64))
 
 
-def open_device(options: DeviceOptions) -> StreamDevice:
-    """In place of another device."""
+def stream_over(own: Device, sampler: Sampler[Choice] = sample) -> Device:
+    """The device `own`, which keeps its arithmetic and gets the runner of a GPU."""
+    return cast(Device, StreamDevice(own, sampler))
+
+
+def open_device(options: DeviceOptions) -> Device:
+    """In place of another device: the reference."""
     dtype = DTYPES[options.dtype or options.checkpoint_dtype]
-    return StreamDevice(torch.device("cpu"), dtype, options)
+    return stream_over(TorchDevice(torch.device("cpu"), dtype, options))

@@ -16,16 +16,16 @@ from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import NUM_BLOCKS, Driver, load_engine
+from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, load_engine
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
 PENALISED = {**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine
 
 DRAWN = {"do_sample": True, "temperature": 1.4, "top_p": 0.95}
 PENALISED = {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
@@ -82,7 +82,10 @@ def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> No
             driver.add(arriving, driver.advance(chunks, speculate))
         elif chunks or len(unfinished) < len(driver.running):
             driver.step(chunks, speculate)
-        if driver.running and draw.random() < 0.1:
+        if draw.random() < 0.1:
+            driver.settle()
+            if not driver.running:
+                continue
             back = draw.choice(driver.running)
             known = driver.drop(back)
             wanted = requests[back]
@@ -96,9 +99,9 @@ def in_parts(request: NewRequest, draw: random.Random) -> NewRequest:
     return replace(request, chunk_len=draw.choice([0, draw.randint(1, length)]))
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture

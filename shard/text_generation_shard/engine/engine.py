@@ -245,6 +245,24 @@ class Engine:
                 oldest.outcome = self._finish(oldest)
             except BaseException as error:
                 self._lose(oldest, error)
+            else:
+                if self._under_way:
+                    self._follow(self._under_way[0])
+
+    def _follow(self, handle: StepHandle) -> None:
+        """Go on with a step, now that the one it was launched behind is collected."""
+        plan, table = handle.plan, self._table
+        try:
+            self._planner.start_grammars(plan)
+            if not table.driven.isdisjoint(plan.sampled_rows.tolist()):
+                # A token was replaced that the device has taken for an input: all once more.
+                plan.catch_up()
+                table.rewind(plan.computed)
+                handle.launched = self._runner.launch(plan)
+                table.advance(plan.computed)
+        except BaseException as error:
+            self._under_way.popleft()
+            self._lose(handle, error)
 
     def _lose(self, failed: StepHandle, error: BaseException) -> None:
         """Undo a step, and those launched behind it: their inputs were never chosen."""
@@ -282,6 +300,7 @@ class Engine:
                 ):
                     if (found := table.pop_prompt_logprobs(row)) is not None:
                         output.prefill_logprobs.append((request_id, found))
+            table.drive(verified.driven)
             table.release(verified.ended)
         rows = table.running.tolist()
         if self._under_way:

@@ -67,16 +67,21 @@ class Plan:
         self.wants_hidden = bool(fixed.table.prompt_logprobs)
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
-        self.knows_tokens = before is None or not fixed.table.sampling.depends_on_tokens(
-            self.sampled_rows
-        )
-        # What the sampled tokens must follow, if any must: set before the step is launched.
+        self.knows_tokens = before is None or not fixed.table.depend_on_tokens(self.sampled_rows)
+        # What the sampled tokens must follow, if any must: set when the step before is collected.
         self.grammars: StepGrammars | None = None
         # By row, of the inputs that want them.
         self.prompt_logprobs: dict[int, list[float]] = {}
         # Of the rows that sample [R]: their requests.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
+        self._was_behind = before is not None
+
+    def catch_up(self) -> None:
+        """The step before was collected: if this one is launched again, the host knows its
+        inputs."""
+        self._before, self.knows_tokens = None, True
+        self.prompt_logprobs.clear()
 
     def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
         """See StepPlan."""
@@ -148,7 +153,7 @@ class Plan:
     def drop_ended(self, choice: Choice) -> Choice:
         """Without the rows that ended in the step before, which was under way when this one was
         launched; `samples` and `request_ids` are without them, too."""
-        if self._before is None:
+        if not self._was_behind:
             return choice
         owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
         kept = [index for index, owner in enumerate(owners) if self._fixed.table.has(*owner)]
@@ -159,6 +164,8 @@ class Plan:
         positions = self.samples.positions[kept]
         self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)
         self.request_ids = [self.request_ids[index] for index in kept]
+        if self.grammars is not None:
+            self.grammars.keep(kept)
         return Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -160,6 +160,12 @@ class StepGrammars:
                 is_out[first : first + count], float("-inf")
             )
             first += count
+
+    def keep(self, places: Sequence[int]) -> None:
+        """The step goes on with these of its places only, in this order, among which are those of
+        all constrained rows."""
+        index = {place: number for number, place in enumerate(places)}
+        self._rows = [replace(row, place=index[row.place]) for row in self._rows]
 
     @torch.inference_mode()
     def settle(self, choice: Choice) -> None:
