@@ -141,9 +141,13 @@ class Driver:
             except BatchError as error:
                 # All that decode end in this one.
                 assert "every request rests" in str(error)
-        self.ahead = None
-        result = self._take(handle.result(), StepInput())
         self.ahead = ahead
+        try:
+            result = self._take(handle.result(), StepInput())
+        except Exception:
+            if ahead is not None and ahead.outcome is not None:
+                self.ahead = None  # it is lost, too
+            raise
         if not self.running:
             self.settle()
         return result

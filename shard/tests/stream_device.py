@@ -1,15 +1,16 @@
-"""Devices with the runner of a GPU and the arithmetic of the processor: what is right with them, and
-wrong on a GPU, is not in how steps are launched and collected."""
+"""Devices with the runner of a GPU and the arithmetic of the processor: what is right with them and
+wrong on a GPU is not in how steps are launched and collected."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from text_generation_shard.device.base import Device, DeviceOptions, Model
+from text_generation_shard.device.base import Device, DeviceOptions, ForwardBatch, Model
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
+from text_generation_shard.device.reference.runner import Forward
 from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, sample
 from torch import Tensor
 
@@ -55,6 +56,25 @@ class LateStream:
         return there
 
 
+class CheckedForward:
+    """See `Forward`: another one, which is given nothing that was read too early. Kernels would
+    read anywhere."""
+
+    def __init__(self, own: Forward) -> None:
+        self._own = own
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        self._check(batch)
+        return self._own.hidden(batch)
+
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        self._check(batch)
+        return self._own.scores(batch)
+
+    def _check(self, batch: ForwardBatch) -> None:
+        assert int(batch.input_ids.min()) >= 0, "every input is a token"
+
+
 class StreamDevice:
     """See `Device`: another one, but for its runner and what goes up to it."""
 
@@ -67,9 +87,10 @@ class StreamDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    def runner(self, model: Model) -> StreamRunner:
+    def runner(self, model: Model) -> Any:
         plain: Any = self._own.runner(model)
-        return StreamRunner(plain._forward, LateStream(), self.upload, self._begin)
+        forward = CheckedForward(plain._forward)
+        return StreamRunner(forward, LateStream(), self.upload, self._begin)
 
     def _begin(self, scores: Scores, *rest: Any) -> Tensor:
         """See `cuda.sampler.begin`."""

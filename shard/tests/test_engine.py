@@ -66,11 +66,14 @@ def test_same_tokens_alone_in_a_batch_and_after_preemptions(
     assert driver.engine.num_rows_taken == 0
 
 
-@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [("llama-dynamic", "cpu"), ("llama-dynamic", "stream"), ("phi3-longrope", "cpu")],
+)
 def test_a_preemption_changes_nothing_where_rope_depends_on_length(
-    family: str, checkpoint: Callable[[str], Path]
+    family: str, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    driver = Driver(load_engine(checkpoint(family)))
+    driver = Driver(load_engine(checkpoint(family), device=device))
     options = {"max_new_tokens": 40, "ignore_eos_token": True}
     ids = list(range(3, 50))
     wanted = alone(driver, 0, ids, **options)
