@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, StepInput
 from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
@@ -266,3 +268,24 @@ async def test_a_guarded_grammar_is_followed_and_fails_alone(
     assert "too complex to be followed" in errors[0][1]
     assert [output.request_ids[-1] for output in outputs] == [3, 3]
     assert stream.engine.num_rows_taken == 1
+
+
+def test_a_forced_token_leaves_the_scores_alone(
+    plain: Driver, open_ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device they may be those of the next step by then."""
+    verify, seen = output.verify, list[Any]()
+
+    def compare(plan: Any, choice: Any, *rest: Any) -> Any:
+        before = torch.as_tensor(choice.scores).clone()
+        found = verify(plan, choice, *rest)
+        seen.append((torch.equal(before, torch.as_tensor(choice.scores)), found.output))
+        return found
+
+    monkeypatch.setattr("text_generation_shard.engine.engine.verify", compare)
+    alone(plain, **open_ended, top_n_tokens=3)
+    assert all(is_same for is_same, _ in seen)
+    # The forced token is the only one that is told.
+    assert [found.top_token_counts for _, found in seen][-2] == [1]
+    assert seen[-2][1].top_token_ids == seen[-2][1].token_ids
+    assert seen[-2][1].top_token_logprobs == [0.0]

@@ -51,7 +51,7 @@ def verify(
     samples, grammars = plan.samples, plan.grammars
     unsound = choice.unsound()
     if grammars is not None:
-        grammars.settle(choice)
+        choice = grammars.settle(choice)
     token_ids, marks = choice.token_ids, _NO_MARKS
     if unsound or grammars is not None or world.size > 1:
         marks = _marks(len(token_ids), unsound, grammars)
