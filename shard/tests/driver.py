@@ -1,4 +1,5 @@
-"""Drives an Engine as a router would: gives out blocks, joins, steps, filters."""
+"""Drives an Engine as a router would: gives out blocks, joins, steps, filters; where the device
+runs behind, with a step under way behind the one that is asked for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,16 +11,22 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.cpu.sampler import sample
 from text_generation_shard.device.reference.device import TorchDevice
-from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
 from text_generation_shard.engine.warmup import Costs
+from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.server import load_on
 
+from shard.tests.stream_device import stream_over
+
 NUM_BLOCKS = 400
+DEVICES = ["cpu", "stream"]
+"""What `load_engine` loads on: steps one after another, and with one under way behind another."""
 
 
 def load_engine(
@@ -31,8 +38,11 @@ def load_engine(
     max_total_tokens: int = 400,
     **config: Any,
 ) -> Engine:
-    """An engine that is warm, with room for these rows and NUM_BLOCKS blocks."""
+    """An engine that is warm, with room for these rows and NUM_BLOCKS blocks. On `cpu`, or on
+    `stream`: the same with the runner of a GPU."""
     settings = ShardConfig(model_path=path, **{"dtype": "float32", **config})
+    if device == "stream":
+        device = stream_over(open_cpu(settings.dtype, settings.quantize), sample)
     if isinstance(device, str):
         engine = load(replace(settings, device=device))
     else:
@@ -56,13 +66,13 @@ def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
 
 
 def reference_device(
-    kind: type[TorchDevice] = TorchDevice,
+    kind: Any = TorchDevice,
     dtype: torch.dtype = torch.float32,
     cuda_graphs: tuple[int, ...] | None = None,
-) -> TorchDevice:
-    """The specification, on the processor."""
-    options = DeviceOptions(None, "float32", cuda_graphs=cuda_graphs)
-    return kind(torch.device("cpu"), dtype, options)
+) -> Any:
+    """The specification, on the processor; or a StreamDevice over it."""
+    own = TorchDevice(torch.device("cpu"), dtype, DeviceOptions(None, "float32"))
+    return own if kind is TorchDevice else kind(own, cuda_graphs=cuda_graphs)
 
 
 @dataclass
@@ -82,6 +92,8 @@ class Driver:
     # The longest a request can become.
     longest: dict[int, int] = field(default_factory=dict)
     running: list[int] = field(default_factory=list)
+    # Launched behind the last one that was asked for: a decode of what runs.
+    ahead: StepHandle | None = None
 
     def request(self, request_id: int, ids: Sequence[int], **options: Any) -> NewRequest:
         """A request with blocks for its ids and the token after them."""
@@ -106,31 +118,71 @@ class Driver:
     def add(self, requests: Sequence[NewRequest], advance: StepInput | None = None) -> StepOutput:
         """Prefill, joining what runs, which `advance` lets go on in the same pass."""
         step = StepInput(runs_on=False) if advance is None else advance
-        result = self.engine.step(replace(step, new_requests=requests))
+        handle = self.engine.launch(replace(step, new_requests=requests))
+        self.settle()
         for request in requests:
             self.left[request.id] = len(request.input_ids) - request.first_end
-        return self._take(result, step)
+        return self._take(handle.result(), step)
 
     def step(self, chunks: Mapping[int, int] | None = None, speculate: int = 0) -> StepOutput:
         """Decode everything that runs; `chunks`: how many more tokens of which inputs."""
-        advance = self.advance(chunks or {}, speculate)
-        return self._take(self.engine.step(advance), advance)
+        if chunks:
+            advance = self.advance(chunks, speculate)
+            handle = self.engine.launch(advance)
+            self.settle()
+            return self._take(handle.result(), advance)
+        if self.ahead is None:
+            self.ahead = self.engine.launch(self.advance({}, speculate))
+        return self._step_ahead(self.ahead, speculate)
+
+    def _step_ahead(self, handle: StepHandle, speculate: int) -> StepOutput:
+        """What this decode gives, with the next one launched before that is known."""
+        ahead = None
+        if self.engine.device.runs_behind:
+            try:
+                ahead = self.engine.launch(self.advance({}, speculate))
+            except BatchError as error:
+                # All that decode end in this one.
+                assert "every request rests" in str(error)
+        self.ahead = ahead
+        try:
+            result = self._take(handle.result(), StepInput())
+        except Exception:
+            if ahead is not None and ahead.outcome is not None:
+                self.ahead = None  # it is lost, too
+            raise
+        if not self.running:
+            self.settle()
+        return result
+
+    def settle(self) -> None:
+        """Take what the step gives that is under way, if there is one."""
+        handle, self.ahead = self.ahead, None
+        if handle is not None:
+            self._take(handle.result(), StepInput())
 
     def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> StepInput:
         """How what runs goes on, with the blocks that takes."""
-        grown = []
+        grown, more = [], speculate
+        if self.ahead is not None:
+            # What a row gets there at most.
+            more += max((self.ahead.plan.samples.ends - self.ahead.plan.samples.firsts).tolist())
         for request_id in self.running:
             table = self.tables[request_id]
             tokens = len(self.known[request_id])
             if not self.left[request_id]:
-                tokens = min(tokens + speculate, self.longest[request_id])
+                tokens = min(tokens + more, self.longest[request_id])
             while tokens > len(table) * self.engine.block_size:
                 table.append(self.free.pop())
                 grown.append((request_id, table[-1]))
-        return StepInput(grown=grown, chunks=list(chunks.items()), speculate=speculate)
+        is_ahead = self.ahead is not None
+        return StepInput(
+            grown=grown, chunks=list(chunks.items()), speculate=speculate, is_ahead=is_ahead
+        )
 
     def drop(self, request_id: int) -> list[int]:
         """Filter a request out; what it knew, for coming back."""
+        self.settle()
         keep = [item for item in self.running if item != request_id]
         if keep:
             self.running = self.engine.filter(keep)

@@ -1,20 +1,22 @@
-"""A device with the runner of a GPU and the arithmetic of the reference: what is right with it, and
-wrong on a GPU, is not in how steps are launched and collected."""
+"""Devices with the runner of a GPU and the arithmetic of the processor: what is right with them and
+wrong on a GPU is not in how steps are launched and collected."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from text_generation_shard.device.base import DeviceOptions, Model
+from text_generation_shard.device.base import Device, DeviceOptions, ForwardBatch, Model
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
-from text_generation_shard.device.reference.runner import EagerForward
-from text_generation_shard.sampling.sampler import Scores, sample
+from text_generation_shard.device.reference.runner import Forward
+from text_generation_shard.sampling.sampler import Choice, Sampler, Scores, sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -101,31 +103,65 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def begin(scores: Scores, *rest: Any) -> Tensor:
-    """See `cuda.sampler.begin`."""
-    choice = sample(scores, *rest)
-    token_ids, logprobs = torch.from_numpy(choice.token_ids), torch.from_numpy(choice.logprobs)
-    return torch.stack((token_ids.double(), logprobs.double(), torch.zeros(len(token_ids))))
+class CheckedForward:
+    """See `Forward`: another one, which is given nothing that was read too early. Kernels would
+    read anywhere."""
+
+    def __init__(self, own: Forward) -> None:
+        self._own = own
+
+    def hidden(self, batch: ForwardBatch) -> Tensor:
+        return self._own.hidden(self._checked(batch))
+
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        return self._own.scores(self._checked(batch))
+
+    def _checked(self, batch: ForwardBatch) -> ForwardBatch:
+        assert int(batch.input_ids.min()) >= 0, "every input is a token"
+        # As the processor's kernels have them.
+        return replace(batch, block_tables=batch.block_tables.long())
 
 
-class StreamDevice(TorchDevice):
-    """See `Device`."""
+class StreamDevice:
+    """See `Device`: another one, but for its runner and what goes up to it."""
 
     runs_behind = True
     num_spare_blocks = 1
 
-    def __init__(self, torch_device: torch.device, dtype: torch.dtype, options: DeviceOptions):
-        super().__init__(torch_device, dtype, options)
-        self._cuda_graphs = options.cuda_graphs
+    def __init__(
+        self,
+        own: Device,
+        sampler: Sampler[Choice] = sample,
+        cuda_graphs: tuple[int, ...] | None = (),
+    ) -> None:
+        """cuda_graphs: see DeviceOptions; for devices that compute by torch's operators."""
+        self._own, self._sampler, self._cuda_graphs = own, sampler, cuda_graphs
+        self.upload = Uploads(own.torch_device, LateBuffer)
 
-    def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
-        upload, stream = Uploads(self.torch_device, LateBuffer), LateStream()
-        graphs = Graphs(model, self._cuda_graphs, stream.recorder, upload)
-        make_rows = partial(DeviceRows, device=self.torch_device, upload=upload)
-        return StreamRunner(EagerForward(model), graphs, stream, begin, make_rows, upload)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def runner(self, model: Model) -> Any:
+        plain: Any = self._own.runner(model)
+        forward, stream = CheckedForward(plain._forward), LateStream()
+        graphs = Graphs(model, self._cuda_graphs, stream.recorder, self.upload)
+        make_rows = partial(DeviceRows, device=self.torch_device, upload=self.upload)
+        return StreamRunner(forward, graphs, stream, self._begin, make_rows, self.upload)
+
+    def _begin(self, scores: Scores, *rest: Any) -> Tensor:
+        """See `cuda.sampler.begin`."""
+        choice = self._sampler(scores, *rest)
+        columns = (choice.token_ids, choice.logprobs, np.zeros(len(choice.token_ids)))
+        return torch.from_numpy(np.stack(columns).astype(np.float64))
 
 
-def open_device(options: DeviceOptions) -> StreamDevice:
-    """In place of another device."""
+def stream_over(own: Device, sampler: Sampler[Choice] = sample) -> Device:
+    """The device `own`, which keeps its arithmetic and gets the runner of a GPU."""
+    return cast(Device, StreamDevice(own, sampler))
+
+
+def open_device(options: DeviceOptions) -> Device:
+    """In place of another device: the reference."""
     dtype = DTYPES[options.dtype or options.checkpoint_dtype]
-    return StreamDevice(torch.device("cpu"), dtype, options)
+    own = TorchDevice(torch.device("cpu"), dtype, options)
+    return cast(Device, StreamDevice(own, cuda_graphs=options.cuda_graphs))

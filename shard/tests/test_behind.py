@@ -13,14 +13,13 @@ import pytest
 import torch
 from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.device.base import Model, StepPlan, StepScores
-from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.base import Device, Model, StepPlan, StepScores
+from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
-from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.service import Batch, Begun, ShardService
 
-from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.driver import Driver, load_engine, open_cpu
 from shard.tests.stream_device import StreamDevice
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -78,14 +77,39 @@ class BehindRunner:
         return Later(self, plan)
 
 
-class BehindDevice(TorchDevice):
-    runs_behind = True
+class BehindDevice(StreamDevice):
+    """Computes when somebody asks."""
 
-    def runner(self, model: Model) -> BehindRunner:  # type: ignore[override]
+    def runner(self, model: Model) -> Any:
         return BehindRunner(model)
 
 
-DEVICES = pytest.mark.parametrize("kind", [BehindDevice, StreamDevice])
+@pytest.fixture(scope="module")
+def engines(tiny_model_path: Path) -> dict[str, Engine]:
+    """By name; what is left of one test is forgotten before the next."""
+    behind: Any = BehindDevice(open_cpu("float32"))
+    devices: dict[str, Device | str] = {"plain": "cpu", "behind": behind, "stream": "stream"}
+    return {name: load_engine(tiny_model_path, device=own) for name, own in devices.items()}
+
+
+@pytest.fixture
+def plain(engines: dict[str, Engine]) -> Driver:
+    engines["plain"].clear()
+    return Driver(engines["plain"])
+
+
+@pytest.fixture
+def stream(engines: dict[str, Engine]) -> Driver:
+    engines["stream"].clear()
+    return Driver(engines["stream"])
+
+
+@pytest.fixture(params=["behind", "stream"])
+def driver(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Driver:
+    """Of a device that runs behind."""
+    engine = engines[request.param]
+    engine.clear()
+    return Driver(engine)
 
 
 def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
@@ -126,25 +150,23 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     return found
 
 
-@DEVICES
-def test_tokens_are_those_of_a_device_that_is_not(
-    kind: type[TorchDevice], tiny_model_path: Path
-) -> None:
-    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
+def test_tokens_are_those_of_a_device_that_is_not(driver: Driver, plain: Driver) -> None:
     expected = tokens_of(plain, behind=False)
     assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
-    engine = load_engine(tiny_model_path, device=reference_device(kind))
-    behind = Driver(engine)
-    assert tokens_of(behind, behind=True) == expected
-    assert behind.reasons == plain.reasons
-    if kind is BehindDevice:
-        runner: Any = engine._runner
-        assert runner.num_waiting > 30, "most input tokens were not known on the host at launch"
-    assert engine.num_rows_taken == 0
+    runner: Any = driver.engine._runner
+    is_late = isinstance(runner, BehindRunner)
+    num_waiting = runner.num_waiting if is_late else 0
+    assert tokens_of(driver, behind=True) == expected
+    assert driver.reasons == plain.reasons
+    if is_late:
+        num_waiting = runner.num_waiting - num_waiting
+        assert num_waiting > 30, "most input tokens were not known on the host at launch"
+    assert driver.engine.num_rows_taken == 0
 
 
-def test_what_depends_on_tokens_waits_for_them(tiny_model_path: Path) -> None:
-    engine = load_engine(tiny_model_path, device=reference_device(BehindDevice))
+def test_what_depends_on_tokens_waits_for_them(engines: dict[str, Engine]) -> None:
+    engine = engines["behind"]
+    engine.clear()
     runner: Any = engine._runner
     driver = Driver(engine)
     done = runner.num_done
@@ -161,17 +183,27 @@ def test_what_depends_on_tokens_waits_for_them(tiny_model_path: Path) -> None:
     assert engine.num_rows_taken == 0
 
 
-@DEVICES
+LONG: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
+
+
+@pytest.fixture(scope="module")
+def wanted(engines: dict[str, Engine]) -> list[int]:
+    """What one request gives on a device that does not run behind."""
+    driver = Driver(engines["plain"])
+    driver.add([driver.request(0, range(3, 20), **LONG)])
+    driver.run()
+    return driver.tokens[0]
+
+
 def test_a_step_that_fails_late_leaves_what_was_there(
-    kind: type[TorchDevice], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine: Engine = load_engine(tiny_model_path, device=reference_device(kind))
-    driver = Driver(engine)
-    driver.add([driver.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
+    engine = driver.engine
+    driver.add([driver.request(0, range(3, 20), **LONG)])
     handle = engine.launch(StepInput([driver.request(1, [4, 5])], runs_on=True))
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.model), "logits", lambda *_: 1 / 0)
-        if kind is StreamDevice:
+        if isinstance(handle.launched, StreamStep):
             # All was given to the device; it says late what it could not do.
             lost = SimpleNamespace(synchronize=lambda: 1 / 0)
             patch.setattr(handle.launched, "_moment", lost)
@@ -182,19 +214,13 @@ def test_a_step_that_fails_late_leaves_what_was_there(
         handle.result()
     assert engine.num_rows_taken == 1
     driver.run()
-    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
-    plain.add([plain.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
-    plain.run()
-    assert driver.tokens[0] == plain.tokens[0]
+    assert driver.tokens[0] == wanted
 
 
-@DEVICES
 def test_steps_behind_one_that_fails_are_lost_with_it(
-    kind: type[TorchDevice], tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(load_engine(tiny_model_path, device=reference_device(kind)))
-    options: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
-    driver.add([driver.request(0, range(3, 20), **options)])
+    driver.add([driver.request(0, range(3, 20), **LONG)])
     first, second = driver.engine.launch(StepInput()), driver.engine.launch(StepInput())
     lost = SimpleNamespace(result=lambda: 1 / 0)
     monkeypatch.setattr(first, "launched", lost)
@@ -202,10 +228,7 @@ def test_steps_behind_one_that_fails_are_lost_with_it(
         with pytest.raises(ZeroDivisionError):
             handle.result()
     driver.run()
-    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
-    plain.add([plain.request(0, range(3, 20), **options)])
-    plain.run()
-    assert driver.tokens[0] == plain.tokens[0]
+    assert driver.tokens[0] == wanted
 
 
 # Its only token is the end.
@@ -229,52 +252,32 @@ def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
     return last
 
 
-@DEVICES
 def test_the_row_of_one_that_ended_tells_nothing_to_who_has_it_next(
-    kind: type[TorchDevice], tiny_model_path: Path
+    driver: Driver, plain: Driver
 ) -> None:
-    driver = Driver(load_engine(tiny_model_path, device=reference_device(kind)))
     found = with_one_that_ended(driver, driver.request(2, range(30, 50)))
-    plain = Driver(load_engine(tiny_model_path, device=reference_device()))
     expected = plain.engine.step(StepInput([plain.request(2, range(30, 50))], runs_on=False))
     assert found.request_ids[-1] == 2 and found.token_ids[-1] == expected.token_ids[0]
     assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
 
 
-def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(tiny_model_path: Path) -> None:
-    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
-    request = Driver(engine).request(0, range(3, 12), prefill_logprobs=True)
+def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(stream: Driver) -> None:
+    engine = stream.engine
+    request = stream.request(0, range(3, 12), prefill_logprobs=True)
     handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
     first, second = (handle.result() for handle in handles)
     assert [(number, len(values)) for number, values in first.prefill_logprobs] == [(0, 9)]
     assert second.request_ids == [0] and not second.prefill_logprobs
 
 
-def test_a_grammar_follows_its_own_tokens(tiny_model_path: Path) -> None:
-    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
-    model = engine.model.config
-    compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
-    try:
-        grammar = compiler.compile_now("start: /[0-4]{3}/")
-    finally:
-        compiler.close()
-    driver = Driver(engine)
-    old = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
-    engine.step(StepInput([old], runs_on=False))
-    new = driver.request(1, range(30, 50), grammar=grammar)
-    handles = [engine.launch(StepInput()), engine.launch(StepInput([new]))]
-    ended, found = (handle.result() for handle in handles)
-    assert ended.finish_reasons == [FinishReason.EOS_TOKEN]
-    assert found.request_ids == [1] and not found.errors
-
-
-@pytest.mark.parametrize("kind", [TorchDevice, StreamDevice])
+@pytest.mark.parametrize("name", ["plain", "stream"])
 @pytest.mark.parametrize("speculate", [0, 2])
 def test_a_step_ahead_of_the_end_is_no_failure(
-    kind: type[TorchDevice], speculate: int, tiny_model_path: Path
+    name: str, speculate: int, engines: dict[str, Engine]
 ) -> None:
     """It is sent, and launched, before it is known that all requests have ended."""
-    engine = load_engine(tiny_model_path, device=reference_device(kind))
+    engine = engines[name]
+    engine.clear()
     driver, batch = Driver(engine), Batch(engine)
     new = driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
     batch.finish(batch.prefill(1, None, StepInput([new], runs_on=False)))
@@ -286,9 +289,8 @@ def test_a_step_ahead_of_the_end_is_no_failure(
     assert batch.id is None and engine.num_rows_taken == 0
 
 
-async def test_a_step_whose_call_ended_is_collected(tiny_model_path: Path) -> None:
-    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
-    request = Driver(engine).request(0, [4, 5], max_new_tokens=1)
+async def test_a_step_whose_call_ended_is_collected(stream: Driver, tiny_model_path: Path) -> None:
+    engine, request = stream.engine, stream.request(0, [4, 5], max_new_tokens=1)
     service = ShardService(engine, ThreadPoolExecutor(1), ShardConfig(model_path=tiny_model_path))
     batch, is_collected = service._batch, threading.Event()
     finish = batch.finish
@@ -307,10 +309,9 @@ async def test_a_step_whose_call_ended_is_collected(tiny_model_path: Path) -> No
     service.close()
 
 
-def test_the_time_of_two_steps_is_counted_once(tiny_model_path: Path) -> None:
-    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
-    driver = Driver(engine)
-    driver.add([driver.request(0, range(3, 20), max_new_tokens=9, ignore_eos_token=True)])
+def test_the_time_of_two_steps_is_counted_once(stream: Driver) -> None:
+    engine = stream.engine
+    stream.add([stream.request(0, range(3, 20), **LONG)])
     began = time.perf_counter_ns()
     handles = [engine.launch(StepInput()), engine.launch(StepInput())]
     time.sleep(0.05)

@@ -16,16 +16,16 @@ from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.service import Batch
 
-from shard.tests.driver import NUM_BLOCKS, Driver, load_engine
+from shard.tests.driver import DEVICES, NUM_BLOCKS, Driver, load_engine
 
 GREEDY: dict[str, Any] = {}
 SEEDED = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 11}
 PENALISED = {**SEEDED, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture
@@ -66,11 +66,14 @@ def test_same_tokens_alone_in_a_batch_and_after_preemptions(
     assert driver.engine.num_rows_taken == 0
 
 
-@pytest.mark.parametrize("family", ["llama-dynamic", "phi3-longrope"])
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [("llama-dynamic", "cpu"), ("llama-dynamic", "stream"), ("phi3-longrope", "cpu")],
+)
 def test_a_preemption_changes_nothing_where_rope_depends_on_length(
-    family: str, checkpoint: Callable[[str], Path]
+    family: str, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    driver = Driver(load_engine(checkpoint(family)))
+    driver = Driver(load_engine(checkpoint(family), device=device))
     options = {"max_new_tokens": 40, "ignore_eos_token": True}
     ids = list(range(3, 50))
     wanted = alone(driver, 0, ids, **options)

@@ -13,7 +13,7 @@ from text_generation_shard.grammars.compiler import Constraint, Grammar, Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check, closed
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine
 
 EMBEDDED = Path(__file__).parents[2] / "launcher/text_generation_launcher/embedded_model"
 WHITESPACE = {"whitespace_flexible": False, "whitespace_pattern": "[\\x20]?"}
@@ -36,9 +36,9 @@ def tokenizer(tiny_model_path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model_path / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture
@@ -125,6 +125,7 @@ def test_a_preempted_text_goes_on_as_if_nothing_had_been(
     driver.add([driver.request(1, [3, 4], **options)])
     while 1 in driver.running:
         driver.step()
+        driver.settle()
         if 1 in driver.running:
             known = driver.drop(1)
             driver.add([driver.request(1, known, num_prompt_tokens=2, **options)])

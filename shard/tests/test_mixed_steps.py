@@ -12,7 +12,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.errors import BatchError
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine
 
 DRAWN = {"do_sample": True, "temperature": 1.4, "top_p": 0.95}
 PENALISED = {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "top_k": 40}
@@ -82,7 +82,10 @@ def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> No
             driver.add(arriving, driver.advance(chunks, speculate))
         elif chunks or len(unfinished) < len(driver.running):
             driver.step(chunks, speculate)
-        if driver.running and draw.random() < 0.1:
+        if draw.random() < 0.1:
+            driver.settle()
+            if not driver.running:
+                continue
             back = draw.choice(driver.running)
             known = driver.drop(back)
             wanted = requests[back]
@@ -96,9 +99,9 @@ def in_parts(request: NewRequest, draw: random.Random) -> NewRequest:
     return replace(request, chunk_len=draw.choice([0, draw.randint(1, length)]))
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture
@@ -108,13 +111,21 @@ def driver(engine: Engine) -> Driver:
 
 
 @pytest.mark.parametrize(
-    ("family", "max_prefill_tokens"),
-    [("llama3", 4096), ("llama3", 23), ("mistral", 4096), ("llama-dynamic", 64), ("phi3", 4096)],
+    ("family", "max_prefill_tokens", "device"),
+    [
+        ("llama3", 4096, "cpu"),
+        ("llama3", 23, "cpu"),
+        ("llama3", 23, "stream"),
+        ("mistral", 4096, "cpu"),
+        ("llama-dynamic", 64, "cpu"),
+        ("llama-dynamic", 64, "stream"),
+        ("phi3", 4096, "cpu"),
+    ],
 )
 def test_the_same_tokens_whatever_a_step_mixes(
-    family: str, max_prefill_tokens: int, checkpoint: Callable[[str], Path]
+    family: str, max_prefill_tokens: int, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    engine = load_engine(checkpoint(family), max_prefill_tokens)
+    engine = load_engine(checkpoint(family), max_prefill_tokens, device)
     draw = random.Random(f"{family} {max_prefill_tokens}")
     requests = make_wanted(Driver(engine), draw, 14)
     driver = Driver(engine)
@@ -135,24 +146,26 @@ def test_the_same_tokens_whatever_a_step_mixes(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "quantize"),
+    ("family", "dtype", "quantize", "device"),
     [
-        ("qwen3", "float32", None),
-        ("qwen3", "bfloat16", None),
-        pytest.param("qwen3", "bfloat16", "int8", marks=NEEDS_WIDE),
-        pytest.param("qwen3", "bfloat16", "int4", marks=NEEDS_WIDE),
+        ("qwen3", "float32", None, "cpu"),
+        ("qwen3", "bfloat16", None, "cpu"),
+        ("qwen3", "bfloat16", None, "stream"),
+        pytest.param("qwen3", "bfloat16", "int8", "cpu", marks=NEEDS_WIDE),
+        pytest.param("qwen3", "bfloat16", "int4", "cpu", marks=NEEDS_WIDE),
         # Residuals and scores that are scaled, biases, gates with a bias.
-        ("granite", "float32", None),
-        ("granite", "bfloat16", None),
-        ("qwen2", "bfloat16", None),
-        ("llama-bias", "bfloat16", None),
+        ("granite", "float32", None, "cpu"),
+        ("granite", "float32", None, "stream"),
+        ("granite", "bfloat16", None, "cpu"),
+        ("qwen2", "bfloat16", None, "cpu"),
+        ("llama-bias", "bfloat16", None, "cpu"),
     ],
 )
 def test_bit_for_bit(
-    family: str, dtype: str, quantize: str | None, checkpoint: Callable[[str], Path]
+    family: str, dtype: str, quantize: str | None, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """Not nearly: log-probabilities show any difference in the last bit of a hidden state."""
-    engine = load_engine(checkpoint(family), dtype=dtype, quantize=quantize)
+    engine = load_engine(checkpoint(family), device=device, dtype=dtype, quantize=quantize)
     assert engine.is_deterministic
     draw = random.Random(1)
     requests = make_wanted(Driver(engine), draw, 28)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from text_generation_shard.device.base import (
-    DeviceOptions,
     Launched,
     Model,
     Room,
@@ -25,7 +24,7 @@ from text_generation_shard.engine.warmup import Costs, LargestStep, largest_step
 from text_generation_shard.errors import ModelError
 from torch.profiler import ProfilerActivity, profile
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
 
 ROWS, TOKENS, LONGEST, KEYS = 6, 64, 200, 384
@@ -51,14 +50,14 @@ class MeasuringDevice(StreamDevice):
     """Measures its memory as a GPU does, and notes what it was given meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), torch.float32, DeviceOptions(None, "float32"))
+        super().__init__(reference_device(), cuda_graphs=None)
         self.launches: list[Launch] = []
         self.peak = 0
         # The largest pass there is memory for.
         self.most = 10**6
 
     def attention(self, *shape: Any) -> Any:
-        found = super().attention(*shape)
+        found = self._own.attention(*shape)
         found.heaviest_keys = KEYS  # type: ignore[attr-defined]
         return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from text_generation_shard.engine.step import NewRequest
 
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine
 
 LONG = {"max_new_tokens": 12, "ignore_eos_token": True}
 DRAWN = {"do_sample": True, "temperature": 1.3}
@@ -39,13 +39,21 @@ def alone(driver: Driver, prompt: list[int], seed: int) -> list[int]:
     return driver.tokens[seed]
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "llama-dynamic", "phi3"])
-@pytest.mark.parametrize("max_prefill_tokens", [4096, 16, 7])
+FAMILIES = ["llama3", "mistral", "llama-dynamic", "phi3"]
+
+
+@pytest.mark.parametrize(
+    ("family", "max_prefill_tokens", "device"),
+    [
+        *((family, most, "cpu") for family in FAMILIES for most in (4096, 16, 7)),
+        *(("llama-dynamic", most, "stream") for most in (4096, 7)),
+    ],
+)
 def test_siblings_write_what_each_writes_alone(
-    family: str, max_prefill_tokens: int, checkpoint: Callable[[str], Path]
+    family: str, max_prefill_tokens: int, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """In one prefill, also where it is computed in pieces that end inside a block."""
-    driver = Driver(load_engine(checkpoint(family), max_prefill_tokens))
+    driver = Driver(load_engine(checkpoint(family), max_prefill_tokens, device))
     for length in LENGTHS:
         prompt = prompt_of(length)
         wanted = [alone(driver, prompt, seed) for seed in range(3)]
@@ -63,8 +71,11 @@ def test_siblings_write_what_each_writes_alone(
             driver.tokens.pop(seed)
 
 
-def test_a_sibling_joins_later_and_outlives_the_one_that_computed(tiny_model_path: Path) -> None:
-    driver = Driver(load_engine(tiny_model_path))
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sibling_joins_later_and_outlives_the_one_that_computed(
+    device: str, tiny_model_path: Path
+) -> None:
+    driver = Driver(load_engine(tiny_model_path, device=device))
     prompt = prompt_of(40)
     wanted = alone(driver, prompt, 1)
     leader = driver.request(10, prompt, max_new_tokens=8, ignore_eos_token=True)

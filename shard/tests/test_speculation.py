@@ -16,16 +16,16 @@ from text_generation_shard.sampling.params import SamplingParams
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check
-from shard.tests.driver import Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine
 from shard.tests.test_grammar import schema_text
 
 # The end token and two others, equally likely: what a row writes repeats, and is guessed often.
 FEW = {"do_sample": True, "logit_bias": ((5, 60.0), (6, 60.0), (7, 60.0)), "temperature": 4.0}
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model_path: Path) -> Engine:
-    return load_engine(tiny_model_path)
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request: pytest.FixtureRequest, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, device=request.param)
 
 
 @pytest.fixture

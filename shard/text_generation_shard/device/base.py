@@ -315,7 +315,7 @@ class StepPlan(Protocol):
     # [S] the row of each score that `choose` is given.
     sampled_rows: Ints
     # Whether `choose` may be called already: the tokens of the step before are known, or no choice
-    # depends on them. If not, it may when that step was asked for its result.
+    # depends on them. If not, it may once that step was collected.
     knows_tokens: bool
     # Whether hidden states are needed of tokens after which none is sampled. If not, a device may
     # compute scores by itself.
@@ -383,7 +383,8 @@ class Runner(Protocol):
     records_steps: bool
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begin with a step. Whether it is computed now or later is the device's affair."""
+        """Begin with a step. Whether it is computed now or later is the device's affair. The step
+        that was begun last may be launched again: then nobody asks for its first result."""
 
 
 class Device(Protocol):

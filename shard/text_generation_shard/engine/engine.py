@@ -293,6 +293,24 @@ class Engine:
                 self._lose(oldest, error)
             if oldest.outcome is None:
                 self._compute_anew(oldest)
+            elif self._under_way:
+                self._follow(self._under_way[0])
+
+    def _follow(self, handle: StepHandle) -> None:
+        """Go on with a step, now that the one it was launched behind is collected."""
+        plan, table = handle.plan, self._table
+        try:
+            self._planner.start_grammars(plan)
+            if not table.driven.isdisjoint(plan.sampled_rows.tolist()):
+                # A token was replaced that the device has taken for an input: all once more.
+                plan.catch_up()
+                table.rewind(plan.computed)
+                launched = self._unless_short(partial(self._runner.launch, plan))
+                handle.launched = launched or NotLaunched()
+                table.advance(plan.computed)
+        except BaseException as error:
+            self._under_way.popleft()
+            self._lose(handle, error)
 
     def _compute_anew(self, short: StepHandle) -> None:
         """Give an outcome to a step for which there was no memory, and to those behind it."""
@@ -389,6 +407,7 @@ class Engine:
             for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
                 if (found := table.pop_prompt_logprobs(row)) is not None:
                     output.prefill_logprobs.append((request_id, found))
+        table.drive(verified.driven)
         table.release(verified.ended)
         return output
 

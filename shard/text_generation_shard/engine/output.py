@@ -37,8 +37,9 @@ class Verified(NamedTuple):
     token_ids: Ints
     # [R] of each row that sampled: how many tokens.
     counts: list[int]
-    # Rows whose request has ended.
+    # Rows whose request has ended, and those whose grammar has replaced a token.
     ended: list[int]
+    driven: list[int]
     output: StepOutput
 
 
@@ -50,7 +51,7 @@ def verify(
     samples, grammars = plan.samples, plan.grammars
     unsound = choice.unsound()
     if grammars is not None:
-        grammars.settle(choice)
+        choice = grammars.settle(choice)
     token_ids, marks = choice.token_ids, _NO_MARKS
     if unsound or grammars is not None or world.size > 1:
         marks = _marks(len(token_ids), unsound, grammars)
@@ -60,8 +61,10 @@ def verify(
     if marks.any():
         sentences = {} if grammars is None else grammars.failures()
         errors = _failures(plan, marks, counts, reasons, sentences)
+    driven = samples.owners[marks[samples.firsts] == _DRIVEN].tolist() if len(marks) else []
     output = StepOutput(list(plan.request_ids), reasons, errors=errors)
-    return _verified(table, samples, choice._replace(token_ids=token_ids), counts, output)
+    choice = choice._replace(token_ids=token_ids)
+    return _verified(table, samples, choice, counts, driven, output)
 
 
 def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -> Ints:
@@ -146,6 +149,7 @@ def _verified(
     samples: SampledPositions,
     choice: Choice,
     counts: list[int],
+    driven: list[int],
     output: StepOutput,
 ) -> Verified:
     """Of the tokens of all positions [S] those that count, written into the output."""
@@ -164,7 +168,7 @@ def _verified(
         _add_top_tokens(output, table, rows.tolist(), index, choice)
     owners = samples.owners.tolist()
     ended = [row for row, why in zip(owners, output.finish_reasons, strict=True) if why]
-    return Verified(rows, positions, token_ids, counts, ended, output)
+    return Verified(rows, positions, token_ids, counts, ended, driven, output)
 
 
 def _add_top_tokens(

@@ -68,16 +68,21 @@ class Plan:
         self.wants_scores = bool(fixed.table.top_n_tokens)
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
-        self.knows_tokens = before is None or not fixed.table.sampling.depends_on_tokens(
-            self.sampled_rows
-        )
-        # What the sampled tokens must follow, if any must: set before the step is launched.
+        self.knows_tokens = before is None or not fixed.table.depend_on_tokens(self.sampled_rows)
+        # What the sampled tokens must follow, if any must: set when the step before is collected.
         self.grammars: StepGrammars | None = None
         # By row, of the inputs that want them.
         self.prompt_logprobs: dict[int, list[float]] = {}
         # Of the rows that sample [R]: their requests.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
+        self._was_behind = before is not None
+
+    def catch_up(self) -> None:
+        """The step before was collected: if this one is launched again, the host knows its
+        inputs."""
+        self._before, self.knows_tokens = None, True
+        self.prompt_logprobs.clear()
 
     def batch(
         self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
@@ -154,7 +159,7 @@ class Plan:
     def drop_ended(self, choice: Choice) -> Choice:
         """Without the rows that ended in the step before, which was under way when this one was
         launched; `samples` and `request_ids` are without them, too."""
-        ended = self.ended_rows() if self._before is not None else ()
+        ended = self.ended_rows() if self._was_behind else ()
         if not ended:
             return choice
         owners = self.samples.owners.tolist()
@@ -165,6 +170,8 @@ class Plan:
         positions = self.samples.positions[kept]
         self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)
         self.request_ids = [self.request_ids[index] for index in kept]
+        if self.grammars is not None:
+            self.grammars.keep(kept)
         return left
 
 

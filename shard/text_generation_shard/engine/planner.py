@@ -19,7 +19,7 @@ from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import Costs
 from text_generation_shard.errors import BatchError
-from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks, StepGrammars
+from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 
 
 class Running(NamedTuple):
@@ -52,9 +52,9 @@ class Planner:
         self._recompute_at = fixed.model.recompute_at
 
     def may_run_behind(self, step: StepInput) -> bool:
-        """Whether a step can be decided without the tokens of the previous one."""
-        follows = self._table.constraints or any(item.grammar for item in step.new_requests)
-        return not (step.speculate or follows) and self._recompute_at is None
+        """Whether a step can be decided without the tokens of the previous one, and its inputs are
+        likely those that the device chooses by itself."""
+        return not (step.speculate or self._table.driven) and self._recompute_at is None
 
     def running(self, step: StepInput, before: SampledPositions | None) -> Running:
         """Of the requests that run; BatchError if what is asked for is not possible. before: what
@@ -141,17 +141,15 @@ class Planner:
             passes = [*passes[:-1], together(decoding, passes[-1]) if passes else decoding]
         for scheduled in passes:
             table.check_covered(scheduled.rows, scheduled.ends)
-        return self._with_grammars(
-            Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
-        )
+        plan = Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
+        if before is None:
+            self.start_grammars(plan)
+        return plan
 
     def part(self, scheduled: ScheduledTokens) -> Plan:
         """A part of a step that was planned, by itself; no other is under way."""
-        return self._with_grammars(Plan(self._fixed, [scheduled], [], [], None))
-
-    def _with_grammars(self, plan: Plan) -> Plan:
-        if self._table.constraints:
-            plan.grammars = self._start_grammars(plan.samples)
+        plan = Plan(self._fixed, [scheduled], [], [], None)
+        self.start_grammars(plan)
         return plan
 
     def _recomputed(self, decoding: ScheduledTokens | None) -> list[ScheduledTokens]:
@@ -164,13 +162,16 @@ class Planner:
         spans = dict.fromkeys(rows, (0, limit))
         return list(prefill_tokens(spans, self._max_prefill_tokens, self._table, samples=False))
 
-    def _start_grammars(self, samples: SampledPositions) -> StepGrammars | None:
-        """Begin with what the device is not needed for; the table holds the guesses."""
-        table, constrained = self._table, list[ConstrainedRow]()
+    def start_grammars(self, plan: Plan) -> None:
+        """Begin with what the device is not needed for. The tokens of the step before are in the
+        table, and the guesses of this one."""
+        table, samples, constrained = self._table, plan.samples, list[ConstrainedRow]()
+        if not (table.constraints and self._fixed.chooses):
+            return
         columns = samples.owners.tolist(), samples.firsts.tolist(), samples.ends.tolist()
         for row, first, end in zip(*columns, strict=True):
             if (constraint := table.constraints.get(row)) is not None:
                 known = int(samples.positions[first])
                 guesses = table.token_ids[row, known : known + end - first - 1].tolist()
                 constrained.append(ConstrainedRow(constraint, first, guesses))
-        return self._masks.start(constrained)
+        plan.grammars = self._masks.start(constrained)

@@ -46,6 +46,8 @@ class RowTable:
         self.top_n_tokens: dict[int, int] = {}
         # Of the rows whose output must follow a grammar.
         self.constraints: dict[int, AnyConstraint] = {}
+        # Of those, the rows whose grammar has replaced a token, so that the text ends in time.
+        self.driven: set[int] = set()
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, list[float]] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
@@ -140,6 +142,7 @@ class RowTable:
             self._requests[row] = None
             self.top_n_tokens.pop(row, None)
             self.constraints.pop(row, None)
+            self.driven.discard(row)
             self.prompt_logprobs.pop(row, None)
             self._free.append(row)
         if len(rows):
@@ -169,6 +172,10 @@ class RowTable:
         """Set how many tokens of each row are in the cache: both [R]."""
         self.lens[rows] = lens
 
+    def drive(self, rows: Sequence[int]) -> None:
+        """The grammars of these rows have replaced a token, and may replace any that follow."""
+        self.driven.update(rows)
+
     def add_prompt_logprobs(self, row: int, values: Sequence[float]) -> None:
         """Of the next tokens of its input."""
         self.prompt_logprobs[row] += values
@@ -176,6 +183,12 @@ class RowTable:
     def pop_prompt_logprobs(self, row: int) -> list[float] | None:
         """Those of its whole input; None: they are not wanted, or were given out."""
         return self.prompt_logprobs.pop(row, None)
+
+    def depend_on_tokens(self, rows: Ints) -> bool:
+        """Whether what is chosen for one of these rows depends on which tokens it has."""
+        return self.sampling.depends_on_tokens(rows) or not self.constraints.keys().isdisjoint(
+            rows.tolist()
+        )
 
     def row(self, request_id: int) -> int | None:
         """The row of a request; None if it is not running."""

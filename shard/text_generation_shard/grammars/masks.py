@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -161,18 +161,25 @@ class StepGrammars:
             )
             first += count
 
-    @torch.inference_mode()
-    def settle(self, choice: Choice) -> None:
+    def keep(self, places: Sequence[int]) -> None:
+        """The step goes on with these of its places only, in this order, among which are those of
+        all constrained rows."""
+        index = {place: number for number, place in enumerate(places)}
+        self._rows = [replace(row, place=index[row.place]) for row in self._rows]
+
+    def settle(self, choice: Choice) -> Choice:
         """Write the chosen tokens [S] into the texts, of each row as many as are as
         guessed and the one behind them; forced ones replace them."""
+        forced: dict[int, int] = {}
         for row in self._rows:
             for place, guess in enumerate((*row.guesses, None), row.place):
                 chosen = int(choice.token_ids[place])
                 token = row.constraint.settle(chosen)
                 if token != chosen:
-                    choice.force(place, token)
+                    forced[place] = token
                 if token != guess or row.constraint.failure:
                     break
+        return choice.force(forced) if forced else choice
 
     def failures(self) -> dict[int, str]:
         """First place → sentence, of the rows that can not go on."""

@@ -10,7 +10,7 @@ A draw is a function of (seed, position) and the row's own scores, never of the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -63,6 +63,8 @@ class Choice(NamedTuple):
     token_ids: Ints
     logprobs: Floats
     scores: Scores
+    # Rows whose token was put there by their grammar, whatever the scores say.
+    forced: frozenset[int] = frozenset()
 
     def unsound(self) -> frozenset[int]:
         """The rows where nothing can be chosen."""
@@ -71,12 +73,12 @@ class Choice(NamedTuple):
             return frozenset()
         return frozenset(np.flatnonzero(np.isnan(self.logprobs)).tolist())
 
-    def force(self, row: int, token_id: int) -> None:
-        """Make `token_id` the only choice this row had."""
-        self.token_ids[row] = token_id
-        self.logprobs[row] = 0.0
-        self.scores[row] = float("-inf")
-        self.scores[row, token_id] = 0.0
+    def force(self, token_ids: Mapping[int, int]) -> "Choice":
+        """With these tokens, by row, as the only choice their rows had. The scores stay: what they
+        lie in may be the next step's by now."""
+        rows = list(token_ids)
+        self.token_ids[rows], self.logprobs[rows] = list(token_ids.values()), 0.0
+        return self._replace(forced=frozenset(rows))
 
 
 class Allowed(Protocol):
@@ -207,6 +209,8 @@ def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[fl
     Tokens that could not be chosen do not count: there may be fewer. Found on the host where the
     device has no memory left for it: the step is done, and can not be computed again.
     """
+    if row in choice.forced:
+        return [int(choice.token_ids[row])], [0.0]
     scores = torch.as_tensor(choice.scores[row])
     try:
         return _best_tokens(scores, count)

@@ -114,7 +114,7 @@ class StreamRunner:
     @torch.inference_mode()
     def launch(self, plan: base.StepPlan) -> "StreamStep":
         """See Runner."""
-        if self._last is not None:
+        if self._last is not None and self._last.plan is not plan:
             # What it chooses may be the input of this step.
             self._last.choose()
         rows = self.rows(plan.rows)
@@ -156,7 +156,8 @@ class StreamStep:
     launched, or when they are asked for."""
 
     def __init__(self, runner: StreamRunner, plan: base.StepPlan, scores: Tensor) -> None:
-        self._runner, self._plan, self._scores = runner, plan, scores
+        self.plan = plan
+        self._runner, self._scores = runner, scores
         self._moment = runner.stream.mark()
         # What was chosen, or will be at the moment: [3, S], see `sampler.begin`.
         self._found: Tensor | Choice | None = None
@@ -174,7 +175,7 @@ class StreamStep:
             self._error = error
 
     def _choose(self) -> None:
-        runner, plan = self._runner, self._plan
+        runner, plan = self._runner, self.plan
         found = plan.choose_by(runner.begin, self._scores)
         if isinstance(found, Tensor):
             (rows,) = runner.upload([plan.sampled_rows])
