@@ -108,8 +108,9 @@ class Plan:
         for index, row in enumerate(scheduled.rows.tolist()):
             part = hidden[first : first + int(scheduled.counts[index])]
             first += len(part)
-            if row in table.prompt_logprobs:
-                start, known = int(scheduled.starts[index]), int(table.input_lens[row])
+            start, known = int(scheduled.starts[index]), int(table.input_lens[row])
+            # A step behind the input's last one is told when the row's were given out.
+            if row in table.prompt_logprobs and start + 1 < known:
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
                 values = self.prompt_logprobs.setdefault(row, [])
                 for at in range(0, len(targets), LOGPROB_ROWS):
