@@ -147,7 +147,7 @@ COMPARED = {
     "as good": ((([5, 9], -1.0005), SAME[1]), "float32", ""),
     "worse": ((([5, 9], -1.1), SAME[1]), "float32", "request 0: 1 of 2 tokens"),
     "drawn": ((SAME[0], ([7, 9], -2.0)), "float32", "request 1: 1 of 2 tokens"),
-    "rounded": ((SAME[0], ([7, 9], -2.05)), "bfloat16", ""),
+    "rounded": ((SAME[0], ([7, 9], -5.0)), "bfloat16", ""),
     "shorter": ((([5], -1.0), SAME[1]), "float32", "request 0: 1 of 2 tokens"),
     "longer": ((([5, 6, 7], -1.0), SAME[1]), "float32", "request 0: 2 of 2 tokens"),
     "not the same score": ((SAME[0], ([7, 8], -2.3)), "bfloat16", "differ by 0.3"),
