@@ -5,10 +5,9 @@ No file of weights is read or written, so that a model of 8 B is there within se
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from gpu_attention import causal_flop
@@ -126,18 +125,10 @@ class RandomParameters(Parameters):
         self._after_load.clear()
 
 
-def has_graphs() -> bool:
-    """Whether this shard can record steps as CUDA graphs."""
-    return "cuda_graphs" in {field.name for field in fields(DeviceOptions)}
-
-
-def open_for(bench: Bench, dtype: str, graphs: Sequence[int]) -> Device:
-    """A device that computes in `dtype`, and records steps of so many tokens. In a dry run: the
-    runner of a GPU over the reference."""
-    options = DeviceOptions(dtype, dtype)
-    if has_graphs():
-        changed: dict[str, Any] = {"cuda_graphs": tuple(graphs)}
-        options = replace(options, **changed)
+def open_for(bench: Bench, dtype: str, graphs: Sequence[int] | None) -> Device:
+    """A device that computes in `dtype`, and records passes of so many tokens (None: of those that
+    suit it). In a dry run: the runner of a GPU over the reference."""
+    options = DeviceOptions(dtype, dtype, cuda_graphs=None if graphs is None else tuple(graphs))
     if bench.is_dry:
         made: Device = import_module("shard.tests.stream_device").open_device(options)
         return made
@@ -154,10 +145,11 @@ def load(
     bench: Bench,
     sizes: Sizes,
     directory: Path,
-    graphs: Sequence[int],
+    graphs: Sequence[int] | None,
     dtype: str = "bfloat16",
 ) -> Engine:
-    """An engine that is not warm yet; `write_files` has been called with the directory."""
+    """An engine that is not warm yet; `write_files` has been called with the directory. graphs: see
+    `open_for`."""
     device = open_for(bench, dtype, graphs)
     config = ModelConfig.from_hf(directory)
     parameters = RandomParameters(device, World())

@@ -59,8 +59,7 @@ def _load(bench: Bench, sizes: Sizes) -> Loaded:
         folder = Path(name)
         write_files(sizes, folder)
         rows = bench.size(_ROWS, 4)
-        graphs = tuple(size for size in (1, 2, 4, 8, *range(16, rows + 1, 16)) if size <= rows)
-        engine = load(bench, sizes, folder, graphs)
+        engine = load(bench, sizes, folder, None)
         longest = bench.size(_LONGEST, 96)
         most = 12 * engine.block_size if bench.is_dry else None
         limits = WarmupLimits(bench.size(_PREFILL, 64), rows, None, longest, most)
@@ -135,6 +134,7 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
     rows, prefill = bench.size(_ROWS, 4), bench.size(_PREFILL, 64)
     caller = Caller(engine, loaded.num_blocks, rows, prefill)
     most_used = cancelled = 0
+    before_ooms = _num_ooms(bench)
     while bench.left_s() > _END_S and not (bench.is_dry and caller.num_steps >= 60):
         while caller.num_waiting < _QUEUE:
             caller.ask(draws.request())
@@ -148,6 +148,7 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
     caller.end()
     answers = caller.answers.values()
     failed = sum(answer.reason is FinishReason.ERROR for answer in answers)
+    most_used = max(most_used, _used_bytes(bench) - before)
     figures: dict[str, float | str] = {
         "requests": len(answers),
         "tokens": sum(len(answer.token_ids) for answer in answers),
@@ -157,6 +158,8 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
         "blocks": loaded.num_blocks,
         "most_blocks_share": caller.most_blocks / loaded.num_blocks,
     }
+    if ooms := _num_ooms(bench) - before_ooms:
+        figures["broken"] = f"there was no memory {ooms} times"
     if failed:
         figures["broken"] = f"{failed} requests have failed"
     return figures | _memory(loaded.ledger, most_used)
@@ -173,6 +176,11 @@ def _memory(ledger: Mapping[str, float], used: int) -> dict[str, float | str]:
         figures |= {"driver_gb": used / 1e9, "ledger_gb": said, "ledger_agrees": agrees}
         figures["nvidia_smi"] = _nvidia_smi()
     return figures
+
+
+def _num_ooms(bench: Bench) -> int:
+    """How often there was no memory, though somebody may have gone on without it."""
+    return 0 if bench.is_dry else int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
 def _used_bytes(bench: Bench) -> int:

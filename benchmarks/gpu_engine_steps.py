@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 ROWS, TINY_ROWS = (1, 8, 32, 128, 256), (1, 2)
 CONTEXT, TINY_CONTEXT = 1024, 20
-# Steps that are launched for one figure: before those that count, and these.
+# Steps that are launched for one figure: before those that count, in which graphs are made, and
+# these.
 _FIRST, _COUNTED = 8, 32
 # Tokens that a row may get beyond these: the last steps are launched, and not counted.
 _SPARE = 8
@@ -99,7 +100,7 @@ class Decoding:
 
 
 def _decode(bench: Bench, sizes: Sizes, engine: Engine, rows: int, context: int) -> Figures:
-    first, counted = bench.size(_FIRST, 1), bench.size(_COUNTED, 2)
+    first, counted = bench.size(_FIRST, 5), bench.size(_COUNTED, 2)
     decoding = Decoding(engine, known_requests(engine, rows, context, first + counted + _SPARE))
     times: list[float] = []
     for _ in range(first + counted):
@@ -152,9 +153,11 @@ def gaps(bench: Bench) -> None:
 
 
 def _gaps(bench: Bench, engine: Engine, rows: int, context: int) -> Figures:
-    unseen, seen = bench.size(_UNSEEN, 1), bench.size(_SEEN, 1)
-    decoding = Decoding(engine, known_requests(engine, rows, context, unseen + seen + _SPARE))
-    decoding.advance()
+    first, unseen, seen = bench.size(_FIRST, 5), bench.size(_UNSEEN, 1), bench.size(_SEEN, 1)
+    new = first + unseen + seen + _SPARE
+    decoding = Decoding(engine, known_requests(engine, rows, context, new))
+    for _ in range(first):
+        decoding.advance()
     activity = ProfilerActivity.CPU if bench.is_dry else ProfilerActivity.CUDA
     with profile(activities=[activity]) as profiled:
         for _ in range(unseen + seen):

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from gpu_caller import Answer, Caller
-from gpu_engine import Sizes, grammars_of, has_graphs, load, models_of, write_files
+from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_shard.engine.step import NewRequest, WarmupLimits
 from text_generation_shard.grammars.compiler import Grammar
@@ -48,15 +49,18 @@ class Replays:
 
 
 @contextmanager
-def counted_replays() -> Iterator[Replays]:
-    """Of all CUDA graphs, whoever made them."""
-    seen, replay = Replays(), torch.cuda.CUDAGraph.replay
+def counted_replays(bench: Bench) -> Iterator[Replays]:
+    """Of all CUDA graphs that are made from now on; in a dry run, of what takes their place."""
+    kind: Any = torch.cuda.CUDAGraph
+    if bench.is_dry:
+        kind = import_module("shard.tests.stream_device").Recording
+    seen, replay = Replays(), kind.replay
 
     def counted(graph: Any) -> None:
         seen.count += 1
         replay(graph)
 
-    with mock.patch.object(torch.cuda.CUDAGraph, "replay", counted):
+    with mock.patch.object(kind, "replay", counted):
         yield seen
 
 
@@ -91,7 +95,7 @@ def _compare(bench: Bench, sizes: Sizes, folder: Path, dtype: str) -> None:
     if eager is None or recorded is None:
         return
     for name, run in eager.items():
-        figures = partial(compared, run, recorded[name], dtype, not bench.is_dry)
+        figures = partial(compared, run, recorded[name], dtype)
         bench.measure(f"{dtype}, {name}", figures, is_own=True)
 
 
@@ -99,6 +103,18 @@ def _answers(
     bench: Bench, sizes: Sizes, folder: Path, dtype: str, graphs: Sequence[int]
 ) -> dict[str, Run]:
     """Of one engine, by the name of the case."""
+    with counted_replays(bench) as replays:
+        return _answers_of_all(bench, sizes, folder, dtype, graphs, replays)
+
+
+def _answers_of_all(
+    bench: Bench,
+    sizes: Sizes,
+    folder: Path,
+    dtype: str,
+    graphs: Sequence[int],
+    replays: Replays,
+) -> dict[str, Run]:
     engine = load(bench, sizes, folder, graphs, dtype)
     size, rows, length = engine.block_size, 2 * max(_GRAPHS), bench.size(512, 64)
     num_blocks = rows * -(-length // size)
@@ -107,15 +123,15 @@ def _answers(
     found = {}
     for case in _cases(bench, grammars_of(engine, folder)):
         caller = Caller(engine, num_blocks, rows, limits.max_prefill_tokens)
-        with counted_replays() as replays:
-            for turn in case.turns:
-                for request in turn:
-                    caller.ask(request)
-                caller.advance()
-            caller.run()
+        before = replays.count
+        for turn in case.turns:
+            for request in turn:
+                caller.ask(request)
+            caller.advance()
+        caller.run()
         asked = [request for turn in case.turns for request in turn]
         greedy = {request.id for request in asked if request.sampling == _GREEDY}
-        found[case.name] = Run(caller.answers, greedy, caller.num_steps, replays.count)
+        found[case.name] = Run(caller.answers, greedy, caller.num_steps, replays.count - before)
     return found
 
 
@@ -142,7 +158,7 @@ def _cases(bench: Bench, grammars: dict[str, Grammar]) -> Iterator[Case]:
         yield Case(f"rows: {rows}", [[request(row, _GREEDY) for row in range(rows)]])
 
 
-def compared(eager: Run, recorded: Run, dtype: str, needs_replays: bool) -> Figures:
+def compared(eager: Run, recorded: Run, dtype: str) -> Figures:
     """How far the answers are the same, and what is wrong: `broken`.
 
     Log-probabilities may differ as rounding makes them, up to the first token that differs. Such a
@@ -173,6 +189,6 @@ def compared(eager: Run, recorded: Run, dtype: str, needs_replays: bool) -> Figu
         "steps": recorded.num_steps,
         "replays": recorded.num_replays,
     }
-    if not wrong and needs_replays and has_graphs() and not recorded.num_replays:
-        wrong = "no step was a graph"
+    if not wrong and (eager.num_replays or not recorded.num_replays):
+        wrong = "no step was a graph, or one was that should not be"
     return figures | ({"broken": wrong} if wrong else {})

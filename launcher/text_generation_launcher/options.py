@@ -18,6 +18,7 @@ from text_generation_launcher.values import (
     not_negative,
     number,
     path,
+    sizes,
     text,
     true_or_false,
     whole,
@@ -187,13 +188,21 @@ OPTIONS: tuple[Option, ...] = (
         "folder that only this user can enter, in XDG_RUNTIME_DIR or TMPDIR",
     ),
     Option("cuda-memory-fraction", "of the card's memory", number(0, maximum=1), SHARD),
-    refused("cuda-graphs", "CUDA graphs", "start without it or with 0", plain=("0",)),
+    Option(
+        "cuda-graphs",
+        "on a GPU, numbers of tokens, with commas between, for which steps without prompts are "
+        "recorded and then start at once; 0: none; by default 1, 2, 4, 8 and every 8 up to "
+        "--max-batch-size",
+        sizes,
+        SHARD,
+    ),
     Option(
         "disable-custom-kernels",
-        "no effect: there are none",
+        "no effect: pytgi's kernels compute the model, and there is no way without them",
         true_or_false,
         switch=True,
-        note="--disable-custom-kernels has no effect: there are no custom kernels",
+        note="--disable-custom-kernels has no effect: pytgi's kernels compute the model, and there "
+        "is no way without them",
     ),
     Option(
         "enable-reflection",

@@ -48,6 +48,15 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], str]:
     return parse
 
 
+def sizes(value: str) -> str:
+    """Whole numbers from 1 to 1024 with commas between; or 0 alone, for none."""
+    each = whole(1, 1024)
+    try:
+        return value if value == "0" else ",".join(each(item.strip()) for item in value.split(","))
+    except ValueError as error:
+        raise ValueError("whole numbers from 1 to 1024 with commas between, or 0") from error
+
+
 def number(above: float, maximum: float = sys.float_info.max) -> Callable[[str], str]:
     """A finite number that is larger than `above` and at most `maximum`."""
     limit = "" if maximum == sys.float_info.max else f" and at most {maximum:g}"

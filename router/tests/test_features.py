@@ -48,7 +48,8 @@ def test_as_it_starts(tmp_path: Path) -> None:
         ("quantization", {"quantize": "int8"}, {}, "on: int8"),
         ("deterministic", {"deterministic": True}, {}, "on$"),
         ("grammars", {}, {"disable_grammar_support": True}, "off: --disable-grammar-support "),
-        ("cuda_graphs", {"device_type": "cuda"}, {}, "off: not supported yet"),
+        ("cuda_graphs", {"device_type": "cuda"}, {}, "off: --cuda-graphs 0 was given, or"),
+        ("cuda_graphs", {"device_type": "cuda", "records_steps": True}, {}, "on$"),
     ],
 )
 def test_what_is_said(

@@ -193,6 +193,7 @@ def test_info() -> None:
         deterministic=True,
         prompt_scaled_at=8192,
         spares_core=True,
+        records_steps=True,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()

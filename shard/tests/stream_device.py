@@ -1,17 +1,23 @@
 """A device with the runner of a GPU and the arithmetic of the reference: what is right with it, and
 wrong on a GPU, is not in how steps are launched and collected."""
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from text_generation_shard.device.base import DeviceOptions, Model
+from text_generation_shard.device.cuda.device_rows import DeviceRows
+from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.runner import StreamRunner
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
 from text_generation_shard.device.reference.runner import EagerForward
 from text_generation_shard.sampling.sampler import Scores, sample
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class LateBuffer:
@@ -38,6 +44,7 @@ class LateStream:
 
     def __init__(self) -> None:
         self._fetched: list[tuple[Tensor, Tensor]] = []
+        self.num_recorded = 0
 
     def mark(self) -> Any:
         begun, self._fetched = self._fetched, []
@@ -54,6 +61,45 @@ class LateStream:
         self._fetched.append((there, found.clone()))
         return there
 
+    def recorder(self) -> "LateStream":
+        return self
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        with Recording() as recording:
+            work()
+        return recording.replay
+
+
+class Recording(TorchDispatchMode):
+    """What a CUDA graph is: operators, on the memory that they were given first. What Python, numpy
+    and the host's numbers were then, they remain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {_memory(item) for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        own = [item for item in tree_leaves(found) if isinstance(item, Tensor)]
+        is_view = bool(own) and all(_memory(item) in given for item in own)
+        if not is_view or func._schema.is_mutable:
+            self._operators.append((func, args, kwargs or {}, [] if is_view else own))
+        return found
+
+    def replay(self) -> None:
+        for func, args, kwargs, own in self._operators:
+            found = [
+                item for item in tree_leaves(func(*args, **kwargs)) if isinstance(item, Tensor)
+            ]
+            for there, new in zip(own, found, strict=bool(own)):
+                there.copy_(new)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
 
 def begin(scores: Scores, *rest: Any) -> Tensor:
     """See `cuda.sampler.begin`."""
@@ -66,10 +112,17 @@ class StreamDevice(TorchDevice):
     """See `Device`."""
 
     runs_behind = True
+    num_spare_blocks = 1
+
+    def __init__(self, torch_device: torch.device, dtype: torch.dtype, options: DeviceOptions):
+        super().__init__(torch_device, dtype, options)
+        self._cuda_graphs = options.cuda_graphs
 
     def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
-        upload = Uploads(self.torch_device, LateBuffer)
-        return StreamRunner(EagerForward(model), LateStream(), upload, begin)
+        upload, stream = Uploads(self.torch_device, LateBuffer), LateStream()
+        graphs = Graphs(model, self._cuda_graphs, stream.recorder, upload)
+        make_rows = partial(DeviceRows, device=self.torch_device, upload=upload)
+        return StreamRunner(EagerForward(model), graphs, stream, begin, make_rows, upload)
 
 
 def open_device(options: DeviceOptions) -> StreamDevice:

@@ -1,20 +1,28 @@
 """How many operators a GPU is given for a step, and that the host waits for none of them: on `meta`
-tensors, which have shapes and no numbers."""
+tensors, which have shapes and no numbers: who reads one fails."""
 
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, flash, operators
+from text_generation_shard.device.cuda import attention, flash, operators, sampler
+from text_generation_shard.device.cuda.runner import Processor
 from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
+from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import Watermark
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,7 +38,7 @@ NUM_LAYERS = {"8B": 32, "1B": 16}
 VIEWS = {
     *("view", "slice", "expand", "t", "transpose", "unsqueeze", "select", "split", "permute"),
     *("as_strided", "detach", "alias", "unbind", "_unsafe_view", "chunk", "squeeze", "narrow"),
-    *("split_with_sizes", "empty", "new_empty", "empty_like"),
+    *("split_with_sizes", "empty", "new_empty", "empty_like", "flatten", "reshape"),
 }
 
 
@@ -94,15 +102,21 @@ def count(
     """What a pass asks of the device, from its inputs to its scores."""
     is_decode = set(lengths) == {1}
     batch = to_device(make_batch(contexts, lengths, is_decode), "meta")
-    with Operators() as seen, torch.inference_mode(False):
-
-        def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
-            seen.counts[kernel.__name__] += 1
-
-        for module in (attention, flash, operators):
-            monkeypatch.setattr(module, "launch", launch)
+    seen = Operators()
+    count_launches(seen, monkeypatch)
+    with seen, torch.inference_mode(False):
         model.logits(model.forward(batch))
     return seen.counts
+
+
+def count_launches(seen: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have our kernels counted, too, and not started."""
+
+    def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        seen.counts[kernel.__name__] += 1
+
+    for module in (attention, flash, operators, sampler):
+        monkeypatch.setattr(module, "launch", launch)
 
 
 def test_a_decode_step_takes_few_operators(
@@ -132,3 +146,86 @@ def test_prompts_take_no_more_however_many_they_are(
     assert mixed[0] == mixed[1]
     # Both kinds of attention, and one operator that puts their results together.
     assert sum(mixed[0].values()) <= 13 * model.config.num_layers + 8, mixed[0]
+
+
+class Fetched(Processor):
+    """See `Stream`. Tokens come to the host, and nothing else does."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def fetch(self, found: Tensor) -> Tensor:
+        self.shapes.append(tuple(found.shape))
+        return torch.zeros(found.shape, dtype=found.dtype)
+
+
+class AllowsAll:
+    """See `sampler.Allowed`."""
+
+    def __init__(self, plan: Plan, vocab_size: int) -> None:
+        self.places = np.arange(len(plan.samples.rows))
+        self._words = -(-vocab_size // 32)
+
+    def masks(self) -> Tensor:
+        return torch.full((len(self.places), self._words), -1, dtype=torch.int32)
+
+    def settle(self, choice: Any) -> None:
+        """Nothing follows."""
+
+    def failures(self) -> dict[int, str]:
+        return {}
+
+    def driven(self) -> list[int]:
+        return []
+
+
+DRAWN = {"do_sample": True, "temperature": 0.7, "seed": 3}
+EVERYTHING = [
+    {},
+    {**DRAWN, "top_k": 5, "top_p": 0.9, "typical_p": 0.9},
+    {**DRAWN, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.2},
+    {"logit_bias": ((5, 1.0), (7, -1.0))},
+]
+
+
+def test_a_whole_step_waits_for_nothing_but_its_tokens(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way to choose, of rows that decode and of a prompt beside them; steps ahead."""
+    device: Any = model._device
+    device.stream = stream = Fetched()
+    engine = Engine(device, model, 0, Watermark(0.5, 2.0))
+    engine._max_prefill_tokens = 4096
+    engine._use_table(16, 4096, 4000)
+    # A mask for each row: only where it comes from is not a grammar.
+    vocab_size, choose_by = model.config.vocab_size, Plan.choose_by
+
+    def choose(plan: Plan, begin: Any, scores: Any) -> Any:
+        plan.grammars = AllowsAll(plan, vocab_size)  # type: ignore[assignment]
+        return choose_by(plan, begin, scores)
+
+    monkeypatch.setattr(Plan, "choose_by", choose)
+    requests = [
+        NewRequest(
+            *(row, range(100), 100, 0, range(10 * row, 10 * row + 10)),
+            SamplingParams(**sampling),  # type: ignore[arg-type]
+            max_new_tokens=50,
+            min_new_tokens=20,
+        )
+        for row, sampling in enumerate(EVERYTHING)
+    ]
+    counted = []
+    for step in (StepInput(requests[:3], runs_on=False), StepInput(), StepInput(requests[3:])):
+        seen = Operators()
+        count_launches(seen, monkeypatch)
+        with seen, torch.inference_mode(False):
+            handle = engine.launch(step)
+        counted.append(seen.counts)
+    handle.result()
+    layers = model.config.num_layers
+    prompts, decode, mixed = (sum(item.values()) for item in counted)
+    # Beside the layers: inputs, tables, the head, and choosing in every way.
+    assert prompts <= 10 * layers + 45 and mixed <= 13 * layers + 45, counted
+    assert decode <= 10 * layers + 35, counted[1]
+    # All that comes back: ids, log-probabilities and best scores.
+    assert stream.shapes == [(3, 3), (3, 3), (3, 4)]

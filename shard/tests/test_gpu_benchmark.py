@@ -63,6 +63,7 @@ def test_an_engine_is_measured_as_on_a_gpu(report: dict[str, Any]) -> None:
     found = {(one["section"], name) for one in report["records"] for name in one}
     tokens = [one for one in report["records"] if one["section"] == "tokens"]
     assert len(tokens) == 6 and all(one["same"] == one["tokens"] > 0 for one in tokens)
+    assert all(one["replays"] > 0 for one in tokens)
     wanted = {
         *(("steps", "share"), ("gaps", "busy"), ("server", "times"), ("start", "first_token_s")),
         *(("soak", "preempted"), ("soak", "most_blocks_share")),
@@ -160,28 +161,27 @@ def test_tokens_of_two_engines(name: str) -> None:
     from gpu_caller import Answer
     from gpu_engine_tokens import Run, compared
 
-    def run(answers: Any) -> Run:
+    def run(answers: Any, replays: int) -> Run:
         made = {
             number: Answer(ids, [-1.0] * (len(ids) - 1) + [last])
             for number, (ids, last) in enumerate(answers)
         }
-        return Run(made, {0}, 2, 0)
+        return Run(made, {0}, 2, replays)
 
     other, dtype, sentence = COMPARED[name]
-    found = compared(run(SAME), run(other), dtype, False)
+    found = compared(run(SAME, 0), run(other, 2), dtype)
     assert sentence in str(found.get("broken", "")) and bool(sentence) == ("broken" in found)
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_a_graph_that_nobody_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_engine_tokens as own
+@pytest.mark.parametrize(
+    ("replays", "is_right"), [((0, 9), True), ((0, 0), False), ((1, 9), False)]
+)
+def test_graphs_where_they_should_be(replays: tuple[int, int], is_right: bool) -> None:
+    from gpu_engine_tokens import Run, compared
 
-    monkeypatch.setattr(own, "has_graphs", lambda: True)
-    found = [
-        own.compared(own.Run({}, set(), 9, 0), own.Run({}, set(), 9, replays), "float32", True)
-        for replays in (0, 9)
-    ]
-    assert [one.get("broken") for one in found] == ["no step was a graph", None]
+    both = [Run({}, set(), 9, count) for count in replays]
+    assert ("broken" not in compared(both[0], both[1], "float32")) == is_right
 
 
 @pytest.mark.usefixtures("benchmarks")

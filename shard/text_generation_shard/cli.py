@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--cuda-memory-fraction", type=float, default=ShardConfig.cuda_memory_fraction
     )
+    serve.add_argument("--cuda-graphs", type=_sizes, metavar="N,N…")
     serve.add_argument("--watermark-gamma", type=float, default=ShardConfig.watermark_gamma)
     serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
     serve.add_argument("--deterministic", action="store_true")
@@ -62,6 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--logger-level", default="INFO", type=str.upper)
         command.add_argument("--json-output", action="store_true")
     return parser
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Numbers with commas between; of 0 alone none."""
+    return tuple(int(item) for item in text.split(",") if item != "0")
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,8 @@ class ShardConfig:
     rope_factor: float | None = None
     # Share of the GPU's memory this process may fill.
     cuda_memory_fraction: float = 1.0
+    # Sizes of steps that are recorded on a GPU; empty: none; None: those that suit it.
+    cuda_graphs: tuple[int, ...] | None = None
     # Share of the vocabulary on a watermark's green list.
     watermark_gamma: float = 0.5
     # What a watermark adds to the logits of its green list.

@@ -54,6 +54,7 @@ def load_engine(config: ShardConfig) -> Engine:
         quantize=config.quantize,
         deterministic=config.deterministic,
         memory_fraction=config.cuda_memory_fraction,
+        cuda_graphs=config.cuda_graphs,
     )
     world = World(config.rank, config.world_size)
     return load_on(open_device(config.device, options), config, world)

@@ -163,6 +163,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             spares_core=device.spares_core,
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,
+            records_steps=engine.records_steps,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:

@@ -31,7 +31,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class InfoResponse(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCALED_AT_FIELD_NUMBER: _ClassVar[int]
     SPARES_CORE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_STEPS_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -60,7 +61,8 @@ class InfoResponse(_message.Message):
     deterministic: bool
     prompt_scaled_at: int
     spares_core: bool
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ...) -> None: ...
+    records_steps: bool
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()

@@ -29,11 +29,7 @@ def features(services: Services) -> dict[str, str]:
             else "off: this device's operators round differently in other batches"
         ),
         "grammars": _unless(config.disable_grammar_support, "--disable-grammar-support was given"),
-        "cuda_graphs": (
-            "off: the model runs on a CPU"
-            if shard.device_type == "cpu"
-            else "off: not supported yet"
-        ),
+        "cuda_graphs": _cuda_graphs(services),
         "lora_adapters": "off: not supported yet",
     }
 
@@ -53,6 +49,15 @@ def _prefix_caching(services: Services) -> str:
             "as long, because this model stretches its context by their length"
         )
     return "on"
+
+
+def _cuda_graphs(services: Services) -> str:
+    shard = services.info
+    if shard.records_steps:
+        return "on"
+    if shard.device_type == "cpu":
+        return "off: the model runs on a CPU"
+    return "off: --cuda-graphs 0 was given, or this model rotates by the length of a text"
 
 
 def _unless(is_off: bool, reason: str) -> str:

@@ -35,6 +35,7 @@ class ShardInfo:
     deterministic: bool = False
     prompt_scaled_at: int | None = None
     spares_core: bool = False
+    records_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
             response.prompt_scaled_at if response.HasField("prompt_scaled_at") else None
         ),
         spares_core=response.spares_core,
+        records_steps=response.records_steps,
     )
 
 

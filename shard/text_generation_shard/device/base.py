@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,8 @@ class DeviceOptions:
     deterministic: bool = False
     # The share of the device's memory this process may fill, where that is not the machine's.
     memory_fraction: float = 1.0
+    # Sizes of passes that are recorded where the device can; None: those that suit it.
+    cuda_graphs: tuple[int, ...] | None = None
 
 
 class Activation(StrEnum):
@@ -259,6 +262,13 @@ class Rows(Protocol):
     # [capacity, width] token ids and block numbers.
     token_ids: Tokens
     block_tables: Ints
+    # [capacity] how many blocks a row has, and how many requests have had it: block numbers are
+    # added while one has it, and none is changed.
+    num_blocks: Ints
+    num_takes: Ints
+    # Tokens of a block, and blocks of the cache that requests may have.
+    block_size: int
+    num_cache_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +286,18 @@ class ScheduledTokens:
     ends: Ints
     # Every row has one token, and one is sampled after it.
     is_decode: bool = False
+
+    def tokens(self) -> tuple[Ints, Ints]:
+        """[T] the row and the position of each token; rows may be `rows`."""
+        if self.is_decode:
+            return self.rows, self.starts
+        return np.repeat(self.rows, self.counts), last_ones(self.ends, self.counts)
+
+
+def last_ones(ends: Ints, counts: Ints) -> Ints:
+    """The last `counts` numbers before each of `ends`, one after another."""
+    shifts: Ints = np.repeat(ends - counts.cumsum(), counts)
+    return shifts + np.arange(len(shifts))
 
 
 class StepPlan(Protocol):
@@ -295,22 +317,26 @@ class StepPlan(Protocol):
     # Whether hidden states are needed of tokens after which none is sampled. If not, a device may
     # compute scores by itself.
     wants_hidden: bool
+    # Whether the scores of its choice are read when it is known.
+    wants_scores: bool
 
-    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
+    def batch(
+        self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
+    ) -> ForwardBatch:
         """The inputs of a pass, on the device. BatchError if the shard is stopping.
 
-        Where a step is launched before the previous one has a result, the host does not know
-        input_ids at `waiting`: the runner puts the ids there that it chose itself.
+        `tables` answers the block tables of some rows [R] for a number of tokens, where the device
+        keeps them: [R, width]. Where a step is launched before the previous one has a result, the
+        host does not know input_ids at `waiting`: the runner puts the ids there that it chose
+        itself.
         """
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """[W] which rows of a pass have an input token that the host does not know yet."""
 
-    def scores(
-        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
-    ) -> Tensor:
+    def scores(self, scheduled: ScheduledTokens, batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
-        prompt log-probabilities. `forward` answers all hidden states [T, hidden_size]."""
+        prompt log-probabilities; hidden [T, hidden_size]: of all its tokens."""
 
     def choose(self, scores: Scores) -> Choice | None:
         """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
@@ -350,6 +376,9 @@ class StepScores(NamedTuple):
 class Runner(Protocol):
     """Computes steps, in the order in which they are launched."""
 
+    # Whether steps are recorded, by their size, and computed in one piece from then on.
+    records_steps: bool
+
     def launch(self, plan: StepPlan) -> Launched:
         """Begin with a step. Whether it is computed now or later is the device's affair."""
 
@@ -368,6 +397,8 @@ class Device(Protocol):
     # Arrays of the host, which must not be changed afterwards, to tensors on the device: what the
     # device is given later finds them there.
     upload: Upload
+    # Blocks that the cache has beside those of requests: what fills up a pass is written there.
+    num_spare_blocks: int
 
     @property
     def spares_core(self) -> bool:

@@ -104,6 +104,11 @@ class Engine:
         return self.device.is_deterministic and self.model.attention.is_deterministic
 
     @property
+    def records_steps(self) -> bool:
+        """See Runner."""
+        return self._runner.records_steps
+
+    @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken
@@ -131,14 +136,16 @@ class Engine:
         """
         self.clear()
         self._max_prefill_tokens = limits.max_prefill_tokens
-        model, config = self.model, self.model.config
+        config = self.model.config
         num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
         sizes = config.num_layers, num_kv_heads, config.head_dim
         shape = CacheShape(*sizes, self.block_size, self.device.dtype)
         room = self._room(shape, limits)
-        num_blocks, max_total = memory.cache_size(shape, limits, room.cache, config.max_position)
+        spare = self.device.num_spare_blocks * shape.block_bytes
+        cache = max(0, room.cache - spare)
+        num_blocks, max_total = memory.cache_size(shape, limits, cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
-        cache_bytes = model.attention.allocate(shape, num_blocks)
+        cache_bytes = self._allocate(shape, num_blocks)
         costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
         # Decisions that depend on costs must be the same on all ranks.
         self._costs = Costs(*self._world.broadcast(np.array(costs)).tolist())
@@ -165,6 +172,10 @@ class Engine:
             prefill_context_ns=0 if any(config.layer_windows) else self._costs.context_ns,
         )
 
+    def _allocate(self, shape: CacheShape, num_blocks: int) -> int:
+        """The cache for requests of `num_blocks`; its bytes."""
+        return self.model.attention.allocate(shape, num_blocks + self.device.num_spare_blocks)
+
     def _room(self, shape: CacheShape, limits: WarmupLimits) -> Room:
         """What the KV cache may take, and what the largest step takes beside it."""
         config, attention = self.model.config, self.model.attention
@@ -175,7 +186,7 @@ class Engine:
             num_blocks = tokens // shape.block_size + 2
             self._use_table(1, tokens + 2, num_blocks)
             try:
-                attention.allocate(shape, num_blocks)
+                self._allocate(shape, num_blocks)
                 rehearse(self, tokens, tokens + 2)
             except torch.OutOfMemoryError as error:
                 raise ModelError(

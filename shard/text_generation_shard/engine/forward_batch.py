@@ -1,12 +1,13 @@
 """From rows to what passes compute: which tokens, where one is sampled, and a pass's inputs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
-from text_generation_shard.device.base import ForwardBatch, ScheduledTokens
+from text_generation_shard.device.base import ForwardBatch, ScheduledTokens, last_ones
 from text_generation_shard.engine.row_table import RowTable
 
 _NONE: Ints = np.empty(0, dtype=np.int64)
@@ -90,15 +91,9 @@ def sampled_positions(passes: Sequence[ScheduledTokens]) -> SampledPositions:
     owners = np.concatenate([item.rows for item in passes])[is_sampling]
     known = np.concatenate([item.ends for item in passes])[is_sampling]
     ends = counts.cumsum()
-    rows, positions = np.repeat(owners, counts), _last_ones(known + 1, counts)
+    rows, positions = np.repeat(owners, counts), last_ones(known + 1, counts)
     is_single = len(rows) == len(owners)
     return SampledPositions(rows, positions, owners, ends - counts, ends, is_single)
-
-
-def _last_ones(ends: Ints, counts: Ints) -> Ints:
-    """The last `counts` numbers before each of `ends`, one after another."""
-    shifts: Ints = np.repeat(ends - counts.cumsum(), counts)
-    return shifts + np.arange(len(shifts))
 
 
 class BatchBuilder:
@@ -109,28 +104,28 @@ class BatchBuilder:
         goes by."""
         self._table, self._upload, self._length_rule = table, upload, length_rule
 
-    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
-        """The inputs of a pass."""
+    def batch(
+        self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None
+    ) -> ForwardBatch:
+        """The inputs of a pass; tables: see StepPlan.batch."""
         table = self._table
         contexts = scheduled.ends.tolist()
+        rows, positions = scheduled.tokens()
         if scheduled.is_decode:
-            rows, positions, wanted = scheduled.rows, scheduled.starts, _NONE
-            offsets = tuple(range(len(contexts) + 1))
+            wanted, offsets = _NONE, tuple(range(len(contexts) + 1))
         else:
-            rows = np.repeat(scheduled.rows, scheduled.counts)
-            positions = _last_ones(scheduled.ends, scheduled.counts)
             ends = scheduled.counts.cumsum()
-            wanted = _last_ones(ends, scheduled.num_sampled)
+            wanted = last_ones(ends, scheduled.num_sampled)
             offsets = (0, *ends.tolist())
         lens = self._rope_lens(rows, positions)
-        input_ids, places, slots, block_tables, context_lens, indices, rope_lens = self._upload(
+        input_ids, places, slots, context_lens, indices, rope_lens = self._upload(
             [
                 *(table.token_ids[rows, positions].astype(np.int64), positions),
-                table.slots(rows, positions),
-                *(table.tables(scheduled.rows, max(contexts)), scheduled.ends),
+                *(table.slots(rows, positions), scheduled.ends),
                 *(wanted, _NONE if lens is None else lens),
             ]
         )
+        block_tables = (tables or self._send_tables)(scheduled.rows, max(contexts))
         return ForwardBatch(
             input_ids=input_ids,
             positions=places,
@@ -143,6 +138,10 @@ class BatchBuilder:
             logits_indices=None if scheduled.is_decode else indices,
             is_decode=scheduled.is_decode,
         )
+
+    def _send_tables(self, rows: Ints, longest: int) -> Tensor:
+        (tables,) = self._upload([self._table.tables(rows, longest)])
+        return tables
 
     def _rope_lens(self, rows: Ints, positions: Ints) -> Ints | None:
         """The length each token's rope goes by; see RotaryEmbedding."""

@@ -65,6 +65,7 @@ class Plan:
         self.rows: Rows = fixed.table
         self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
         self.wants_hidden = bool(fixed.table.prompt_logprobs)
+        self.wants_scores = bool(fixed.table.top_n_tokens)
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
         self.knows_tokens = before is None or not fixed.table.sampling.depends_on_tokens(
@@ -78,11 +79,13 @@ class Plan:
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
 
-    def batch(self, scheduled: ScheduledTokens) -> ForwardBatch:
+    def batch(
+        self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
+    ) -> ForwardBatch:
         """See StepPlan."""
         if self._fixed.is_stopping.is_set():
             raise BatchError("the shard is stopping")
-        return self._fixed.builder.batch(scheduled)
+        return self._fixed.builder.batch(scheduled, tables)
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
         """See StepPlan."""
@@ -92,12 +95,9 @@ class Plan:
         # A new request may have the row of one that is over, but for its part in that step.
         return np.flatnonzero(is_waiting & ~np.isin(scheduled.rows, self.new_rows))
 
-    def scores(
-        self, scheduled: ScheduledTokens, forward: Callable[[ForwardBatch], Tensor]
-    ) -> Tensor:
+    def scores(self, scheduled: ScheduledTokens, batch: ForwardBatch, hidden: Tensor) -> Tensor:
         """See StepPlan."""
-        batch = self.batch(scheduled)
-        hidden, wanted = forward(batch), batch.logits_indices
+        wanted = batch.logits_indices
         if self.wants_hidden:
             self._add_prompt_logprobs(scheduled, hidden)
         return self._fixed.model.logits(hidden if wanted is None else hidden[wanted])

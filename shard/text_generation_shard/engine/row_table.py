@@ -35,6 +35,8 @@ class RowTable:
         self.longest: Ints = np.zeros(capacity, dtype=np.int64)
         self.token_ids: Tokens = np.zeros((capacity, max_total_tokens + 1), dtype=np.int32)
         self.block_tables: Ints = np.zeros((capacity, width), dtype=np.int64)
+        self.num_blocks: Ints = np.zeros(capacity, dtype=np.int64)
+        self.num_takes: Ints = np.zeros(capacity, dtype=np.int64)
         self.min_new_tokens: Ints = np.zeros(capacity, dtype=np.int64)
         self.ignore_eos: Flags = np.zeros(capacity, dtype=np.bool_)
         # [R] rows in use, in the order of their requests. Replaced, never changed.
@@ -47,7 +49,6 @@ class RowTable:
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, list[float]] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
-        self._num_blocks: Ints = np.zeros(capacity, dtype=np.int64)
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
 
@@ -72,7 +73,8 @@ class RowTable:
         self.prompt_lens[row] = request.num_prompt_tokens
         self.token_ids[row, :known] = token_ids
         self.block_tables[row, :blocks] = block_table
-        self._num_blocks[row] = blocks
+        self.num_blocks[row] = blocks
+        self.num_takes[row] += 1
         self.longest[row] = request.num_prompt_tokens + request.max_new_tokens
         # A grammar decides by itself when its text may end.
         self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
@@ -192,16 +194,16 @@ class RowTable:
         row = self._rows.get(request_id)
         if row is None:
             raise BatchError(f"request {request_id} is not running, its table can not grow")
-        held = int(self._num_blocks[row])
+        held = int(self.num_blocks[row])
         if held == self.block_tables.shape[1]:
             raise BatchError(f"request {request_id} has all blocks its longest context needs")
         self._check_block(request_id, block)
         self.block_tables[row, held] = block
-        self._num_blocks[row] += 1
+        self.num_blocks[row] += 1
 
     def covered(self, rows: Ints) -> Ints:
         """How many tokens the blocks of each row hold: [R]."""
-        return self._num_blocks[rows] * self.block_size
+        return self.num_blocks[rows] * self.block_size
 
     def check_covered(self, rows: Ints, ends: Ints) -> None:
         """BatchError unless each row's table has room for its tokens before `ends` [R]."""

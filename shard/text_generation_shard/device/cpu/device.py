@@ -33,6 +33,8 @@ _CACHE_SHARE = 0.5
 def open_device(options: base.DeviceOptions) -> base.Device:
     """The processor by our kernels, or by torch's where ours do not take the type. ModelError if it
     can not do what the options ask for."""
+    if options.cuda_graphs:
+        logger.warning("--cuda-graphs has no effect on a CPU: a step is one call there as it is")
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
     dtype = DTYPES[name]
     if not kernels.are_used(dtype):

@@ -22,7 +22,7 @@ from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marke
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
 from text_generation_shard.device.reference.linear import FloatTable
-from text_generation_shard.device.reference.runner import EagerForward, Forward
+from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
 from text_generation_shard.sampling.sampler import Scores
 
 
@@ -187,6 +187,8 @@ class FusedDecoder:
 class CpuRunner:
     """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
 
+    records_steps = False
+
     def __init__(
         self, model: base.Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:
@@ -215,9 +217,7 @@ class CpuRunner:
         self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
         count = int(scheduled.counts.sum())
         with self._passes, self._threads.measured(count), torch.inference_mode():
-            if plan.wants_hidden:
-                return plan.scores(scheduled, self._forward.hidden)
-            return self._forward.scores(plan.batch(scheduled))
+            return pass_scores(self._forward, plan, scheduled, plan.batch(scheduled))
 
 
 _PRODUCTS = "qkv", "out", "gate_up", "down"

@@ -10,6 +10,8 @@ from torch import Tensor
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda import flash, sampler
 from text_generation_shard.device.cuda.attention import TritonAttention
+from text_generation_shard.device.cuda.device_rows import DeviceRows
+from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
@@ -28,7 +30,14 @@ class TritonDevice(TorchDevice):
 
     capability = 0
     """See `tiles`."""
+    num_spare_blocks = 1
     stream: Stream = Processor()
+
+    def __init__(
+        self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
+    ) -> None:
+        super().__init__(torch_device, dtype, options)
+        self._cuda_graphs = options.cuda_graphs
 
     def gated_matrix(
         self,
@@ -68,10 +77,17 @@ class TritonDevice(TorchDevice):
         logger.info("attention: %s", found.name)
         return found
 
-    def runner(self, model: base.Model) -> base.Runner:
+    def runner(self, model: base.Model) -> StreamRunner:
         """See Device."""
-        begin = partial(sampler.begin, self.upload)
-        return StreamRunner(EagerForward(model), self.stream, self.upload, begin)
+        graphs = Graphs(model, self._cuda_graphs, self.stream.recorder, self.upload)
+        return StreamRunner(
+            EagerForward(model),
+            graphs,
+            self.stream,
+            partial(sampler.begin, self.upload),
+            partial(DeviceRows, device=self.torch_device, upload=self.upload),
+            self.upload,
+        )
 
 
 def _num_warps(size: int) -> int:

@@ -1,6 +1,7 @@
 """Steps on a stream: the host gives the GPU all of a step, and waits for its tokens only."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.reference.runner import Forward
+from text_generation_shard.device.cuda.device_rows import DeviceRows
+from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
+from text_generation_shard.device.reference.runner import Forward, pass_scores
 from text_generation_shard.sampling.sampler import Choice, Sampler
 
 
@@ -31,6 +34,9 @@ class Stream(Protocol):
     def fetch(self, found: Tensor) -> Tensor:
         """Begin to copy to memory of the host, where it is at the next mark."""
 
+    def recorder(self) -> Recorder:
+        """What records for it, with memory of its own."""
+
 
 class Processor:
     """See `Stream`: of tensors on the processor everything is computed at once."""
@@ -45,6 +51,14 @@ class Processor:
     def fetch(self, found: Tensor) -> Tensor:
         """See Stream."""
         return found
+
+    def recorder(self) -> "Processor":
+        """See Stream."""
+        return self
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See Recorder."""
+        return work
 
 
 class CudaStream:
@@ -63,18 +77,39 @@ class CudaStream:
         there = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         return there.copy_(found, non_blocking=True)
 
+    def recorder(self) -> CudaRecorder:
+        """See Stream."""
+        return CudaRecorder()
+
 
 class StreamRunner:
-    """See `Runner`. Owns, on the device, the token that each row got last: inputs of a step that is
-    launched before they are known here."""
+    """See `Runner`. Owns what the device knows of the rows: the tokens they got last are inputs of
+    a step that is launched before they are known here."""
 
     def __init__(
-        self, forward: Forward, stream: Stream, upload: Upload, begin: Sampler[Tensor]
+        self,
+        forward: Forward,
+        graphs: Graphs,
+        stream: Stream,
+        begin: Sampler[Tensor],
+        make_rows: Callable[[base.Rows], DeviceRows],
+        upload: Upload,
     ) -> None:
         """`begin` gives the device the choice of a step's tokens: `sampler.begin`."""
-        self.forward, self.stream, self.upload, self.begin = forward, stream, upload, begin
-        self.last_tokens = torch.empty(0, dtype=torch.int64)
+        self.graphs, self.stream, self.begin, self.upload = graphs, stream, begin, upload
+        self._forward, self._make_rows = forward, make_rows
+        self.records_steps = graphs.are_used
+        self._rows: DeviceRows | None = None
         self._last: StreamStep | None = None
+
+    def rows(self, host: base.Rows) -> DeviceRows:
+        """The same on the device."""
+        if self._rows is None or self._rows.rows is not host:
+            # Not two at once.
+            self._rows = None
+            self._rows = self._make_rows(host)
+            self.graphs.use(self._rows)
+        return self._rows
 
     @torch.inference_mode()
     def launch(self, plan: base.StepPlan) -> "StreamStep":
@@ -82,10 +117,8 @@ class StreamRunner:
         if self._last is not None:
             # What it chooses may be the input of this step.
             self._last.choose()
-        scores = [self._scores(plan, scheduled) for scheduled in plan.passes]
-        if len(self.last_tokens) < len(plan.rows.token_ids):
-            own = torch.zeros(len(plan.rows.token_ids), dtype=torch.int64)
-            self.last_tokens = own.to(scores[0].device)
+        rows = self.rows(plan.rows)
+        scores = [self._scores(plan, scheduled, rows) for scheduled in plan.passes]
         self._last = StreamStep(self, plan, torch.cat(scores) if len(scores) > 1 else scores[0])
         if plan.knows_tokens:
             self._last.choose()
@@ -96,21 +129,26 @@ class StreamRunner:
         if self._last is step:
             self._last = None
 
-    def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Tensor:
-        def filled(batch: base.ForwardBatch) -> base.ForwardBatch:
-            return self._filled(batch, scheduled.rows, plan.waiting(scheduled))
+    def _scores(
+        self, plan: base.StepPlan, scheduled: base.ScheduledTokens, rows: DeviceRows
+    ) -> Tensor:
+        rows.send(scheduled.rows)
+        waiting = plan.waiting(scheduled)
+        if self.graphs.suits(plan, scheduled):
+            scores = self.graphs.scores(scheduled, waiting)
+            return scores.clone() if plan.wants_scores or len(plan.passes) > 1 else scores
+        batch = plan.batch(scheduled, rows.tables_of)
+        if len(waiting):
+            batch = self._filled(batch, scheduled.rows, waiting, rows)
+        return pass_scores(self._forward, plan, scheduled, batch)
 
-        if plan.wants_hidden:
-            return plan.scores(scheduled, lambda batch: self.forward.hidden(filled(batch)))
-        return self.forward.scores(filled(plan.batch(scheduled)))
-
-    def _filled(self, batch: base.ForwardBatch, rows: Ints, waiting: Ints) -> base.ForwardBatch:
+    def _filled(
+        self, batch: base.ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
+    ) -> base.ForwardBatch:
         """With the tokens that the host does not know yet."""
-        if not len(waiting):
-            return batch
-        places, own = self.upload([np.array(batch.cu_seqlens_q)[waiting], rows[waiting]])
-        ids = batch.input_ids.index_copy(0, places, self.last_tokens.index_select(0, own))
-        return replace(batch, input_ids=ids)
+        places, waits = self.upload([np.array(batch.cu_seqlens_q)[waiting], own[waiting]])
+        last = rows.last_tokens.index_select(0, waits)
+        return replace(batch, input_ids=batch.input_ids.index_copy(0, places, last.long()))
 
 
 class StreamStep:
@@ -140,7 +178,7 @@ class StreamStep:
         found = plan.choose_by(runner.begin, self._scores)
         if isinstance(found, Tensor):
             (rows,) = runner.upload([plan.sampled_rows])
-            runner.last_tokens.index_copy_(0, rows, found[0].long())
+            runner.rows(plan.rows).last_tokens.index_copy_(0, rows, found[0].int())
             found = runner.stream.fetch(found)
         self._found, self._moment = found, runner.stream.mark()
 

@@ -39,6 +39,7 @@ class TorchDevice:
     is_deterministic = False
     runs_behind = False
     spares_core = True
+    num_spare_blocks = 0
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions

@@ -35,8 +35,19 @@ class EagerForward:
         return self._model.logits(hidden if wanted is None else hidden[wanted])
 
 
+def pass_scores(
+    forward: Forward, plan: base.StepPlan, scheduled: base.ScheduledTokens, batch: base.ForwardBatch
+) -> Tensor:
+    """Of the tokens of a pass after which one is sampled [S, vocab_size]."""
+    if plan.wants_hidden:
+        return plan.scores(scheduled, batch, forward.hidden(batch))
+    return forward.scores(batch)
+
+
 class TorchRunner:
     """Computes a step while it is launched."""
+
+    records_steps = False
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -46,9 +57,6 @@ class TorchRunner:
         """See Runner."""
         scores = []
         for scheduled in plan.passes:
-            if plan.wants_hidden:
-                scores.append(plan.scores(scheduled, self._forward.hidden))
-            else:
-                scores.append(self._forward.scores(plan.batch(scheduled)))
+            scores.append(pass_scores(self._forward, plan, scheduled, plan.batch(scheduled)))
         done = time.perf_counter_ns()
         return base.StepScores(plan.choose(torch.cat(scores)), done)

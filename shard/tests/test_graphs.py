@@ -1,0 +1,140 @@
+"""Passes that are recorded once and given to a device in one piece."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
+from text_generation_shard.engine.step import StepInput, StepOutput
+
+from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.stream_device import StreamDevice
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "expected"),
+    [
+        (None, 1, (1,)),
+        (None, 3, (1, 2, 3)),
+        (None, 12, (1, 2, 4, 8, 12)),
+        (None, 32, (1, 2, 4, 8, 16, 24, 32)),
+        ((8, 2, 2), 32, (2, 8)),
+        ((), 32, ()),
+    ],
+)
+def test_sizes(asked: tuple[int, ...] | None, rows: int, expected: tuple[int, ...]) -> None:
+    assert sizes_of(asked, rows) == expected
+
+
+def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[StepOutput]:
+    """What steps give of several requests, each launched before the one before is collected."""
+    requests = [
+        driver.request(
+            *(number, range(3 + number, 20 + 5 * number)),
+            max_new_tokens=steps + 2,
+            ignore_eos_token=True,
+            top_n_tokens=2 if number == 1 else 0,
+            sampling={"do_sample": True, "seed": 3} if number == 2 else {},
+        )
+        for number in range(prompts)
+    ]
+    engine = driver.engine
+    handles = [engine.launch(StepInput(requests, runs_on=False))]
+    found = []
+    for step in range(1, steps + 1):
+        grown = []
+        for request in requests:
+            table = driver.tables[request.id]
+            if len(request.input_ids) + step > len(table) * engine.block_size:
+                table.append(driver.free.pop())
+                grown.append((request.id, table[-1]))
+        handles.append(engine.launch(StepInput(grown=grown)))
+        found.append(handles.pop(0).result())
+    return [*found, handles[0].result()]
+
+
+def values_of(outputs: list[StepOutput]) -> Any:
+    return [
+        (item.token_ids, [round(value, 4) for value in item.logprobs], item.top_token_ids)
+        for item in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_path: Path) -> list[StepOutput]:
+    """Without graphs, and without steps ahead."""
+    return launched_ahead(Driver(load_engine(tiny_model_path, device=reference_device())), 3, 12)
+
+
+def stream_driver(path: Path) -> Driver:
+    """Of a device that records; three rows are filled up to four."""
+    device = reference_device(StreamDevice)
+    return Driver(load_engine(path, device=device, max_batch_size=4))
+
+
+def graphs_of(driver: Driver) -> Graphs:
+    found: Graphs = driver.engine._runner.graphs  # type: ignore[attr-defined]
+    return found
+
+
+def test_recorded_steps_give_what_others_give(
+    tiny_model_path: Path, expected: list[StepOutput]
+) -> None:
+    """Filled up to a size, replayed with other tokens, positions and blocks."""
+    driver = stream_driver(tiny_model_path)
+    outputs = launched_ahead(driver, 3, 12)
+    assert values_of(outputs) == values_of(expected)
+    recorded = graphs_of(driver)._recorded
+    assert 4 in [kind.size for kind in recorded] and all(recorded.values())
+
+
+@pytest.mark.parametrize("fault", ["scores", "tables", "tokens"])
+def test_each_part_of_a_recorded_step_counts(
+    fault: str, tiny_model_path: Path, expected: list[StepOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that the next step overwrites, tables that are not sent, and tokens that are not taken
+    from the device are seen."""
+    driver = stream_driver(tiny_model_path)
+    runner: Any = driver.engine._runner
+    if fault == "scores":
+        monkeypatch.setattr(torch.Tensor, "clone", lambda self: self)
+    elif fault == "tables":
+        monkeypatch.setattr(type(runner._rows), "send", lambda *_: None)
+    else:
+        monkeypatch.setattr(torch, "where", lambda condition, here, there: there.clamp(min=0))
+    assert values_of(launched_ahead(driver, 3, 12)) != values_of(expected)
+
+
+def test_what_can_not_be_recorded_is_computed(
+    tiny_model_path: Path,
+    expected: list[StepOutput],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(work: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 …")
+
+    driver = stream_driver(tiny_model_path)
+    monkeypatch.setattr(graphs_of(driver)._recorder, "record", refuse)
+    with caplog.at_level(logging.WARNING):
+        outputs = launched_ahead(driver, 3, 12)
+    assert values_of(outputs) == values_of(expected)
+    (message,) = caplog.messages
+    assert "steps of 4 tokens are not recorded" in message and "\n" not in message
+
+
+@pytest.mark.gpu
+def test_graphs_of_a_gpu_give_what_its_operators_give(tiny_model_path: Path) -> None:
+    eager, recorded = (
+        Driver(load_engine(tiny_model_path, device="cuda", max_batch_size=4, cuda_graphs=sizes))
+        for sizes in ((), None)
+    )
+    plain, outputs = (launched_ahead(driver, 3, 12) for driver in (eager, recorded))
+    graphs = graphs_of(recorded)._recorded
+    assert 4 in [kind.size for kind in graphs] and all(graphs.values())
+    for one, other in zip(plain, outputs, strict=True):
+        assert (one.token_ids, one.top_token_ids) == (other.token_ids, other.top_token_ids)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
