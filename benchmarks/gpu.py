@@ -59,7 +59,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "tokens": Section("gpu_engine_tokens", "tokens", 90),
         "steps": Section("gpu_engine_steps", "steps", 90),
         "gaps": Section("gpu_engine_steps", "gaps", 30),
-        "server": Section("gpu_server", "server", 110),
+        "server": Section("gpu_server", "server", 130),
         "start": Section("gpu_server", "start", 70),
         # Last: it takes what is left.
         "soak": Section("gpu_engine_soak", "soak", 180),

@@ -26,6 +26,7 @@ _END_S = 5.0
 _ROWS, _LONGEST, _PREFILL = 256, 8192, 4096
 # Requests that wait, at least.
 _QUEUE = 4
+_DRY_STEPS = 120
 # Of those that run, one is cancelled in one of so many steps.
 _STEPS_A_CANCEL = 30
 # Steps after which the memory is looked at, and all blocks are counted.
@@ -95,11 +96,14 @@ class Draws:
     def __init__(self, bench: Bench, loaded: Loaded) -> None:
         self.number = 0
         """Requests that were made."""
+        self.num_guided = 0
+        """Those of them that have a grammar."""
         self.random = random.Random(2026)
         self._grammars = list(loaded.grammars.values())
         size, rows = loaded.engine.block_size, bench.size(_ROWS, 4)
         self._longest = min(bench.size(_LONGEST, 96), loaded.num_blocks * size)
         self._most_new = bench.size(512, 30)
+        self._requests_a_time = bench.size(64, 4)
         # Such prompts, on an average as long as this, fill all blocks before there are no rows.
         average = loaded.num_blocks * size / rows
         self._most_prompt = int(min(self._longest - self._most_new, 2.2 * average))
@@ -112,8 +116,9 @@ class Draws:
         new = draw.randint(1, self._most_new)
         grammar = None
         # In between there are times without: a step with a grammar waits for the one before it.
-        if number // 64 % 4 == 3 and draw.random() < 0.3:
+        if number // self._requests_a_time % 4 == 3 and draw.random() < 0.5:
             grammar, new = draw.choice(self._grammars), self._most_new
+            self.num_guided += 1
         return NewRequest(
             id=number,
             input_ids=draw.choices(range(1, 300), k=length),
@@ -134,12 +139,13 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
     rows, prefill = bench.size(_ROWS, 4), bench.size(_PREFILL, 64)
     caller = Caller(engine, loaded.num_blocks, rows, prefill)
     most_used = cancelled = 0
+    steps_a_cancel = bench.size(_STEPS_A_CANCEL, 15)
     before_ooms = _num_ooms(bench)
-    while bench.left_s() > _END_S and not (bench.is_dry and caller.num_steps >= 60):
+    while bench.left_s() > _END_S and not (bench.is_dry and caller.num_steps >= _DRY_STEPS):
         while caller.num_waiting < _QUEUE:
             caller.ask(draws.request())
         caller.advance()
-        if draws.random.randrange(_STEPS_A_CANCEL) == 0 and caller.running_ids:
+        if draws.random.randrange(steps_a_cancel) == 0 and caller.running_ids:
             caller.cancel(draws.random.choice(caller.running_ids))
             cancelled += 1
         if caller.num_steps % _LOOK_EACH == 0:
@@ -151,6 +157,7 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
     most_used = max(most_used, _used_bytes(bench) - before)
     figures: dict[str, float | str] = {
         "requests": len(answers),
+        "with_grammar": draws.num_guided,
         "tokens": sum(len(answer.token_ids) for answer in answers),
         "steps": caller.num_steps,
         "preempted": caller.num_preempted,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -28,8 +28,8 @@ PEERS: Mapping[str, Mapping[str, object]] = {
     "its graphs": {"use_cuda_graph": True},
     "its own choice": {},
 }
-# Seconds that must be left to begin with a peer, or with a start behind its checkpoint.
-_PEER_S, _START_S = 20.0, 20.0
+# Seconds that must be left for a start when its files are written.
+_START_S = 20.0
 # Disk and memory that are left to others.
 _SPARE_BYTES = 8e9
 _LOG_LINE = re.compile(r"(\S+Z) +[A-Z]+ +(\S+?): (.*)")
@@ -45,41 +45,38 @@ class Clients(NamedTuple):
     new_tokens: int
 
 
-CLIENTS, TINY_CLIENTS = Clients(4, 16, 128, 512, 128), Clients(1, 2, 3, 8, 4)
+CLIENTS, TINY_CLIENTS = Clients(4, 16, 96, 512, 128), Clients(1, 2, 3, 8, 4)
 
 
 def server(bench: Bench) -> None:
     """A model of 1 B, whose every token has a text."""
     sizes = models_of(bench)[-1]
     clients = TINY_CLIENTS if bench.is_dry else CLIENTS
-    name = sizes.model.name
+    name, tokens_s = sizes.model.name, dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder)
         shape = replace(sizes.shape(), vocab=VOCAB_SIZE)
         write_checkpoint(checkpoint, shape=shape, device=bench.torch_device.type)
         bench.release()
-        found: dict[str, float] = {}
 
-        def record(label: str, figures: dict[str, float]) -> Figures:
-            found[label] = figures["tokens_s"]
-            return figures
+        def measure(label: str, work: Callable[[], dict[str, float]], is_own: bool) -> None:
+            def figures() -> Figures:
+                found = work()
+                tokens_s[label] = found["tokens_s"]
+                return found
 
-        def ours() -> Figures:
-            return record("ours", _ours(bench, checkpoint, clients))
+            bench.measure(f"{name}, {label}", figures, is_own)
 
-        def theirs(way: str) -> Figures:
-            return record(way, _theirs(bench, checkpoint, clients, PEERS[way]))
-
-        bench.measure(f"{name}, ours", ours, is_own=True)
-        for way in list(PEERS)[: bench.size(len(PEERS), 1)]:
-            label = f"{name}, transformers, {way}"
-            if bench.left_s() < _PEER_S:
-                bench.leave_out(label, "the section had no time left for it")
-            else:
-                bench.measure(label, partial(theirs, way))
-    best = max((found[way] for way in PEERS if way in found), default=0.0)
-    if best and "ours" in found:
-        bench.note(f"{name}, ours beside transformers", {"times": found["ours"] / best})
+        measure("ours", partial(_ours, bench, checkpoint, clients), True)
+        ways = list(PEERS)[: bench.size(len(PEERS), 1)]
+        for number, way in enumerate(ways):
+            # One that takes too long leaves time to the next.
+            seconds = bench.left_s() / (len(ways) - number)
+            work = partial(_theirs, bench, checkpoint, clients, PEERS[way], seconds)
+            measure(f"transformers, {way}", work, False)
+    ours = tokens_s.pop("ours", 0.0)
+    if ours and tokens_s:
+        bench.note(f"{name}, ours beside transformers", {"times": ours / max(tokens_s.values())})
 
 
 def _flags(bench: Bench) -> Sequence[str]:
@@ -125,7 +122,11 @@ def _load(url: str, clients: Clients, seed: int) -> dict[str, float]:
 
 
 def _theirs(
-    bench: Bench, checkpoint: Path, clients: Clients, options: Mapping[str, object]
+    bench: Bench,
+    checkpoint: Path,
+    clients: Clients,
+    options: Mapping[str, object],
+    seconds: float,
 ) -> dict[str, float]:
     """In a process of its own: its memory is free again afterwards."""
     own: dict[str, object] = {"max_requests_per_batch": clients.processes * clients.clients}
@@ -138,7 +139,7 @@ def _theirs(
         "options": own | dict(options),
     }
     command = [sys.executable, str(HERE / "gpu_transformers.py"), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=bench.left_s())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise RuntimeError(f"transformers failed: {done.stderr[-250:]}")
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

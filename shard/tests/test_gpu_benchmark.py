@@ -71,6 +71,7 @@ def test_an_engine_is_measured_as_on_a_gpu(report: dict[str, Any]) -> None:
     assert wanted <= found
     (soak,) = [one for one in report["records"] if one["section"] == "soak"]
     assert soak["most_blocks_share"] == 1 and soak["tokens"] > 100
+    assert all(soak[name] > 0 for name in ("preempted", "cancelled", "with_grammar"))
 
 
 def test_what_is_refused_is_a_sentence(report: dict[str, Any]) -> None:
