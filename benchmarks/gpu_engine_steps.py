@@ -81,6 +81,8 @@ class Decoding:
 
     def __init__(self, engine: Engine, requests: Sequence[NewRequest]) -> None:
         self._engine = engine
+        # A measurement before it may have failed.
+        engine.clear()
         engine.step(StepInput(requests))
         self._under_way: deque[StepHandle] = deque()
         for _ in range(2):
@@ -111,6 +113,8 @@ def _decode(bench: Bench, sizes: Sizes, engine: Engine, rows: int, context: int)
     us = statistics.median(times[first:]) * 1e6
     # Tokens in front of those of the step in the middle.
     seen = context + first + counted // 2
+    if not all(bench.limits):
+        return {"ms": us / 1e3}
     floor = sizes.floor_us(rows, seen, bench.limits)
     return {"ms": us / 1e3, "share": floor / us, "floor_ms": floor / 1e3}
 
@@ -130,16 +134,16 @@ def _prefill(bench: Bench, sizes: Sizes, engine: Engine, prompts: int, length: i
         )
         for row in range(prompts)
     ]
+    engine.clear()
     times = []
     for _ in range(bench.size(4, 1)):
         begun = time.perf_counter()
         engine.step(StepInput(requests))
         times.append(time.perf_counter() - begun)
     us = min(times) * 1e6
-    rate = sizes.prefill_flop(prompts, length) / us / 1e6
-    tokens_s = prompts * length / us * 1e6
-    share = rate / bench.limits.matrix_tflop_s
-    return {"ms": us / 1e3, "tflop_s": rate, "share": share, "tokens_s": tokens_s}
+    found = bench.computed(us, sizes.prefill_flop(prompts, length))
+    del found["us"]
+    return found | {"ms": us / 1e3, "tokens_s": prompts * length / us * 1e6}
 
 
 def gaps(bench: Bench) -> None:

@@ -104,34 +104,24 @@ def _answers(
 ) -> dict[str, Run]:
     """Of one engine, by the name of the case."""
     with counted_replays(bench) as replays:
-        return _answers_of_all(bench, sizes, folder, dtype, graphs, replays)
-
-
-def _answers_of_all(
-    bench: Bench,
-    sizes: Sizes,
-    folder: Path,
-    dtype: str,
-    graphs: Sequence[int],
-    replays: Replays,
-) -> dict[str, Run]:
-    engine = load(bench, sizes, folder, graphs, dtype)
-    size, rows, length = engine.block_size, 2 * max(_GRAPHS), bench.size(512, 64)
-    num_blocks = rows * -(-length // size)
-    limits = WarmupLimits(bench.size(1024, 64), rows, None, length, num_blocks * size)
-    engine.warmup(limits)
-    found = {}
-    for case in _cases(bench, grammars_of(engine, folder)):
-        caller = Caller(engine, num_blocks, rows, limits.max_prefill_tokens)
-        before = replays.count
-        for turn in case.turns:
-            for request in turn:
-                caller.ask(request)
-            caller.advance()
-        caller.run()
-        asked = [request for turn in case.turns for request in turn]
-        greedy = {request.id for request in asked if request.sampling == _GREEDY}
-        found[case.name] = Run(caller.answers, greedy, caller.num_steps, replays.count - before)
+        engine = load(bench, sizes, folder, graphs, dtype)
+        size, rows, length = engine.block_size, 2 * max(_GRAPHS), bench.size(512, 64)
+        num_blocks = rows * -(-length // size)
+        limits = WarmupLimits(bench.size(1024, 64), rows, None, length, num_blocks * size)
+        engine.warmup(limits)
+        found = {}
+        for case in _cases(bench, grammars_of(engine, folder)):
+            caller = Caller(engine, num_blocks, rows, limits.max_prefill_tokens)
+            before = replays.count
+            for turn in case.turns:
+                for request in turn:
+                    caller.ask(request)
+                caller.advance()
+            caller.run()
+            asked = [request for turn in case.turns for request in turn]
+            greedy = {request.id for request in asked if request.sampling == _GREEDY}
+            counts = caller.num_steps, replays.count - before
+            found[case.name] = Run(caller.answers, greedy, *counts)
     return found
 
 
