@@ -2,7 +2,6 @@
 out again where blocks are short, and launches each step before the one in front of it is known."""
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from text_generation_shard.engine.engine import Engine, StepHandle
@@ -132,13 +131,13 @@ class Caller:
     def _width(self, num_tokens: int) -> int:
         return -(-num_tokens // self._engine.block_size)
 
-    def _lacking(self) -> Mapping[int, int]:
-        """Request → blocks that its table must grow by before the next step."""
-        return {
-            request_id: 1
+    def _lacking(self) -> list[int]:
+        """Requests that need one block more for the next step."""
+        return [
+            request_id
             for request_id, held in self._held.items()
             if held.left and self._width(held.computed + 1) > len(held.table)
-        }
+        ]
 
     def _make_room(self) -> None:
         """For the next step of all that run: the youngest go, and come back later."""
