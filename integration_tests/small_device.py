@@ -22,7 +22,7 @@ class Weight:
 
 
 class Attention:
-    name, block_size, is_deterministic = "small", 16, False
+    name, block_size, is_deterministic, heaviest_keys = "small", 16, False, None
     workspace_bytes, plan = (lambda self, shape: 0), (lambda self, *batch_angles: batch_angles)
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
@@ -61,14 +61,14 @@ class Runner(NamedTuple):
 
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
-    is_deterministic = runs_behind = spares_core = False
+    is_deterministic, runs_behind, spares_core, graph_bytes, graphs_note = *[False] * 3, 0, ""
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
     upload = staticmethod(lambda arrays: [torch.from_numpy(array) for array in arrays])
-    check_room = serve = left_bytes = staticmethod(lambda *_: 0)
+    check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
     weight_copies, then = (lambda self: nullcontext(self)), staticmethod(lambda action: action())
-    free_bytes = staticmethod(lambda step, rest, rehearse: Room(2**26, step))
+    free_bytes = staticmethod(lambda step, rehearse: Room(2**26, step))
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)

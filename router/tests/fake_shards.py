@@ -106,6 +106,8 @@ class FakeShards:
     num_computed: int = 0
     # By request, the place of the token at which it fails, alone.
     failing: dict[int, int] = field(default_factory=dict)
+    # By request, the tokens of its prompt behind which there is no memory for it, alone.
+    unfit: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[object, int], int] = field(default_factory=dict)
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -234,7 +236,7 @@ class FakeShards:
         for request_id, row in rows.items():
             for block_id in row.table:
                 readers.setdefault(block_id, []).append(request_id)
-        columns, answers = [], {}
+        columns, answers, errors = [], {}, dict[int, str]()
         num_prompt_tokens = 0
         for request_id, part in parts.items():
             row = rows[request_id]
@@ -251,13 +253,17 @@ class FakeShards:
             self._write(request_id, row, row.num_computed, end, guesses, rows, readers, new)
             row.num_computed = end
             self._check_memory(row)
+            if not ends and end > (limit := self.unfit.get(request_id, sys.maxsize)):
+                errors[request_id] = f"Server error: no memory behind {limit} tokens"
             if ends:
                 fails = row.place + len(guesses) >= self.failing.get(request_id, sys.maxsize)
                 columns.append((request_id, self._choose(row, guesses, fails)))
                 if row.owes_logprobs:
                     answers[request_id] = [float("nan")] + [-0.5] * (len(row.request.input_ids) - 1)
                     row.owes_logprobs = False
-        result = self._answer(batch_id, rows, columns)
+        for request_id in errors:
+            del rows[request_id]
+        result = self._answer(batch_id, rows, columns, errors)
         forward_ns = self.step_ns + self.token_ns * num_prompt_tokens
         return replace(result, prefill_logprobs=answers, forward_ns=forward_ns)
 
@@ -326,11 +332,14 @@ class FakeShards:
         return None
 
     def _answer(
-        self, batch_id: int, rows: dict[int, Row], columns: list[tuple[int, list[int]]]
+        self,
+        batch_id: int,
+        rows: dict[int, Row],
+        columns: list[tuple[int, list[int]]],
+        errors: dict[int, str],
     ) -> StepResult:
-        """Rows that end are gone."""
+        """Rows that end are gone; `errors` are those of rows that get no token."""
         reasons, logprobs, top_counts = [], [], []
-        errors: dict[int, str] = {}
         for request_id, chosen in columns:
             row = rows[request_id]
             first = row.place - len(chosen)

@@ -232,6 +232,22 @@ async def test_a_request_that_fails_alone_leaves_the_others(place: int) -> None:
     assert str(outcomes[1].error) == f"Server error: token {place}"
 
 
+async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
+    """For want of memory; others go on, and what it held is free."""
+    prompt = tuple(range(3, 35))
+    shards = FakeShards(unfit={1: 8})
+    async with running(shards, max_batch_prefill_tokens=8) as rig:
+        prompts = [(1, 2), prompt, (3, 4)]
+        outcomes = await asyncio.gather(*(rig.outcome(ids, 20) for ids in prompts))
+        assert rig.batcher.is_healthy
+        assert str(outcomes[1].error) == "Server error: no memory behind 8 tokens"
+        assert outcomes[1].tokens == []
+        for place in (0, 2):
+            assert outcomes[place].ids == expected_ids(prompts[place], 20)
+        # Nobody takes what it has not computed for what begins alike.
+        assert (await rig.outcome(prompt, 4)).ids == expected_ids(prompt, 4)
+
+
 @pytest.mark.parametrize("speculate", [0, 8])
 async def test_what_a_request_that_failed_alone_wrote_last_is_nobodys(speculate: int) -> None:
     """Its guesses were written where its text would go on, and most of them are wrong."""

@@ -241,6 +241,15 @@ def test_the_row_of_one_that_ended_tells_nothing_to_who_has_it_next(
     assert found.logprobs[-1] == pytest.approx(expected.logprobs[0], abs=1e-4)
 
 
+def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(tiny_model_path: Path) -> None:
+    engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
+    request = Driver(engine).request(0, range(3, 12), prefill_logprobs=True)
+    handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
+    first, second = (handle.result() for handle in handles)
+    assert [(number, len(values)) for number, values in first.prefill_logprobs] == [(0, 9)]
+    assert second.request_ids == [0] and not second.prefill_logprobs
+
+
 def test_a_grammar_follows_its_own_tokens(tiny_model_path: Path) -> None:
     engine = load_engine(tiny_model_path, device=reference_device(StreamDevice))
     model = engine.model.config
@@ -307,13 +316,3 @@ def test_the_time_of_two_steps_is_counted_once(tiny_model_path: Path) -> None:
     time.sleep(0.05)
     took = sum(handle.result().forward_ns for handle in handles)
     assert 5e7 < took <= time.perf_counter_ns() - began
-
-
-def test_a_prompt_s_log_probabilities_are_told_once(tiny_model_path: Path) -> None:
-    """The step behind the prompt is launched before they are told."""
-    driver = Driver(load_engine(tiny_model_path, device=reference_device(StreamDevice)))
-    engine, request = driver.engine, driver.request(0, range(3, 20), prefill_logprobs=True)
-    handles = [engine.launch(StepInput([request])), engine.launch(StepInput())]
-    first, second = (handle.result() for handle in handles)
-    assert [len(values) for _, values in first.prefill_logprobs] == [17]
-    assert second.request_ids == [0] and second.prefill_logprobs == []

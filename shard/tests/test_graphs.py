@@ -126,6 +126,17 @@ def test_what_can_not_be_recorded_is_computed(
     assert "steps of 4 tokens are not recorded" in message and "\n" not in message
 
 
+def test_what_all_take_is_told_by_two(tiny_model_path: Path) -> None:
+    """Sizes 1, 2 and 4 with contexts of 512 tokens: of the largest 100 bytes, 10 of each more."""
+    driver = stream_driver(tiny_model_path)
+    graphs, stream = graphs_of(driver), driver.engine._runner.stream  # type: ignore[attr-defined]
+    before = stream.num_recorded
+    held = {before: 0, before + 1: 100, before + 2: 110}
+    assert graphs.bytes_of_all(lambda: held[stream.num_recorded]) == 100 + 10 * 2
+    assert graphs.note == "at most 3 steps of up to 4 tokens"
+    assert not graphs._recorded
+
+
 @pytest.mark.gpu
 def test_graphs_of_a_gpu_give_what_its_operators_give(tiny_model_path: Path) -> None:
     eager, recorded = (

@@ -322,15 +322,14 @@ class Batcher:
             return
         now = time.perf_counter()
         step, result = self._reply.step, self._reply.result
+        for request_id, message in result.errors.items():
+            self._end(step.plan.entries[request_id], GenerationError(message))
         columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
         answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
         for place, (request_id, num, finish_reason) in enumerate(answered, start=1):
             entry, tokens = step.plan.entries[request_id], list(islice(columns, num))
             if entry.state is not EntryState.ENDED:
-                if (message := result.errors.get(request_id)) is not None:
-                    self._end(entry, GenerationError(message))
-                else:
-                    self._deliver(entry, tokens, finish_reason, result, now)
+                self._deliver(entry, tokens, finish_reason, result, now)
             if place % DELIVERIES_PER_TURN == 0:
                 await asyncio.sleep(0)
         self._meter.note_delivery(step.method, time.perf_counter() - now)

@@ -357,9 +357,8 @@ class Planner:
         for entry in plan.entries.values():
             if entry.id not in result.errors:
                 self._publish(entry)
-        for request_id, reason in zip(result.request_ids, result.finish_reasons, strict=True):
-            if reason is not None or request_id in result.errors:
-                self.release(plan.entries[request_id])
+        for request_id in result.ended:
+            self.release(plan.entries[request_id])
         duration_ns = result.forward_ns + result.decode_ns
         num_tokens = sum(plan.chunks.values())
         self._chunked.note(duration_ns, plan.num_decoding, num_tokens, num_in_front)

@@ -75,7 +75,7 @@ class StepResult:
     top_token_logprobs: Sequence[float] = ()
     # By request, one value a prompt token; the first is NaN.
     prefill_logprobs: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    # By request, a sentence: it failed alone, its row is free and its token means nothing.
+    # By request, a sentence: it failed alone, its row is free and its token, if any, means nothing.
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_ns: int = 0
     decode_ns: int = 0

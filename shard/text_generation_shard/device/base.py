@@ -147,9 +147,12 @@ class Attention(Protocol):
     # A query's result is the same, bit for bit, however the tokens of its row are cut into passes
     # and whatever else is in them.
     is_deterministic: bool
+    # How many keys of prompts make the pass that takes most memory; None: the more, the more.
+    heaviest_keys: int | None
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """Bytes that a pass takes at most, beside its activations."""
+        """Bytes that a pass takes at most beside its activations, where a device needs to be told:
+        see `Device.free_bytes`."""
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """Make the cache and return its bytes; called again, the former one is dropped first."""
@@ -399,6 +402,10 @@ class Device(Protocol):
     upload: Upload
     # Blocks that the cache has beside those of requests: what fills up a pass is written there.
     num_spare_blocks: int
+    # What steps that are recorded will hold of its memory, and which steps these are, in words;
+    # known behind `free_bytes`.
+    graph_bytes: int
+    graphs_note: str
 
     @property
     def spares_core(self) -> bool:
@@ -440,12 +447,15 @@ class Device(Protocol):
     def runner(self, model: Model) -> Runner:
         """What computes the steps of a loaded model."""
 
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> "Room":
-        """What the KV cache may take. step_bytes: what the largest step is estimated to take;
-        `rehearse` runs the largest prompt, and rest_bytes are what that leaves out."""
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> "Room":
+        """What the KV cache may take. `rehearse` runs the steps that take most memory, of which
+        step_bytes are an estimate: a device uses one of the two."""
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """What is left beside a cache that was made and a step that will come."""
+
+    def release_memory(self) -> None:
+        """Called when there was no memory for a step: what is kept for later ones is given up."""
 
     def serve(self) -> None:
         """Called when requests are answered: what can be done beside that begins now."""

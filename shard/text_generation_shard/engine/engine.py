@@ -7,17 +7,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
-from text_generation_shard.device.base import CacheShape, Device, Launched, Room
-from text_generation_shard.engine import memory
+from text_generation_shard.device.base import (
+    CacheShape,
+    Device,
+    Launched,
+    Room,
+    ScheduledTokens,
+)
+from text_generation_shard.engine import memory, out_of_memory
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
-from text_generation_shard.engine.output import verify
+from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
+from text_generation_shard.engine.output import Verified, verify
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
@@ -28,7 +36,7 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
-from text_generation_shard.engine.warmup import Costs, measure, rehearse
+from text_generation_shard.engine.warmup import Costs, largest_steps, measure, rehearse
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.llama import LlamaModel
@@ -36,6 +44,18 @@ from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Part(NamedTuple):
+    """A step that was computed, or a part of one. Nothing of it is in the row table yet."""
+
+    plan: Plan
+    # None: no input was complete.
+    verified: Verified | None
+    # time.perf_counter_ns() when its passes were.
+    done_ns: int
 
 
 class StepHandle:
@@ -57,7 +77,8 @@ class StepHandle:
 
     def result(self) -> StepOutput:
         """Wait for the step. If it failed, its new requests have no rows, and the others are as
-        they were but for the blocks that their tables grew by."""
+        they were but for the blocks that their tables grew by. For want of memory only requests
+        fail, and only those that do not fit alone: see `StepOutput.errors`."""
         self._engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -86,6 +107,9 @@ class Engine:
         self._runner = device.runner(model)
         self._max_prefill_tokens = 1
         self._costs = Costs(1, 1, 1, 0)
+        # Whether a step for which there is no memory is computed in parts: not while its memory is
+        # measured, and not where other ranks would compute other parts.
+        self._splits = False
         # Launched and not collected, oldest first: one, or two where the device runs behind.
         self._under_way: deque[StepHandle] = deque()
         # When the step that was collected last was computed.
@@ -135,6 +159,7 @@ class Engine:
         ModelError names the numbers when what is asked for does not fit.
         """
         self.clear()
+        self._splits = False
         self._max_prefill_tokens = limits.max_prefill_tokens
         config = self.model.config
         num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
@@ -150,12 +175,15 @@ class Engine:
         # Decisions that depend on costs must be the same on all ranks.
         self._costs = Costs(*self._world.broadcast(np.array(costs)).tolist())
         self._planner.costs = self._costs
+        self._splits = self._world.size == 1
         ledger = memory.Ledger(
             self._weights_bytes,
             cache_bytes,
             f"{num_blocks} blocks of {shape.block_size} tokens",
             room.step,
             f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
+            self.device.graph_bytes,
+            self.device.graphs_note,
             self.device.left_bytes(cache_bytes, room.step),
         )
         for line in ledger.lines():
@@ -179,26 +207,26 @@ class Engine:
     def _room(self, shape: CacheShape, limits: WarmupLimits) -> Room:
         """What the KV cache may take, and what the largest step takes beside it."""
         config, attention = self.model.config, self.model.attention
-        tokens = limits.max_prefill_tokens
+        rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
 
         def run_largest() -> None:
-            # In a cache just large enough for it.
-            num_blocks = tokens // shape.block_size + 2
-            self._use_table(1, tokens + 2, num_blocks)
+            longest = memory.longest_context(limits, config.max_position)
             try:
-                self._allocate(shape, num_blocks)
-                rehearse(self, tokens, tokens + 2)
-            except torch.OutOfMemoryError as error:
+                # All rows share one block.
+                self._allocate(shape, 1)
+                found = largest_steps(rows, tokens, longest, attention.heaviest_keys)
+                # The longest context last: the device measures what it records for such rows.
+                for largest in reversed(found):
+                    self._use_table(rows, largest.context, 1)
+                    rehearse(self, largest)
+            except out_of_memory.OUT_OF_MEMORY as error:
                 raise ModelError(
-                    f"Not enough memory to handle {tokens} prefill tokens. "
-                    "You need to decrease `--max-batch-prefill-tokens`"
+                    f"Not enough memory to handle {tokens} prefill tokens beside {rows} requests. "
+                    "You need to decrease `--max-batch-prefill-tokens` or `--max-batch-size`"
                 ) from error
 
-        workspace = attention.workspace_bytes(shape)
-        largest = memory.activation_bytes(config, shape, limits) + workspace
-        # Not in the rehearsal: a decode of many rows, and sampling for all.
-        rest = workspace + memory.sampling_bytes(config, limits)
-        return self.device.free_bytes(largest, rest, run_largest)
+        estimate = memory.activation_bytes(config, shape, limits) + attention.workspace_bytes(shape)
+        return self.device.free_bytes(estimate, run_largest)
 
     def step(self, step: StepInput) -> StepOutput:
         """Compute a step. If it fails: see StepHandle."""
@@ -223,13 +251,20 @@ class Engine:
                 rows.append(self._table.take(request))
             admitted = time.perf_counter_ns()
             plan = self._planner.plan(running, step.new_requests, rows, before)
-            launched = self._runner.launch(plan)
+            launched = self._unless_short(partial(self._runner.launch, plan))
         except BaseException:
             self._table.release(rows)
             raise
         self._table.advance(plan.computed)
-        self._under_way.append(StepHandle(self, plan, launched, began, admitted - taking))
-        return self._under_way[-1]
+        handle = StepHandle(self, plan, launched or NotLaunched(), began, admitted - taking)
+        self._under_way.append(handle)
+        if launched is None:
+            self.collect(handle)
+        return handle
+
+    def _unless_short(self, compute: Callable[[], _T]) -> _T | None:
+        """What `compute` answers; None if there was no memory for it."""
+        return unless_short(compute) if self._splits else compute()
 
     def make_way(self, step: StepInput) -> None:
         """Collect the steps that are under way and that this one can not run behind."""
@@ -253,47 +288,113 @@ class Engine:
         while handle.outcome is None:
             oldest = self._under_way.popleft()
             try:
-                oldest.outcome = self._finish(oldest)
+                oldest.outcome = self._unless_short(partial(self._finish, oldest))
             except BaseException as error:
                 self._lose(oldest, error)
+            if oldest.outcome is None:
+                self._compute_anew(oldest)
+
+    def _compute_anew(self, short: StepHandle) -> None:
+        """Give an outcome to a step for which there was no memory, and to those behind it."""
+        self._undo(short)
+        self.device.release_memory()
+        step, failed = short, set[int]()
+        while True:
+            try:
+                step.outcome = self._finish_in_parts(step, failed)
+            except BaseException as error:
+                self._lose(step, error)
+            if not self._under_way:
+                return
+            step = self._under_way.popleft()
 
     def _lose(self, failed: StepHandle, error: BaseException) -> None:
-        """Undo a step, and those launched behind it: their inputs were never chosen."""
-        behind = list(self._under_way)
+        """End a step, and those behind it, with an error."""
+        steps = self._undo(failed)
         self._under_way.clear()
-        for handle in behind:
-            with suppress(Exception):
-                handle.launched.result()
-        for handle in (*reversed(behind), failed):
-            self._table.rewind(handle.plan.computed)
+        for handle in reversed(steps):
             self._table.release(handle.plan.new_rows)
             handle.outcome = error
 
+    def _undo(self, failed: StepHandle) -> list[StepHandle]:
+        """Set rows back to where they were before a step. Answers it and those launched behind it,
+        of which nothing is held then: their inputs were never chosen."""
+        steps = [failed, *self._under_way]
+        for handle in steps[1:]:
+            with suppress(Exception):
+                unless_short(handle.launched.result)
+        for handle in reversed(steps):
+            handle.launched, plan = NotLaunched(), handle.plan
+            self._table.rewind(out_of_memory.without(plan.computed, plan.ended_rows()))
+        return steps
+
     def _finish(self, handle: StepHandle) -> StepOutput:
-        """Write the step's tokens into the table, and release the rows that ended."""
+        """The output of a step that was computed."""
+        launched, handle.launched = handle.launched, NotLaunched()
+        part = self._computed(handle.plan, launched)
+        return self._complete(self._write(part), handle, part.done_ns)
+
+    def _finish_in_parts(self, handle: StepHandle, failed: set[int]) -> StepOutput:
+        """The output of a step which is computed in parts, without the rows `failed`; those that do
+        not fit alone join them. Nothing is written before all parts are computed."""
         plan, table = handle.plan, self._table
-        scores = handle.launched.result()
-        verified = None
+
+        def compute(scheduled: ScheduledTokens) -> Part | None:
+            own = self._planner.part(scheduled)
+            part = self._unless_short(lambda: self._computed(own, self._runner.launch(own)))
+            if part is None:
+                self.device.release_memory()
+            return part
+
+        passes = out_of_memory.without(plan.passes, failed | plan.ended_rows())
+        parts, unfit = out_of_memory.compute_in_parts(passes, table, compute)
+        for part in parts:
+            table.advance(part.plan.computed)
+        outputs = [self._write(part) for part in parts]
+        for row, request_id in zip(unfit, table.ids(unfit), strict=True):
+            gets_token = request_id in plan.request_ids
+            outputs.append(out_of_memory.failure(request_id, int(table.lens[row]), gets_token))
+        table.release(unfit)
+        failed.update(unfit)
+        logger.warning(
+            "no memory for a step of %d passes: computed in %d parts, %d requests failed; decrease "
+            "--max-batch-total-tokens, which leaves more memory to each step",
+            *(len(plan.passes), len(parts), len(unfit)),
+        )
+        done_ns = parts[-1].done_ns if parts else time.perf_counter_ns()
+        return self._complete(out_of_memory.merged(outputs), handle, done_ns)
+
+    def _computed(self, plan: Plan, launched: Launched) -> Part:
+        """Wait for what was launched, and see which of its tokens count."""
+        scores, verified = launched.result(), None
         if scores.choice is not None:
             choice = plan.drop_ended(scores.choice)
-            verified = verify(plan, choice, table, self._end_ids, self._world)
+            verified = verify(plan, choice, self._table, self._end_ids, self._world)
+        return Part(plan, verified, scores.forward_done_ns)
+
+    def _write(self, part: Part) -> StepOutput:
+        """Put what was computed into the table, and release the rows that ended."""
+        plan, verified, table = part.plan, part.verified, self._table
         for row, values in plan.prompt_logprobs.items():
             table.add_prompt_logprobs(row, values)
-        output = StepOutput([], [])
-        if verified is not None:
-            output, samples = verified.output, plan.samples
-            table.write(verified.rows, verified.positions, verified.token_ids)
-            if not samples.is_single:
-                right = np.array(verified.counts) - 1
-                table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
-                self._planner.learn(samples, right)
-            if table.prompt_logprobs:
-                for row, request_id in zip(
-                    samples.owners.tolist(), output.request_ids, strict=True
-                ):
-                    if (found := table.pop_prompt_logprobs(row)) is not None:
-                        output.prefill_logprobs.append((request_id, found))
-            table.release(verified.ended)
+        if verified is None:
+            return StepOutput([], [])
+        output, samples = verified.output, plan.samples
+        table.write(verified.rows, verified.positions, verified.token_ids)
+        if not samples.is_single:
+            right = np.array(verified.counts) - 1
+            table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
+            self._planner.learn(samples, right)
+        if table.prompt_logprobs:
+            for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
+                if (found := table.pop_prompt_logprobs(row)) is not None:
+                    output.prefill_logprobs.append((request_id, found))
+        table.release(verified.ended)
+        return output
+
+    def _complete(self, output: StepOutput, handle: StepHandle, done_ns: int) -> StepOutput:
+        """With who runs on, and the times of the step, whose passes were computed at `done_ns`."""
+        table = self._table
         rows = table.running.tolist()
         if self._under_way:
             young = [row for other in self._under_way for row in other.plan.new_rows]
@@ -301,9 +402,9 @@ class Engine:
         output.running_ids = table.ids(rows)
         end = time.perf_counter_ns()
         # Before the last one was done, the device was not at this one yet.
-        output.forward_ns = scores.forward_done_ns - max(handle.began_ns, self._last_done_ns)
-        self._last_done_ns = scores.forward_done_ns
-        output.decode_ns = end - scores.forward_done_ns
+        output.forward_ns = done_ns - max(handle.began_ns, self._last_done_ns)
+        self._last_done_ns = done_ns
+        output.decode_ns = end - done_ns
         output.total_ns = end - handle.began_ns
         output.admit_ns = handle.admit_ns
         return output

@@ -23,6 +23,9 @@ class Ledger:
     # The largest step there can be.
     activations: int
     largest_step: str
+    # Steps that the device has recorded.
+    graphs: int
+    graphs_note: str
     # What the machine, or this process's share of it, has beside all that.
     left: int
 
@@ -32,7 +35,7 @@ class Ledger:
             ("weights", self.weights, ""),
             ("KV cache", self.cache, self.blocks),
             ("activations", self.activations, self.largest_step),
-            ("graphs", 0, "steps are not recorded"),
+            ("graphs", self.graphs, self.graphs_note),
             ("left", self.left, ""),
         ]
         return [
@@ -40,14 +43,16 @@ class Ledger:
         ]
 
 
-def sampling_bytes(config: ModelConfig, limits: WarmupLimits) -> int:
-    """What choosing for every row takes at most."""
-    return _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size
+def longest_context(limits: WarmupLimits, max_position: int) -> int:
+    """Tokens of the longest request there may be, before the size of the cache is known."""
+    longest = limits.max_total_tokens or max_position
+    return max(2, min(longest, limits.max_batch_total_tokens or longest))
 
 
 def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimits) -> int:
-    """What the largest step takes: as much of inputs as a pass may hold beside all rows that
-    decode, then the scores of all, with every way to choose from them."""
+    """An estimate of what the largest step takes, for a device that does not rehearse it: as much
+    of inputs as a pass may hold beside all rows that decode, then the scores of all, with every way
+    to choose from them."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The residual, its norm and what is added to it; beside them attention or feed-forward.
@@ -55,7 +60,7 @@ def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimit
     passing = tokens * widest * shape.dtype.itemsize
     # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
-    return max(passing + prompts, sampling_bytes(config, limits))
+    return max(passing + prompts, _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size)
 
 
 def cache_size(

@@ -108,14 +108,14 @@ class Plan:
         for index, row in enumerate(scheduled.rows.tolist()):
             part = hidden[first : first + int(scheduled.counts[index])]
             first += len(part)
-            start, known = int(scheduled.starts[index]), int(table.input_lens[row])
-            # A step behind the input's last one is told when the row's were given out.
-            if row in table.prompt_logprobs and start + 1 < known:
+            if row in table.prompt_logprobs:
+                start, known = int(scheduled.starts[index]), int(table.input_lens[row])
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
-                values = self.prompt_logprobs.setdefault(row, [])
+                # None behind the input: this step may be behind the one that completes it.
                 for at in range(0, len(targets), LOGPROB_ROWS):
                     some = torch.from_numpy(targets[at : at + LOGPROB_ROWS])
-                    values += self._logprobs(part[at : at + len(some)], some)
+                    values = self._logprobs(part[at : at + len(some)], some)
+                    self.prompt_logprobs.setdefault(row, []).extend(values)
 
     def _logprobs(self, hidden: Tensor, targets: Tensor) -> list[float]:
         """Of the tokens [N] that follow hidden states [N, hidden_size]."""
@@ -146,21 +146,26 @@ class Plan:
         rest = fixed.end_ids, fixed.watermark, self.grammars
         return sampler(scores, table.sampling, history, *rest)
 
+    def ended_rows(self) -> set[int]:
+        """Those whose requests ended in the step before, and may belong to others now."""
+        owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
+        return {owner[0] for owner in owners if not self._fixed.table.has(*owner)}
+
     def drop_ended(self, choice: Choice) -> Choice:
         """Without the rows that ended in the step before, which was under way when this one was
         launched; `samples` and `request_ids` are without them, too."""
-        if self._before is None:
+        ended = self.ended_rows() if self._before is not None else ()
+        if not ended:
             return choice
-        owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
-        kept = [index for index, owner in enumerate(owners) if self._fixed.table.has(*owner)]
-        if len(kept) == len(self.request_ids):
-            return choice
+        owners = self.samples.owners.tolist()
+        kept = [index for index, row in enumerate(owners) if row not in ended]
+        left = Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
         # Each row samples once: nothing is guessed behind a step that is under way.
         rows, index = self.samples.rows[kept], np.arange(len(kept) + 1)
         positions = self.samples.positions[kept]
         self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)
         self.request_ids = [self.request_ids[index] for index in kept]
-        return Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
+        return left
 
 
 def nothing_chosen(samples: SampledPositions) -> Choice:

@@ -141,8 +141,16 @@ class Planner:
             passes = [*passes[:-1], together(decoding, passes[-1]) if passes else decoding]
         for scheduled in passes:
             table.check_covered(scheduled.rows, scheduled.ends)
-        plan = Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
-        if table.constraints:
+        return self._with_grammars(
+            Plan(self._fixed, passes, self._recomputed(decoding), rows, before)
+        )
+
+    def part(self, scheduled: ScheduledTokens) -> Plan:
+        """A part of a step that was planned, by itself; no other is under way."""
+        return self._with_grammars(Plan(self._fixed, [scheduled], [], [], None))
+
+    def _with_grammars(self, plan: Plan) -> Plan:
+        if self._table.constraints:
             plan.grammars = self._start_grammars(plan.samples)
         return plan
 

@@ -19,8 +19,8 @@ _FRONT = 2048
 _CONTEXT_UNIT = 1024
 # Steps of each kind that are measured; the fastest counts.
 _TRIES = 2
-
-
+# Alternatives of a token, as many as a router asks for by default.
+_TOP_TOKENS = 5
 # Every way to choose a token.
 _EVERYTHING = SamplingParams(
     temperature=0.7,
@@ -45,8 +45,20 @@ class Costs(NamedTuple):
     context_ns: int
 
 
+class LargestStep(NamedTuple):
+    """A step as large as there can be: inputs of `num_tokens` in all, each at the end of its
+    context, beside rows that decode at the end of theirs."""
+
+    num_rows: int
+    # Of these, the rows with inputs.
+    num_prompts: int
+    num_tokens: int
+    # Tokens of each row.
+    context: int
+
+
 class Steps(Protocol):
-    """The part of the engine that is rehearsed with. Nothing else may run meanwhile."""
+    """The part of the engine whose steps are measured. Nothing else may run meanwhile."""
 
     @property
     def block_size(self) -> int:
@@ -59,9 +71,55 @@ class Steps(Protocol):
         """See Engine."""
 
 
-def rehearse(engine: Steps, num_tokens: int, max_total: int) -> None:
-    """One prompt of `num_tokens` and, if there is room, one step more, in the first blocks."""
-    _steps(engine, [_request(engine, 0, num_tokens, 0, min(2, max_total - num_tokens))])
+class Result(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepOutput:
+        """See StepHandle."""
+
+
+class Launches(Steps, Protocol):
+    """The part of the engine that is rehearsed with. Nothing else may run meanwhile."""
+
+    def launch(self, step: StepInput) -> Result:
+        """See Engine."""
+
+
+def largest_steps(
+    num_rows: int, num_tokens: int, longest: int, heaviest_keys: int | None
+) -> list[LargestStep]:
+    """Those of which one takes the most memory: with all contexts as long as can be; and, where
+    attention takes most for `heaviest_keys` of prompts, with as many of these as can be."""
+    least = min(num_rows, -(-num_tokens // max(1, longest - 2)))
+    found = [LargestStep(num_rows, least, num_tokens, longest)]
+    if heaviest_keys is not None:
+        num_prompts = min(num_rows, max(least, -(-heaviest_keys // longest)))
+        context = max(2, min(longest, heaviest_keys // num_prompts))
+        found.append(LargestStep(num_rows, num_prompts, num_tokens, context))
+    return [step for index, step in enumerate(found) if step not in found[:index]]
+
+
+def rehearse(engine: Launches, largest: LargestStep) -> None:
+    """Three steps, each behind the other where a device allows it: rows decode; the largest step;
+    all decode. Every choice is made with everything, and each prompt has log-probabilities.
+
+    All rows share the first block: what they compute means nothing. Grammars are not rehearsed:
+    their masks are gone when penalties take 32 times their memory.
+    """
+    num_rows, num_prompts, num_tokens, context = largest
+    share, more = divmod(num_tokens, num_prompts)
+    prompts = _demanding(engine, [share + (n < more) for n in range(num_prompts)], context, 2)
+    others = _demanding(engine, [1] * (num_rows - num_prompts), context, 3)
+    others = [replace(item, id=num_prompts + item.id, prefill_logprobs=False) for item in others]
+    handles = []
+    if others:
+        handles.append(engine.launch(StepInput(others, runs_on=False)))
+    handles.append(engine.launch(StepInput(prompts, runs_on=bool(others))))
+    if context > 2:
+        handles.append(engine.launch(StepInput()))
+    for handle in handles:
+        handle.result()
+    engine.clear()
 
 
 def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: int) -> Costs:
@@ -130,6 +188,27 @@ def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
         others.append(last.total_ns)
     engine.clear()
     return first.total_ns, min(others, default=0)
+
+
+def _demanding(
+    engine: Steps, counts: Sequence[int], context: int, most_new: int
+) -> list[NewRequest]:
+    """Requests of which `counts` tokens are to be computed, before up to `most_new` new ones that
+    make them a whole context."""
+    new = min(most_new, context - 1)
+    # Shared by all: there may be many, and long ones.
+    ids, blocks = [0] * (context - new), [0] * -(-context // engine.block_size)
+    first = NewRequest(
+        *(0, ids, len(ids), 0, blocks, _EVERYTHING, new),
+        min_new_tokens=new,
+        ignore_eos_token=True,
+        prefill_logprobs=True,
+        top_n_tokens=_TOP_TOKENS,
+    )
+    return [
+        replace(first, id=number, num_cached_tokens=max(0, len(ids) - count))
+        for number, count in enumerate(counts)
+    ]
 
 
 def _request(engine: Steps, number: int, known: int, cached: int, new: int) -> NewRequest:

@@ -204,9 +204,17 @@ def favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
 def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[float]]:
     """The `count` best tokens of a row and all ties with the last of them, best first.
 
-    Tokens that could not be chosen do not count: there may be fewer.
+    Tokens that could not be chosen do not count: there may be fewer. Found on the host where the
+    device has no memory left for it: the step is done, and can not be computed again.
     """
     scores = torch.as_tensor(choice.scores[row])
+    try:
+        return _best_tokens(scores, count)
+    except torch.OutOfMemoryError:
+        return _best_tokens(scores.cpu(), count)
+
+
+def _best_tokens(scores: Tensor, count: int) -> tuple[list[int], list[float]]:
     least = scores.topk(min(count, scores.shape[0])).values[-1]
     candidates = ((scores >= least) & (scores > float("-inf"))).nonzero()[:, 0]
     values, order = scores[candidates].sort(descending=True, stable=True)

@@ -58,6 +58,7 @@ class PackedAttention:
     name = "packed"
     block_size = attention.BLOCK_SIZE
     is_deterministic = True
+    heaviest_keys: int | None = None
 
     def __init__(self, num_heads: int, num_kv_heads: int, scale: float, pages: FirstTouch) -> None:
         """`pages` makes the memory of the cache."""

@@ -119,9 +119,7 @@ class CpuDevice(TorchDevice):
         """See Device."""
         return CpuRunner(model, None, self.pages, self.passes)
 
-    def free_bytes(
-        self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]
-    ) -> base.Room:
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
         """See Device; nothing is rehearsed."""
         return base.Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
 

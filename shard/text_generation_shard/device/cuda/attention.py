@@ -53,6 +53,7 @@ class TritonAttention:
         self._upload = upload or plain_upload(device)
         self._slopes, self._sinks, self._takes_flash = slopes, sinks, takes_flash
         self.name = "triton+varlen_attn" if takes_flash else "triton"
+        self.heaviest_keys = flash.MOST_TOKENS if takes_flash else None
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
         self._prefill_tile = tiles.prefill_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
@@ -70,10 +71,8 @@ class TritonAttention:
         """[layers, 2, slots, kv_heads, head_dim]."""
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """See Attention: the splits of a decode, or what is gathered for prompts."""
-        splits = _MOST_SPLITS * self._shape.num_heads * (self._shape.head_dim + 1) * 4
-        gathered = flash.MOST_TOKENS * 2 * shape.num_kv_heads * shape.head_dim
-        return max(splits, gathered * shape.dtype.itemsize if self._takes_flash else 0)
+        """See Attention: nothing, what it takes is rehearsed."""
+        return 0
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 
-from text_generation_shard.device.base import DeviceOptions, Room, WeightCopies
+from text_generation_shard.device.base import DeviceOptions, Model, Room, WeightCopies
 from text_generation_shard.device.cuda.operators import TritonDevice
-from text_generation_shard.device.cuda.runner import CudaStream
+from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
 from text_generation_shard.device.cuda.staging import PinnedBuffer, pinned_copies
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.errors import ModelError
@@ -43,20 +43,42 @@ class CudaDevice(TritonDevice):
         the GPU never holds more than the weights."""
         return pinned_copies(self.torch_device, self.dtype)
 
-    def free_bytes(self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]) -> Room:
-        """See Device. What the rehearsal took at its peak will be needed again."""
+    def runner(self, model: Model) -> StreamRunner:
+        """See Device."""
+        found = super().runner(model)
+        # What it will record is part of the memory that is measured.
+        self._graphs = found.graphs
+        return found
+
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
+        """See Device. What the rehearsal took at its peak will be needed again; what will be
+        recorded is measured by two examples."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         rehearse()
-        free, total = torch.cuda.mem_get_info(self.torch_device)
         held = torch.cuda.memory_allocated(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device) - held
-        cached = torch.cuda.memory_reserved(self.torch_device) - held
+        self.graph_bytes = self._graphs.bytes_of_all(self._held)
+        self.graphs_note = self._graphs.note
+        free, total = self._free_and_total()
         # 5 % of slack for fragmentation and what libraries allocate on their own.
         kept = (1.0 - self._memory_fraction * 0.95) * total
-        return Room(max(0, int(free + cached - peak - kept) - rest_bytes), peak + rest_bytes)
+        return Room(max(0, int(free - peak - self.graph_bytes - kept)), peak)
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """See Device."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
-        held = torch.cuda.memory_allocated(self.torch_device)
-        return max(0, free + torch.cuda.memory_reserved(self.torch_device) - held - step_bytes)
+        return max(0, self._free_and_total()[0] - step_bytes - self.graph_bytes)
+
+    def release_memory(self) -> None:
+        """See Device."""
+        torch.cuda.empty_cache()
+
+    def _held(self) -> int:
+        """What is not free, in bytes."""
+        free, total = self._free_and_total()
+        return total - free
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """In bytes. torch keeps what was freed, for later; what of it can not be given back belongs
+        to recorded steps, or is in pieces."""
+        self.release_memory()
+        return torch.cuda.mem_get_info(self.torch_device)

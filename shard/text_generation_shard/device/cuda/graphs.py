@@ -199,13 +199,13 @@ class Graphs:
                 str(error).splitlines()[0],
             )
 
+    @torch.inference_mode()
     def bytes_of_all(self, held: Callable[[], int]) -> int:
         """What all that may be recorded takes, by what two of them take, which are forgotten then.
         `held` answers how much of the device's memory is taken."""
         if not self.are_used:
             return 0
-        contexts = {self._kind(1, end).context for end in range(1, self._longest + 1, 16)}
-        kinds = [_Kind(size, max(contexts)) for size in reversed(self._sizes)]
+        kinds = [_Kind(size, self._longest) for size in reversed(self._sizes)]
         nobody: Ints = np.empty(0, dtype=np.int64)
         found = []
         for kind in kinds[:2]:
@@ -215,5 +215,16 @@ class Graphs:
             self._record(kind)
             found.append(held() - before)
         self.use(self._state)
-        count = min(_MOST_RECORDED, len(kinds) * len(contexts))
-        return found[0] + found[-1] * (count - 1)
+        return found[0] + found[-1] * (self._most_recorded - 1)
+
+    @property
+    def _most_recorded(self) -> int:
+        contexts = {self._kind(1, end).context for end in range(1, self._longest + 1, 16)}
+        return min(_MOST_RECORDED, len(self._sizes) * len(contexts))
+
+    @property
+    def note(self) -> str:
+        """Which steps are recorded, in words."""
+        if not self.are_used:
+            return "steps are not recorded"
+        return f"at most {self._most_recorded} steps of up to {self._sizes[-1]} tokens"

@@ -60,6 +60,7 @@ class TorchAttention:
     name = "torch"
     block_size = 16
     is_deterministic = False
+    heaviest_keys: int | None = None
 
     def __init__(self, scale: float, make_zeros: Callable[[int, int, int], Tensor]) -> None:
         """scale: of queries. `make_zeros`: see KVCache."""

@@ -40,6 +40,7 @@ class TorchDevice:
     runs_behind = False
     spares_core = True
     num_spare_blocks = 0
+    graph_bytes, graphs_note = 0, "steps are not recorded"
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
@@ -105,15 +106,16 @@ class TorchDevice:
         """See Device."""
         return TorchRunner(EagerForward(model))
 
-    def free_bytes(
-        self, step_bytes: int, rest_bytes: int, rehearse: Callable[[], None]
-    ) -> base.Room:
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
         """See Device: enough for what is asked for with its numbers."""
         return base.Room(_REFERENCE_CACHE_BYTES, step_bytes)
 
     def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
         """See Device."""
         return 0
+
+    def release_memory(self) -> None:
+        """See Device: nothing is kept."""
 
     def serve(self) -> None:
         """See Device: nothing."""

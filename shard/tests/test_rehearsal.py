@@ -1,0 +1,320 @@
+"""What warm-up rehearses where a device measures its memory: nothing later takes more."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from text_generation_shard.device.base import (
+    DeviceOptions,
+    Launched,
+    Model,
+    Room,
+    ScheduledTokens,
+)
+from text_generation_shard.device.cuda import attention, flash, gpu
+from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.cuda.runner import StreamRunner
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import StepInput, WarmupLimits
+from text_generation_shard.engine.warmup import Costs, LargestStep, largest_steps
+from text_generation_shard.errors import ModelError
+from torch.profiler import ProfilerActivity, profile
+
+from shard.tests.driver import Driver, load_engine
+from shard.tests.stream_device import StreamDevice
+
+ROWS, TOKENS, LONGEST, KEYS = 6, 64, 200, 384
+
+
+class Launch(NamedTuple):
+    """A step, as it was launched."""
+
+    passes: list[ScheduledTokens]
+    num_under_way: int
+    wants_hidden: bool
+    # [S] positions of the tokens that are chosen, and what they are chosen by.
+    positions: list[int]
+    flags: Any
+    num_watermarked: int
+    num_biased: int
+    is_early: bool
+    num_with_top_tokens: int
+    max_total_tokens: int
+
+
+class MeasuringDevice(StreamDevice):
+    """Measures its memory as a GPU does, and notes what it was given meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32, DeviceOptions(None, "float32"))
+        self.launches: list[Launch] = []
+        self.peak = 0
+        # The largest pass there is memory for.
+        self.most = 10**6
+
+    def attention(self, *shape: Any) -> Any:
+        found = super().attention(*shape)
+        found.heaviest_keys = KEYS  # type: ignore[attr-defined]
+        return found
+
+    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
+        self.launches.clear()
+        if self.peak:
+            rehearse()
+        else:
+            _, self.peak = peak_of(rehearse)
+        self.rehearsed = list(self.launches)
+        return Room(2**26, self.peak)
+
+    def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
+        runner = super().runner(model)
+        launch = runner.launch
+
+        def noted(plan: Any) -> Launched:
+            self._note(plan)
+            return launch(plan)
+
+        runner.launch = noted  # type: ignore[method-assign, assignment]
+        return runner
+
+    def _note(self, plan: Any) -> None:
+        if max(int(item.counts.sum()) for item in plan.passes) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        table, rows, positions = plan._fixed.table, plan.samples.rows, plan.samples.positions
+        self.launches.append(
+            Launch(
+                list(plan.passes),
+                0 if plan._before is None else len(plan._before.rows),
+                plan.wants_hidden,
+                positions.tolist(),
+                table.sampling.flags[rows].all(),
+                len(table.sampling.watermarked(rows)),
+                len(table.sampling.biases(rows).choices),
+                bool((positions - table.prompt_lens[rows] < table.min_new_tokens[rows]).all()),
+                len([row for row in rows.tolist() if row in table.top_n_tokens]),
+                table.max_total_tokens,
+            )
+        )
+
+
+def peak_of(compute: Callable[[], Any]) -> tuple[Any, int]:
+    """What it answers, and the most bytes that torch held for it at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        answer = compute()
+    held = peak = 0
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return answer, peak
+
+
+@pytest.fixture(scope="module")
+def device() -> MeasuringDevice:
+    return MeasuringDevice()
+
+
+@pytest.fixture
+def is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps take is not asked for."""
+    costs = Costs(10**6, 10**6, 1, 0)
+    monkeypatch.setattr("text_generation_shard.engine.engine.measure", lambda *_: costs)
+
+
+@pytest.fixture(scope="module")
+def engine(device: MeasuringDevice, tiny_model_path: Path) -> Engine:
+    return load_engine(tiny_model_path, TOKENS, device, None, ROWS, LONGEST)
+
+
+def split(item: ScheduledTokens) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(tokens, context) of the rows that decode, and of the prompts, in a pass."""
+    pairs = list(zip(item.counts.tolist(), item.ends.tolist(), strict=True))
+    return [pair for pair in pairs if pair[0] == 1], [pair for pair in pairs if pair[0] > 1]
+
+
+def test_the_largest_steps_are_rehearsed(engine: Engine, device: MeasuringDevice) -> None:
+    """A part behind the longest prefix beside all other rows, in one pass, and nobody is chosen for
+    less than everything."""
+    largest = [item for item in device.rehearsed if split(item.passes[-1])[1]]
+    assert [len(item.passes) for item in largest] == [1, 1]
+    assert all(item.wants_hidden for item in largest)
+    # The longest contexts come last.
+    decoding, prompts = split(largest[1].passes[0])
+    assert prompts == [(TOKENS, LONGEST - 2)]
+    assert decoding == [(1, LONGEST - 2)] * (ROWS - 1)
+    # As many keys of prompts as attention takes most memory for.
+    decoding, prompts = split(largest[0].passes[0])
+    assert sum(count for count, _ in prompts) == TOKENS and len(decoding) == ROWS - len(prompts)
+    assert KEYS - 2 * len(prompts) <= sum(context for _, context in prompts) <= KEYS
+    for item in largest:
+        assert item.num_under_way == ROWS - len(split(item.passes[0])[1]), "scores are held"
+    for item in device.rehearsed:
+        count = len(item.positions)
+        assert item.flags and item.is_early
+        assert item.num_watermarked == item.num_biased == item.num_with_top_tokens == count
+    # All rows decode while the scores of all are held, up to the end of their contexts.
+    last = device.rehearsed[-1]
+    assert last.num_under_way == len(last.positions) == ROWS
+    assert set(last.positions) == {LONGEST - 1} and last.passes[0].is_decode
+
+
+def test_nothing_takes_more_than_what_was_rehearsed(
+    engine: Engine, device: MeasuringDevice
+) -> None:
+    driver = Driver(engine)
+    sampling = {
+        **{"temperature": 1.3, "do_sample": True, "top_k": 200, "top_p": 0.9, "typical_p": 0.9},
+        **{"repetition_penalty": 1.2, "frequency_penalty": 0.4, "watermark": True},
+    }
+    options = {"ignore_eos_token": True, "sampling": sampling, "top_n_tokens": 5}
+    known, running = LONGEST - 12, range(ROWS - 1)
+    driver.add([driver.request(n, [3] * known, max_new_tokens=12, **options) for n in running])
+    last = driver.request(
+        *(ROWS, [7] * (LONGEST - 2)), max_new_tokens=2, prefill_logprobs=True, **options
+    )
+    driver.add([replace(last, chunk_len=LONGEST - 2 - TOKENS)], driver.advance({}))
+
+    def compute() -> None:
+        # A step, and one more that is launched before its scores are gone.
+        steps = driver.advance({ROWS: TOKENS}), StepInput()
+        handles = [engine.launch(step) for step in steps]
+        assert [len(handle.result().token_ids) for handle in handles] == [ROWS, ROWS]
+
+    _, peak = peak_of(compute)
+    engine.clear()
+    assert peak < device.peak < 2 * peak
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "longest", "keys", "expected"),
+    [
+        (256, 4096, 131072, None, [(256, 1, 4096, 131072)]),
+        # What is gathered is most at a shorter context than the longest …
+        (256, 4096, 131072, 65536, [(256, 1, 4096, 131072), (256, 1, 4096, 65536)]),
+        # … or for several prompts.
+        (256, 4096, 8192, 65536, [(256, 1, 4096, 8192), (256, 8, 4096, 8192)]),
+        (4, 4096, 8192, 65536, [(4, 1, 4096, 8192), (4, 4, 4096, 8192)]),
+        (256, 4096, 40000, 65536, [(256, 1, 4096, 40000), (256, 2, 4096, 32768)]),
+        # Many prompts make as many tokens as a pass may have.
+        (64, 4096, 202, None, [(64, 21, 4096, 202)]),
+        (2, 4096, 202, 65536, [(2, 2, 4096, 202)]),
+        (1, 16, 2, 65536, [(1, 1, 16, 2)]),
+    ],
+)
+def test_which_steps_are_the_largest(
+    rows: int, tokens: int, longest: int, keys: int | None, expected: list[tuple[int, ...]]
+) -> None:
+    found = largest_steps(rows, tokens, longest, keys)
+    assert found == [LargestStep(*numbers) for numbers in expected]
+
+
+def test_a_gpu_gathers_keys_up_to_a_number() -> None:
+    """And so a longer context may take less memory."""
+    shape = HeadShape(32, 8, 128, 1.0)
+    for takes_flash, expected in ((True, flash.MOST_TOKENS), (False, None)):
+        found = attention.TritonAttention(shape, torch.device("meta"), 90, takes_flash=takes_flash)
+        assert found.heaviest_keys == expected
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [WarmupLimits(16, 1, max_total_tokens=2), WarmupLimits(16, 3, max_total_tokens=3)],
+)
+@pytest.mark.usefixtures("is_unmeasured")
+def test_the_smallest_limits_can_be_rehearsed(engine: Engine, limits: WarmupLimits) -> None:
+    assert engine.warmup(limits).max_total_tokens == limits.max_total_tokens
+    assert engine.num_rows_taken == 0
+
+
+@pytest.mark.usefixtures("is_unmeasured")
+def test_before_the_cache_is_known_a_request_is_as_long_as_the_model_allows(
+    engine: Engine, device: MeasuringDevice
+) -> None:
+    result = engine.warmup(WarmupLimits(TOKENS, 2))
+    assert {item.max_total_tokens for item in device.rehearsed} == {
+        engine.model.config.max_position,
+        KEYS,
+    }
+    assert result.max_total_tokens == engine.model.config.max_position
+    engine.warmup(WarmupLimits(TOKENS, 2, max_batch_total_tokens=160))
+    assert {item.max_total_tokens for item in device.rehearsed} == {160}
+
+
+@pytest.mark.usefixtures("is_unmeasured")
+def test_a_rehearsal_without_memory_names_the_flags(
+    engine: Engine, device: MeasuringDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "most", TOKENS)
+    with pytest.raises(ModelError, match=r"64 prefill tokens beside 6 req.*max-batch-prefill"):
+        engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+    monkeypatch.setattr(device, "most", 10**6)
+    assert engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST)).num_blocks
+
+
+@pytest.mark.usefixtures("is_unmeasured")
+def test_what_recorded_steps_hold_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.device, "graph_bytes", 5 * 10**8)
+    monkeypatch.setattr(engine.device, "graphs_note", "decode steps of 1 to 64 rows")
+    with caplog.at_level(logging.INFO):
+        engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
+    (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
+    assert line.endswith("0.500 GB  decode steps of 1 to 64 rows")
+
+
+class Card:
+    """What torch says of a GPU of 80 GB, 16 of which are weights. The rehearsal takes 10 more at
+    its peak, keeps 4 for later, and leaves recorded steps of 2, which can not be given back."""
+
+    total, weights, peak, kept, graphs = (count * 10**9 for count in (80, 16, 10, 4, 2))
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_rehearsed = False
+        for name in (
+            *("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"),
+            *("memory_reserved", "mem_get_info", "empty_cache"),
+        ):
+            patch.setattr(torch.cuda, name, getattr(self, name))
+
+    def rehearse(self) -> None:
+        self.is_rehearsed = True
+
+    def reset_peak_memory_stats(self, *_: Any) -> None:
+        assert not self.is_rehearsed
+
+    def max_memory_allocated(self, *_: Any) -> int:
+        return self.weights + self.peak
+
+    def memory_allocated(self, *_: Any) -> int:
+        return self.weights
+
+    def memory_reserved(self, *_: Any) -> int:
+        return self.weights + self.graphs + self.kept
+
+    def empty_cache(self) -> None:
+        self.kept = 0
+
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        return self.total - self.memory_reserved(), self.total
+
+
+def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    device = object.__new__(gpu.CudaDevice)
+    device.torch_device, device._memory_fraction = torch.device("cuda"), 0.9 / 0.95
+    device._graphs = SimpleNamespace(  # type: ignore[assignment]
+        bytes_of_all=lambda held: 3 * 10**9 if held() else 0, note="at most 3 steps"
+    )
+    room = device.free_bytes(1000, card.rehearse)
+    assert card.is_rehearsed
+    # A tenth of the card is for others.
+    assert room.step == 10e9 and room.cache == pytest.approx((80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2)
+    assert (device.graph_bytes, device.graphs_note) == (3 * 10**9, "at most 3 steps")
+    card.weights += room.cache
+    assert device.left_bytes(room.cache, room.step) == pytest.approx(8 * 10**9, abs=2)

@@ -1,0 +1,161 @@
+"""A step for which there was no memory: it is computed in parts, and only what does not fit alone
+fails. How it is cut is decided here, from values; the engine computes.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from text_generation_shard.arrays import Ints
+from text_generation_shard.device.base import ScheduledTokens
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import FinishReason, StepOutput
+
+OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
+"""What says that a step asked for more memory than there is; the device can go on."""
+
+_T = TypeVar("_T")
+
+
+class NotLaunched:
+    """See `Launched`: a step for which there was no memory, or that stands on such a one."""
+
+    def wait(self) -> None:
+        """See Launched."""
+
+    def result(self) -> NoReturn:
+        """See Launched."""
+        raise MemoryError("the step was not computed: there was no memory for it")
+
+
+def unless_short(compute: Callable[[], _T]) -> _T | None:
+    """What `compute` answers; None if there was no memory for it. Nothing of it is held then."""
+    try:
+        return compute()
+    except OUT_OF_MEMORY as error:
+        # An error holds the frames it went through, and these what was computed: whoever still
+        # keeps the error must not keep that.
+        error.__traceback__ = None
+        return None
+
+
+def compute_in_parts(
+    passes: Sequence[ScheduledTokens],
+    table: RowTable,
+    compute: Callable[[ScheduledTokens], _T | None],
+) -> tuple[list[_T], list[int]]:
+    """What `compute` answers for each part of these passes, in order, and the rows that do not fit
+    alone. It answers None if there is no memory for a part, which is then cut."""
+    left, done, failed = deque(passes), list[_T](), list[int]()
+    while left:
+        scheduled = left.popleft()
+        if (part := compute(scheduled)) is not None:
+            done.append(part)
+            continue
+        smaller = cut(scheduled)
+        left.extendleft(reversed(smaller))
+        if not smaller:
+            row, start = int(scheduled.rows[0]), int(scheduled.starts[0])
+            failed.append(row)
+            own = table.tables(scheduled.rows, int(table.covered(scheduled.rows)[0]))[0]
+            missing = own[start // table.block_size :]
+            left = deque(written_by_others(without(left, [row]), missing, table))
+    return done, failed
+
+
+def cut(scheduled: ScheduledTokens) -> list[ScheduledTokens]:
+    """Smaller passes in place of one, in order: two of about as many tokens, cut between two rows;
+    of a single row its input in two, or its next token without the guesses behind it. None: it is
+    one token of one row."""
+    if len(scheduled.rows) > 1:
+        ends = scheduled.counts.cumsum()
+        first = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
+        return [_rows_of(scheduled, slice(first)), _rows_of(scheduled, slice(first, None))]
+    columns = scheduled.rows, scheduled.starts, scheduled.counts, scheduled.num_sampled
+    row, start, count, num_sampled = (int(column[0]) for column in columns)
+    if count == 1:
+        return []
+    if num_sampled > 1:
+        return [_span(row, start, 1, 1)]
+    half = count // 2
+    return [_span(row, start, half, 0), _span(row, start + half, count - half, num_sampled)]
+
+
+def _span(row: int, start: int, count: int, num_sampled: int) -> ScheduledTokens:
+    values = [[row], [start], [count], [num_sampled], [start + count]]
+    rows, starts, counts, sampled, ends = np.array(values, dtype=np.int64)
+    return ScheduledTokens(rows, starts, counts, sampled, ends)
+
+
+def _rows_of(scheduled: ScheduledTokens, index: slice | Ints) -> ScheduledTokens:
+    """Some rows of a pass."""
+    return ScheduledTokens(
+        *(scheduled.rows[index], scheduled.starts[index], scheduled.counts[index]),
+        *(scheduled.num_sampled[index], scheduled.ends[index], scheduled.is_decode),
+    )
+
+
+def without(
+    passes: Collection[ScheduledTokens], rows: Collection[int]
+) -> Sequence[ScheduledTokens]:
+    """The passes without these rows."""
+    if not rows:
+        return list(passes)
+    kept = [(item, np.flatnonzero(~np.isin(item.rows, list(rows)))) for item in passes]
+    return [_rows_of(item, index) for item, index in kept if len(index)]
+
+
+def written_by_others(
+    passes: Sequence[ScheduledTokens], missing: Ints, table: RowTable
+) -> Iterator[ScheduledTokens]:
+    """The passes, in which a row that was to read one of the blocks `missing`, because another one
+    would have written it in the same step, computes it and what follows by itself."""
+    size, seen = table.block_size, set[int]()
+    for item in passes:
+        starts = item.starts.copy()
+        for index, row in enumerate(item.rows.tolist()):
+            held = table.tables(item.rows[index : index + 1], int(starts[index]))[0]
+            found = np.flatnonzero(np.isin(held, missing))
+            if len(found) and row not in seen:
+                starts[index] = found[0] * size
+            seen.add(row)
+        yield replace(item, starts=starts, counts=item.ends - starts)
+
+
+def merged(outputs: Sequence[StepOutput]) -> StepOutput:
+    """The output of a step from those of its parts."""
+    whole = StepOutput([], [])
+    has_counts = any(item.token_counts for item in outputs)
+    has_top_tokens = any(item.top_token_counts for item in outputs)
+    for item in outputs:
+        whole.request_ids += item.request_ids
+        whole.finish_reasons += item.finish_reasons
+        whole.token_ids += item.token_ids
+        whole.logprobs += item.logprobs
+        if has_counts:
+            whole.token_counts += item.token_counts or [1] * len(item.request_ids)
+        if has_top_tokens:
+            whole.top_token_counts += item.top_token_counts or [0] * len(item.token_ids)
+        whole.top_token_ids += item.top_token_ids
+        whole.top_token_logprobs += item.top_token_logprobs
+        whole.prefill_logprobs += item.prefill_logprobs
+        whole.errors += item.errors
+    return whole
+
+
+def failure(request_id: int, num_tokens: int, gets_token: bool) -> StepOutput:
+    """Of a request that did not fit alone, with `num_tokens` in front; gets_token: the step was to
+    sample one, in whose place stands one that means nothing."""
+    sentence = (
+        f"there is not enough memory for this request, though it was computed alone, behind "
+        f"{num_tokens} of its tokens; shorten it, or decrease --max-batch-total-tokens"
+    )
+    output = StepOutput([], [], errors=[(request_id, sentence)])
+    if gets_token:
+        output.request_ids, output.finish_reasons = [request_id], [int(FinishReason.ERROR)]
+        output.token_ids, output.logprobs = [0], [0.0]
+    return output
