@@ -214,6 +214,11 @@ class Caller:
             answer.reason = FinishReason(reason)
             if reason:
                 self._free += self._held.pop(request_id).table
+        for request_id, _ in output.errors:
+            # One that failed before it had a token is told here only.
+            self.answers[request_id].reason = FinishReason.ERROR
+            if request_id in self._held:
+                self._free += self._held.pop(request_id).table
 
     def _drop(self, request_id: int) -> None:
         """Take the row of a request that runs, while no step is under way."""
