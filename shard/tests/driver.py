@@ -56,10 +56,13 @@ def open_cpu(dtype: str | None, quantize: str | None = None) -> Device:
 
 
 def reference_device(
-    kind: type[TorchDevice] = TorchDevice, dtype: torch.dtype = torch.float32
+    kind: type[TorchDevice] = TorchDevice,
+    dtype: torch.dtype = torch.float32,
+    cuda_graphs: tuple[int, ...] | None = None,
 ) -> TorchDevice:
     """The specification, on the processor."""
-    return kind(torch.device("cpu"), dtype, DeviceOptions(None, "float32"))
+    options = DeviceOptions(None, "float32", cuda_graphs=cuda_graphs)
+    return kind(torch.device("cpu"), dtype, options)
 
 
 @dataclass

@@ -313,8 +313,10 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     )
     room = device.free_bytes(1000, card.rehearse)
     assert card.is_rehearsed
-    # A tenth of the card is for others.
-    assert room.step == 10e9 and room.cache == pytest.approx((80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2)
+    # Of 80 GB: a tenth is for others, and 8, 16, 10, 2 and 3 are taken.
+    assert room.step == 10e9 and room.cache == pytest.approx(
+        (80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2
+    )
     assert (device.graph_bytes, device.graphs_note) == (3 * 10**9, "at most 3 steps")
     card.weights += room.cache
     assert device.left_bytes(room.cache, room.step) == pytest.approx(8 * 10**9, abs=2)
