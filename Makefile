@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -m "not gpu"
 COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,bad_input bad_models boundaries generate gpu_server grammar offline_batch on_gpu parity quantize sequences small_device)
 UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
-GPU_PARTS := kernels
+GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
 
 .PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
@@ -60,7 +60,7 @@ gpu-wheels: .venv/.installed-dev ## into .whl/, for a GPU machine without a pack
 gpu-test: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## what needs an NVIDIA GPU
 	python3 integration_tests/on_gpu.py test $(filter-out $(GPU_PARTS),$(ARGS))
 
-gpu-bench: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## kernels on an NVIDIA GPU; make gpu-bench ARGS=kernels
+gpu-bench: $(if $(wildcard .whl/*.whl),,.venv/.installed-dev) ## an NVIDIA GPU; make gpu-bench ARGS=kernels, or ARGS=engine: ten minutes each at most
 	python3 integration_tests/on_gpu.py bench $(ARGS)
 
 bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes, once), transformers; ARGS=--help

@@ -3,6 +3,7 @@
 Runs in the child process of gpu.py, which alone imports torch.
 """
 
+import gc
 import json
 import math
 import statistics
@@ -96,9 +97,18 @@ class Bench:
     def end(self) -> None:
         """Say that the section is done, and give its memory back."""
         self._wait_or_die()
+        self.release()
+        self.say({"ended": self.section})
+
+    def left_s(self) -> float:
+        """Seconds that the section still has."""
+        return self._until - time.monotonic()
+
+    def release(self) -> None:
+        """Give the device back what nobody refers to any more."""
+        gc.collect()
         if not self.is_dry:
             torch.cuda.empty_cache()
-        self.say({"ended": self.section})
 
     def say(self, message: Mapping[str, object]) -> None:
         """One line for the parent."""
@@ -107,7 +117,7 @@ class Bench:
     def measure(self, name: str, work: Callable[[], Figures], is_own: bool = False) -> None:
         """Record what `work` answers, or what it raises: its refusal. is_own: one of our own
         kernels is measured, whose refusal is a failure."""
-        if time.monotonic() > self._until:
+        if self.left_s() < 0:
             self.leave_out(name, "the section had no time left for it")
         elif (figures := self._attempt(name, work, is_own)) is not None:
             self.note(name, figures)
@@ -122,7 +132,7 @@ class Bench:
             self.wait()
             return made
         except Exception as error:
-            sentence = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            sentence = _shortened(" ".join(f"{type(error).__name__}: {error}".split()))
         self.note(name, {"refused": sentence} | ({"is_own": "yes"} if is_own else {}))
         self._wait_or_die()
         return None
@@ -249,6 +259,11 @@ def _seconds(call: Callable[[], object]) -> float:
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
+
+
+def _shortened(sentence: str) -> str:
+    """Its beginning and its end: what a server said last is why it ended."""
+    return sentence if len(sentence) <= 300 else f"{sentence[:120]} … {sentence[-180:]}"
 
 
 def _written(value: float | str) -> float | str:

@@ -159,6 +159,7 @@ async def run(load: Load) -> dict[str, float]:
         "ttft_p50_s": quantile(first, 0.5),
         "ttft_p99_s": quantile(first, 0.99),
         "itl_p50_s": quantile(gaps, 0.5),
+        "itl_p95_s": quantile(gaps, 0.95),
         "itl_p99_s": quantile(gaps, 0.99),
         "requests": len(streams),
         "events_per_request": sum(map(len, streams)) / len(streams),

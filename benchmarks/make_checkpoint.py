@@ -1,52 +1,72 @@
-"""Writes the checkpoint the benchmarks serve: a random Llama of 125 M parameters in bfloat16.
+"""Writes the checkpoints that benchmarks serve: Llamas with random weights in bfloat16.
 
-The shape is that of SmolLM2-135M with a smaller vocabulary. The tokenizer is byte-level BPE whose
-merges make every word " abc" of three lower-case letters one token, so a prompt of n such words
-has exactly n tokens, and nearly every token a random model chooses is text by itself.
+Run as a script it writes one of 125 M parameters, with the shape of SmolLM2-135M and a smaller
+vocabulary. The tokenizer is byte-level BPE whose merges make every word " abc" of three lower-case
+letters one token, so a prompt of n such words has exactly n tokens, and nearly every token a random
+model chooses is text by itself.
 """
 
 import argparse
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB_SIZE = 32_768
-HIDDEN = 576
-INTERMEDIATE = 1_536
-LAYERS = 30
-HEADS = 9
-KV_HEADS = 3
-HEAD_DIM = HIDDEN // HEADS
 END_OF_TEXT = "<|endoftext|>"
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "hidden_act": "silu",
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-
-
 PHRASE_TOKENS = 24
+# Standard deviation of the weights.
+_SPREAD = 0.04
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model of Llama's shape."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int = VOCAB_SIZE
+    """May be larger than the tokenizer's: the tokens beyond have no text."""
+    is_tied: bool = True
+
+
+SMALL = Shape(576, 1_536, 30, 9, 3, 64)
+
+
+def config_of(shape: Shape) -> dict[str, Any]:
+    """The config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.is_tied,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
 
 
 def main() -> None:
@@ -63,15 +83,52 @@ def main() -> None:
 
 
 def write_checkpoint(
-    directory: Path, *, is_repeating: bool = False, num_layers: int = LAYERS
+    directory: Path,
+    *,
+    is_repeating: bool = False,
+    num_layers: int | None = None,
+    shape: Shape = SMALL,
+    device: str = "cpu",
+    is_split: bool = False,
 ) -> None:
-    """Writes config, weights and tokenizer; the same bytes every time."""
+    """Writes config, weights and tokenizer; on one kind of device the same bytes every time.
+
+    num_layers: in place of the shape's. is_split: every layer has a file of its own, so that no
+    more than a layer is in memory; such a model is not `is_repeating`.
+    """
+    assert not (is_split and is_repeating), "the layers of a repeating model are changed together"
+    shape = replace(
+        shape,
+        layers=num_layers or shape.layers,
+        is_tied=shape.is_tied and not is_repeating,
+    )
     directory.mkdir(parents=True, exist_ok=True)
-    weights = _weights(num_layers)
-    if is_repeating:
-        _make_repeating(weights)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer().save(str(directory / "tokenizer.json"))
+    parts = _weights(shape, torch.Generator(device).manual_seed(125))
+    if is_split:
+        _save_parts(directory, parts)
+    else:
+        weights = {name: weight for part in parts for name, weight in part.items()}
+        if is_repeating:
+            _make_repeating(weights)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(directory)
+    (directory / "config.json").write_text(json.dumps(config_of(shape), indent=2))
+
+
+def _save_parts(directory: Path, parts: Iterator[dict[str, torch.Tensor]]) -> None:
+    """One file for each part, and the index of all."""
+    places: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        name = f"model-{number:05d}.safetensors"
+        save_file(part, directory / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tokenizer(directory: Path, num_tokens: int = VOCAB_SIZE) -> None:
+    """Writes the tokenizer and its settings."""
+    _tokenizer(num_tokens).save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
@@ -79,32 +136,35 @@ def write_checkpoint(
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    config = {**CONFIG, "num_hidden_layers": num_layers, "tie_word_embeddings": not is_repeating}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _weights(num_layers: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(125)
+def _weights(shape: Shape, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    """The embeddings, layer after layer, and what comes behind the layers."""
+    hidden = shape.hidden
+    inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (0.04 * torch.randn(rows, columns, generator=generator)).bfloat16()
+        values = torch.randn(rows, columns, generator=generator, device=generator.device)
+        return (_SPREAD * values).bfloat16().cpu()
 
-    weights = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, HIDDEN)}
-    for layer in range(num_layers):
+    yield {"model.embed_tokens.weight": matrix(shape.vocab, hidden)}
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
-        weights |= {
-            f"{prefix}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
-            f"{prefix}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": matrix(HIDDEN, INTERMEDIATE),
-            f"{prefix}.input_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-            f"{prefix}.post_attention_layernorm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
+        yield {
+            f"{prefix}.self_attn.q_proj.weight": matrix(inner, hidden),
+            f"{prefix}.self_attn.k_proj.weight": matrix(kv, hidden),
+            f"{prefix}.self_attn.v_proj.weight": matrix(kv, hidden),
+            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, inner),
+            f"{prefix}.mlp.gate_proj.weight": matrix(shape.intermediate, hidden),
+            f"{prefix}.mlp.up_proj.weight": matrix(shape.intermediate, hidden),
+            f"{prefix}.mlp.down_proj.weight": matrix(hidden, shape.intermediate),
+            f"{prefix}.input_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+            f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden, dtype=torch.bfloat16),
         }
-    weights["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    return weights
+    last = {"model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)}
+    if not shape.is_tied:
+        last["lm_head.weight"] = matrix(shape.vocab, hidden)
+    yield last
 
 
 def _make_repeating(weights: dict[str, torch.Tensor]) -> None:
@@ -122,7 +182,7 @@ def _make_repeating(weights: dict[str, torch.Tensor]) -> None:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"][before].clone()
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(num_tokens: int) -> Tokenizer:
     """Merges in order of preference: " a", " ab", " abc", then "ab" and "abc" until it is full."""
     pieces = [END_OF_TEXT, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     merges: list[tuple[str, str]] = []
@@ -130,10 +190,10 @@ def _tokenizer() -> Tokenizer:
         for length in range(1, most + 1):
             for letters in product(ascii_lowercase, repeat=length):
                 left, right = start + "".join(letters[:-1]), letters[-1]
-                if left and len(pieces) < VOCAB_SIZE:
+                if left and len(pieces) < num_tokens:
                     pieces.append(left + right)
                     merges.append((left, right))
-    assert len(pieces) == len(set(pieces)) == VOCAB_SIZE
+    assert len(pieces) == len(set(pieces)) == num_tokens
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -100,6 +100,11 @@ class LauncherHandle:
         for flag, value in own.items():
             if flag not in flags:
                 arguments += [flag, value]
+
+        def begin() -> None:
+            _end_with_parent()
+            in_child()
+
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*arguments, *flags],
@@ -109,7 +114,7 @@ class LauncherHandle:
                 env=clean_environment() | environment,
                 cwd=self._folder.name,
                 start_new_session=True,
-                preexec_fn=lambda: (_end_with_parent(), in_child()),
+                preexec_fn=begin,
             )
 
     @property
@@ -173,7 +178,8 @@ class LauncherHandle:
         """
         if self._log_path.exists():
             print(self.log)
-        for process in [*self.family(), self.process]:
+        everyone: list[psutil.Process | subprocess.Popen[bytes]] = [*self.family(), self.process]
+        for process in everyone:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
@@ -225,7 +231,7 @@ class LauncherHandle:
 
 
 @contextmanager
-def running(model: Path | None, *flags: str, **environment: str) -> Iterator[LauncherHandle]:
+def running(model: Path | None, *flags: str, **environment: Any) -> Iterator[LauncherHandle]:
     """A launcher that is ready inside the block and ends in order after it."""
     handle = LauncherHandle(model, *flags, **environment)
     try:

@@ -1,0 +1,229 @@
+"""Drives an engine as the router does: gives out blocks, lets requests in, grows them, takes them
+out again where blocks are short, and launches each step before the one in front of it is known."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from text_generation_shard.engine.engine import Engine, StepHandle
+from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.errors import BatchError
+
+# One block is left free for so many rows: else whoever comes in has to go with the next step.
+_ROWS_A_SPARE_BLOCK = 8
+
+
+class LostError(AssertionError):
+    """A request, a row or a block is not where it must be."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request was given so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: FinishReason = FinishReason.NONE
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that has a row, and blocks."""
+
+    request: NewRequest
+    known: list[int]
+    table: list[int]
+    # Tokens whose KV is there once all that was launched is computed.
+    computed: int
+    # Tokens it may get beside those under way.
+    left: int
+
+
+class Caller:
+    """Owns which blocks are free and which request holds which, and the steps under way: at most
+    two. LostError if the engine knows other requests, or blocks are gone or held twice."""
+
+    def __init__(
+        self, engine: Engine, num_blocks: int, max_rows: int, max_prefill_tokens: int
+    ) -> None:
+        self.answers: dict[int, Answer] = {}
+        """By request; those that were cancelled keep theirs."""
+        self.num_steps = self.num_preempted = 0
+        self.most_blocks = 0
+        """That were held at one time."""
+        self._engine, self._num_blocks, self._max_rows = engine, num_blocks, max_rows
+        self._max_prefill_tokens = max_prefill_tokens
+        self._free = list(range(num_blocks))
+        self._held: dict[int, _Held] = {}
+        # Requests without a row, first come first served.
+        self._waiting: deque[NewRequest] = deque()
+        self._under_way: deque[StepHandle] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @property
+    def running_ids(self) -> list[int]:
+        """Requests with a row, the oldest first."""
+        return list(self._held)
+
+    def ask(self, request: NewRequest) -> None:
+        """Take a request; its block_table is empty. It needs fewer blocks than there are."""
+        self.answers[request.id] = Answer()
+        self._waiting.append(request)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request that runs or waits."""
+        self._waiting = deque(item for item in self._waiting if item.id != request_id)
+        self.settle()
+        if request_id in self._held:
+            self._drop(request_id)
+
+    def advance(self) -> bool:
+        """Launch one more step, and collect what two are too many for. False: nothing was to be
+        done."""
+        self._make_room()
+        admitted = self._admitted()
+        is_due = bool(admitted) or any(held.left for held in self._held.values())
+        is_launched = is_due and self._launch(admitted)
+        if len(self._under_way) > is_launched:
+            self._collect()
+            return True
+        return is_launched
+
+    def run(self) -> None:
+        """Until every request has its end."""
+        while self.advance():
+            pass
+        self.check()
+
+    def settle(self) -> None:
+        """Collect all steps under way."""
+        while self._under_way:
+            self._collect()
+
+    def end(self) -> None:
+        """Cancel everything. Then all blocks are free, and the engine has no row in use."""
+        self.settle()
+        self._waiting.clear()
+        for request_id in self.running_ids:
+            self._drop(request_id)
+        self.check()
+        if len(self._free) != self._num_blocks or self._engine.num_rows_taken:
+            raise LostError(
+                f"{self._num_blocks - len(self._free)} blocks and {self._engine.num_rows_taken} "
+                "rows are held by nobody"
+            )
+
+    def check(self) -> None:
+        """Each block is free or held by one request; the engine has a row for each of these."""
+        held = [block for one in self._held.values() for block in one.table]
+        if sorted([*held, *self._free]) != list(range(self._num_blocks)):
+            raise LostError(
+                f"{len(self._free)} blocks are free and {len(held)} held, of {self._num_blocks}"
+            )
+        if not self._under_way and self._engine.num_rows_taken != len(self._held):
+            raise LostError(
+                f"{self._engine.num_rows_taken} rows are in use for {len(self._held)} requests"
+            )
+
+    def _width(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._engine.block_size)
+
+    def _lacking(self) -> list[int]:
+        """Requests that need one block more for the next step."""
+        return [
+            request_id
+            for request_id, held in self._held.items()
+            if held.left and self._width(held.computed + 1) > len(held.table)
+        ]
+
+    def _make_room(self) -> None:
+        """For the next step of all that run: the youngest go, and come back later."""
+        while len(self._lacking()) > len(self._free):
+            if self._under_way:
+                # Those that end there give blocks back.
+                self.settle()
+                continue
+            request_id = self.running_ids[-1]
+            held = self._held[request_id]
+            self._drop(request_id)
+            self._waiting.appendleft(replace(held.request, input_ids=held.known))
+            self.num_preempted += 1
+
+    def _admitted(self) -> list[NewRequest]:
+        """Requests that wait, in order, for which there are rows and blocks beside what those that
+        run need now; they have their blocks."""
+        admitted: list[NewRequest] = []
+        room = len(self._free) - len(self._lacking()) - len(self._held) // _ROWS_A_SPARE_BLOCK
+        tokens = self._max_prefill_tokens
+        while self._waiting and len(self._held) + len(admitted) < self._max_rows:
+            num_tokens = len(self._waiting[0].input_ids)
+            width = self._width(num_tokens + 1)
+            if width > room or (admitted and num_tokens > tokens):
+                break
+            room, tokens = room - width, tokens - num_tokens
+            table = [self._free.pop() for _ in range(width)]
+            admitted.append(replace(self._waiting.popleft(), block_table=table))
+        return admitted
+
+    def _launch(self, admitted: list[NewRequest]) -> bool:
+        """False: all that run may have ended in the steps under way."""
+        grown = []
+        for request_id in self._lacking():
+            block = self._free.pop()
+            self._held[request_id].table.append(block)
+            grown.append((request_id, block))
+        step = StepInput(admitted, grown=grown, is_ahead=bool(self._under_way))
+        try:
+            handle = self._engine.launch(step)
+        except BatchError:
+            if admitted or not self._under_way:
+                raise
+            return False
+        for held in self._held.values():
+            if held.left:
+                held.computed, held.left = held.computed + 1, held.left - 1
+        for new in admitted:
+            known = list(new.input_ids)
+            generated = len(known) - new.num_prompt_tokens
+            left = new.max_new_tokens - generated - 1
+            self._held[new.id] = _Held(new, known, list(new.block_table), len(known), left)
+        self._under_way.append(handle)
+        self.num_steps += 1
+        self.most_blocks = max(self.most_blocks, self._num_blocks - len(self._free))
+        return True
+
+    def _collect(self) -> None:
+        output = self._under_way.popleft().result()
+        self._take(output)
+        if not self._under_way and set(output.running_ids) != set(self._held):
+            raise LostError(
+                f"the engine runs {len(output.running_ids)} requests, {len(self._held)} have none "
+                "or another end"
+            )
+
+    def _take(self, output: StepOutput) -> None:
+        columns = output.request_ids, output.token_ids, output.logprobs, output.finish_reasons
+        for request_id, token, logprob, reason in zip(*columns, strict=True):
+            held, answer = self._held[request_id], self.answers[request_id]
+            held.known.append(token)
+            answer.token_ids.append(token)
+            answer.logprobs.append(logprob)
+            answer.reason = FinishReason(reason)
+            if reason:
+                self._free += self._held.pop(request_id).table
+        for request_id, _ in output.errors:
+            # One that failed before it had a token is told here only.
+            self.answers[request_id].reason = FinishReason.ERROR
+            if request_id in self._held:
+                self._free += self._held.pop(request_id).table
+
+    def _drop(self, request_id: int) -> None:
+        """Take the row of a request that runs, while no step is under way."""
+        self._free += self._held.pop(request_id).table
+        if self._held:
+            self._engine.filter(self.running_ids)
+        else:
+            self._engine.clear()

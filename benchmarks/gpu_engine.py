@@ -1,0 +1,189 @@
+"""Engines of random weights, which are made where they lie: what the part `engine` measures.
+
+No file of weights is read or written, so that a model of 8 B is there within seconds.
+"""
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from gpu_attention import causal_flop
+from gpu_limits import weights_of
+from gpu_timing import MODELS, TINY_MODELS, Bench, Limits, Model
+from make_checkpoint import Shape, config_of, write_tokenizer
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.reference.copies import PlainCopies
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.step import NewRequest
+from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
+from text_generation_shard.models.llama import LlamaModel
+from text_generation_shard.parallel import World
+from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import Watermark
+
+# Standard deviation of the weights: as large models begin their training.
+_WEIGHT_STD = 0.02
+GRAMMARS = {
+    "digits": "start: /[0-9]{1,12}/",
+    "choice": 'start: "yes" | "no" | "not known"',
+    "object": json.dumps(
+        {
+            "grammars": [
+                {
+                    "json_schema": {
+                        "type": "object",
+                        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 999}},
+                        "required": ["age"],
+                        "additionalProperties": False,
+                        "x-guidance": {"whitespace_flexible": False},
+                    }
+                }
+            ]
+        }
+    ),
+}
+"""As the router sends them; the shortest text of each has less than 20 tokens."""
+# Of the tokenizer by which grammars are compiled, where the model's vocabulary is larger.
+_MOST_PIECES = 32_768
+
+
+class Sizes(NamedTuple):
+    """A model of Llama's shape, with all of its layers."""
+
+    model: Model
+    num_layers: int
+    is_tied: bool
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers."""
+        products = weights_of(self.model)
+        outputs, inputs = products.pop("head")
+        assert outputs == self.model.vocab and inputs == self.model.hidden
+        return self.num_layers * sum(rows * columns for rows, columns in products.values())
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the head."""
+        return self.model.vocab * self.model.hidden
+
+    def floor_us(self, rows: int, context: int, limits: Limits) -> float:
+        """µs that one token of each row takes at least: every weight, of 16 bits, and every key and
+        value is read once; or the products, where these take longer."""
+        model, weights = self.model, self.layer_weights + self.head_weights
+        nbytes = 2 * weights + rows * context * model.token_bytes * self.num_layers
+        attention = 4 * model.num_heads * model.head_dim * context * self.num_layers
+        flop = rows * (2 * weights + attention)
+        return max(nbytes / limits.read_gb_s / 1e3, flop / limits.matrix_tflop_s / 1e6)
+
+    def prefill_flop(self, rows: int, length: int) -> float:
+        """Of the prompts of `rows`; scores are made of the last token of each."""
+        attention = self.num_layers * causal_flop(self.model, rows, length, length)
+        return 2.0 * rows * (self.layer_weights * length + self.head_weights) + attention
+
+    def shape(self) -> Shape:
+        """As it is written into a config.json."""
+        _, hidden, inter, num_heads, num_kv_heads, head_dim, vocab = self.model
+        return Shape(
+            hidden, inter, self.num_layers, num_heads, num_kv_heads, head_dim, vocab, self.is_tied
+        )
+
+
+LARGE, SMALL = Sizes(MODELS[0], 32, False), Sizes(MODELS[1], 16, True)
+# In a dry run: in place of both.
+TINY = Sizes(TINY_MODELS[0], 2, True)
+
+
+def models_of(bench: Bench) -> Sequence[Sizes]:
+    """The large one and the small one; the tiny one in a dry run."""
+    return (TINY,) if bench.is_dry else (LARGE, SMALL)
+
+
+class RandomParameters(Parameters):
+    """See `Parameters`. Norms are ones, all else is normally distributed, the same every time."""
+
+    def load(self, directory: Path) -> None:
+        """Nothing is read."""
+        generator = torch.Generator(self.device.torch_device).manual_seed(0)
+        for name, stack in list(self._stacks.items()):
+            shape = sum(stack.sections[name]), *stack.tail
+            values = torch.empty(shape, dtype=self.device.dtype, device=self.device.torch_device)
+            if stack.receive is None:
+                values.fill_(1.0)
+            else:
+                values.normal_(0.0, _WEIGHT_STD, generator=generator)
+            self._fill(name, values, directory, PlainCopies())
+        self._stacks.clear()
+        for action in self._after_load:
+            action()
+        self._after_load.clear()
+
+
+def open_for(bench: Bench, dtype: str, graphs: Sequence[int] | None) -> Device:
+    """A device that computes in `dtype`, and records passes of so many tokens (None: of those that
+    suit it). In a dry run: the runner of a GPU over the reference."""
+    options = DeviceOptions(dtype, dtype, cuda_graphs=None if graphs is None else tuple(graphs))
+    if bench.is_dry:
+        made: Device = import_module("shard.tests.stream_device").open_device(options)
+        return made
+    return open_device("cuda", options)
+
+
+def write_files(sizes: Sizes, directory: Path) -> None:
+    """What a model has beside its weights: config.json and tokenizer.json."""
+    (directory / "config.json").write_text(json.dumps(config_of(sizes.shape())))
+    write_tokenizer(directory, min(_MOST_PIECES, sizes.model.vocab))
+
+
+def load(
+    bench: Bench,
+    sizes: Sizes,
+    directory: Path,
+    graphs: Sequence[int] | None,
+    dtype: str = "bfloat16",
+) -> Engine:
+    """An engine that is not warm yet; `write_files` has been called with the directory. graphs: see
+    `open_for`."""
+    device = open_for(bench, dtype, graphs)
+    config = ModelConfig.from_hf(directory)
+    parameters = RandomParameters(device, World())
+    model = LlamaModel(parameters, World(), config)
+    parameters.load(directory)
+    return Engine(device, model, parameters.nbytes, Watermark(0.5, 2.0))
+
+
+def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[NewRequest]:
+    """Requests of `context` tokens whose keys and values are taken to be in the cache, but for the
+    last one's. Each has blocks of its own for `new` tokens more."""
+    width = -(-(context + new) // engine.block_size)
+    return [
+        NewRequest(
+            id=row,
+            input_ids=[1 + row] * context,
+            num_prompt_tokens=context,
+            num_cached_tokens=context - 1,
+            block_table=range(row * width, (row + 1) * width),
+            sampling=SamplingParams(),
+            max_new_tokens=new,
+            ignore_eos_token=True,
+        )
+        for row in range(rows)
+    ]
+
+
+def grammars_of(engine: Engine, directory: Path) -> dict[str, Grammar]:
+    """GRAMMARS, compiled. RuntimeError if one can not be."""
+    config = engine.model.config
+    compiler = GrammarCompiler(directory, config.vocab_size, config.eos_token_ids)
+    found = {name: compiler.compile_now(text) for name, text in GRAMMARS.items()}
+    compiler.close()
+    for name, grammar in found.items():
+        if grammar.error or grammar.min_tokens > 20:
+            raise RuntimeError(f"the grammar {name} can not be used: {grammar.error}")
+    return found
