@@ -28,9 +28,8 @@ class Attention:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self.kinds, self.scale = (num_heads, num_kv_heads, num_kv_heads), scale
 
-    def allocate(self, shape: Any, num_blocks: int) -> int:
-        sizes = shape.num_layers, num_blocks * 16, 2 * shape.num_kv_heads, shape.head_dim
-        self.cache = torch.zeros(sizes)
+    def allocate(self, of: Any, num_blocks: int) -> int:
+        self.cache = torch.zeros(of.num_layers, num_blocks * 16, 2 * of.num_kv_heads, of.head_dim)
         return self.cache.nbytes
 
     def forward(self, heads: Any, layer: int, window: Any, is_rotated: bool, both: Any) -> Any:
@@ -52,16 +51,17 @@ class Attention:
 
 class Runner(NamedTuple):
     model: Any
+    records_steps: bool = False
 
     @torch.inference_mode()
     def launch(self, plan: Any) -> Any:
-        scores = [plan.scores(scheduled, self.model.forward) for scheduled in plan.passes]
+        scores = [plan.scores(i, b := plan.batch(i), self.model.forward(b)) for i in plan.passes]
         return StepScores(plan.choose(torch.cat(scores)), time.perf_counter_ns())
 
 
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
-    is_deterministic, runs_behind, spares_core, graph_bytes, graphs_note = *[False] * 3, 0, ""
+    is_deterministic, runs_behind, spares_core, num_spare_blocks = *[False] * 3, 0
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)

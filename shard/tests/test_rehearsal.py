@@ -259,8 +259,8 @@ def test_a_rehearsal_without_memory_names_the_flags(
 def test_what_recorded_steps_hold_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine.device, "graph_bytes", 5 * 10**8)
-    monkeypatch.setattr(engine.device, "graphs_note", "decode steps of 1 to 64 rows")
+    room = Room(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
+    monkeypatch.setattr(engine.device, "free_bytes", lambda *_: room)
     with caplog.at_level(logging.INFO):
         engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
     (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
@@ -316,6 +316,6 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     assert room.step == 10e9 and room.cache == pytest.approx(
         (80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2
     )
-    assert (device.graph_bytes, device.graphs_note) == (3 * 10**9, "at most 3 steps")
+    assert (room.graphs, room.graphs_note) == (3 * 10**9, "at most 3 steps")
     card.weights += room.cache
-    assert device.left_bytes(room.cache, room.step) == pytest.approx(8 * 10**9, abs=2)
+    assert device.left_bytes(room.cache, room) == pytest.approx(8 * 10**9, abs=2)

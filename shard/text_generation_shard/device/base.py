@@ -403,10 +403,6 @@ class Device(Protocol):
     upload: Upload
     # Blocks that the cache has beside those of requests: what fills up a pass is written there.
     num_spare_blocks: int
-    # What steps that are recorded will hold of its memory, and which steps these are, in words;
-    # known behind `free_bytes`.
-    graph_bytes: int
-    graphs_note: str
 
     @property
     def spares_core(self) -> bool:
@@ -452,8 +448,8 @@ class Device(Protocol):
         """What the KV cache may take. `rehearse` runs the steps that take most memory, of which
         step_bytes are an estimate: a device uses one of the two."""
 
-    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
-        """What is left beside a cache that was made and a step that will come."""
+    def left_bytes(self, cache_bytes: int, room: "Room") -> int:
+        """What is left beside a cache that was made and what else there is room for."""
 
     def release_memory(self) -> None:
         """Called when there was no memory for a step: what is kept for later ones is given up."""
@@ -463,7 +459,10 @@ class Device(Protocol):
 
 
 class Room(NamedTuple):
-    """Memory in bytes: for the KV cache, and set aside for the largest step."""
+    """Memory in bytes: for the KV cache, and set aside for the largest step and for steps that are
+    recorded; which these are, in words."""
 
     cache: int
     step: int
+    graphs: int = 0
+    graphs_note: str = "steps are not recorded"

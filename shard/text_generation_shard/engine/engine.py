@@ -182,9 +182,8 @@ class Engine:
             f"{num_blocks} blocks of {shape.block_size} tokens",
             room.step,
             f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
-            self.device.graph_bytes,
-            self.device.graphs_note,
-            self.device.left_bytes(cache_bytes, room.step),
+            *(room.graphs, room.graphs_note),
+            self.device.left_bytes(cache_bytes, room),
         )
         for line in ledger.lines():
             logger.info("%s", line)

@@ -123,9 +123,9 @@ class CpuDevice(TorchDevice):
         """See Device; nothing is rehearsed."""
         return base.Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
 
-    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+    def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device. The cache's pages count as free until they are written."""
-        return max(0, host.free_bytes() - cache_bytes - step_bytes)
+        return max(0, host.free_bytes() - cache_bytes - room.step)
 
     def serve(self) -> None:
         """See Device: pages of the cache are written while nothing is computed."""

@@ -57,16 +57,16 @@ class CudaDevice(TritonDevice):
         rehearse()
         held = torch.cuda.memory_allocated(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device) - held
-        self.graph_bytes = self._graphs.bytes_of_all(self._held)
-        self.graphs_note = self._graphs.note
+        graphs = self._graphs.bytes_of_all(self._held)
         free, total = self._free_and_total()
         # 5 % of slack for fragmentation and what libraries allocate on their own.
         kept = (1.0 - self._memory_fraction * 0.95) * total
-        return Room(max(0, int(free - peak - self.graph_bytes - kept)), peak)
+        cache = max(0, int(free - peak - graphs - kept))
+        return Room(cache, peak, graphs, self._graphs.note)
 
-    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+    def left_bytes(self, cache_bytes: int, room: Room) -> int:
         """See Device."""
-        return max(0, self._free_and_total()[0] - step_bytes - self.graph_bytes)
+        return max(0, self._free_and_total()[0] - room.step - room.graphs)
 
     def release_memory(self) -> None:
         """See Device."""

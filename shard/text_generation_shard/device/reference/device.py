@@ -40,7 +40,6 @@ class TorchDevice:
     runs_behind = False
     spares_core = True
     num_spare_blocks = 0
-    graph_bytes, graphs_note = 0, "steps are not recorded"
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
@@ -110,7 +109,7 @@ class TorchDevice:
         """See Device: enough for what is asked for with its numbers."""
         return base.Room(_REFERENCE_CACHE_BYTES, step_bytes)
 
-    def left_bytes(self, cache_bytes: int, step_bytes: int) -> int:
+    def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device."""
         return 0
 
