@@ -19,7 +19,8 @@ from text_generation_shard.grammars.guard import GuardedGrammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS
-from shard.tests.driver import DEVICES, Driver, load_engine
+from shard.tests.driver import DEVICES, Driver, load_engine, reference_device
+from shard.tests.stream_device import StreamDevice
 from shard.tests.test_grammar import DRAWN, schema_text
 from shard.tests.test_trial import PERSON
 
@@ -226,6 +227,7 @@ def test_a_step_that_is_launched_again_sees_the_lengths_it_saw(
     assert found[0][2][1] == FinishReason.LENGTH, "the text was brought to its end"
 
 
+LONG: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos_token": True}
 # Its only token is the end.
 ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
@@ -248,17 +250,17 @@ async def test_a_guarded_grammar_is_followed_and_fails_alone(
     text = schema_text(PERSON)
     guarded = await compiler.compile(text)
     assert isinstance(guarded, GuardedGrammar) and guarded.guard is not None, guarded.error
-    here, long = compiler.compile_now(text), {"max_new_tokens": 40, "ignore_eos_token": True}
+    here = compiler.compile_now(text)
     options: dict[str, Any] = {"sampling": DRAWN, "max_new_tokens": here.min_tokens + 9}
-    plain.add([plain.request(0, [3, 4], grammar=here, **options), plain.request(1, [9, 8], **long)])
+    plain.add([plain.request(0, [3, 4], grammar=here, **options), plain.request(1, [9, 8], **LONG)])
     plain.run()
     stream.add(
-        [stream.request(0, [3, 4], grammar=guarded, **options), stream.request(1, [9, 8], **long)]
+        [stream.request(0, [3, 4], grammar=guarded, **options), stream.request(1, [9, 8], **LONG)]
     )
     stream.run()
     assert (stream.tokens, stream.logprobs) == (plain.tokens, plain.logprobs)
     stream.add(
-        [stream.request(2, [3, 4], grammar=guarded, **options), stream.request(3, [9, 8], **long)]
+        [stream.request(2, [3, 4], grammar=guarded, **options), stream.request(3, [9, 8], **LONG)]
     )
     first, second = stream.engine.launch(StepInput()), stream.engine.launch(StepInput())
     os.kill(guarded.guard._process, signal.SIGKILL)
@@ -289,3 +291,32 @@ def test_a_forced_token_leaves_the_scores_alone(
     assert [found.top_token_counts for _, found in seen][-2] == [1]
     assert seen[-2][1].top_token_ids == seen[-2][1].token_ids
     assert seen[-2][1].top_token_logprobs == [0.0]
+
+
+def test_recorded_steps_are_as_others(
+    tiny_model_path: Path, open_ended: dict[str, Any], compiler: GrammarCompiler
+) -> None:
+    """Their scores lie where those of the step before did. A token is replaced in that, which ends
+    a row in front of another, or lets the step be launched again."""
+    digits = {
+        "grammar": compiler.compile_now("start: /[0-9]+/"),
+        "sampling": {"logit_bias": ((0, -100.0), (2, -100.0))},
+        "max_new_tokens": 5,
+    }
+    found = []
+    for device in (reference_device(), reference_device(StreamDevice)):
+        driver = Driver(load_engine(tiny_model_path, device=device, max_batch_size=4))
+        driver.add([driver.request(0, [3, 4], **digits)])
+        # Chosen when the step before is known.
+        late = driver.request(2, range(9, 20), sampling={"repetition_penalty": 1.3}, **LONG)
+        driver.add([late], driver.advance({}))
+        for _ in range(9):
+            driver.step()
+        driver.add([driver.request(1, [3, 4], **open_ended)], driver.advance({}))
+        driver.run()
+        found.append(driver)
+    plain, recorded = found
+    assert all(recorded.engine._runner.graphs._recorded.values())  # type: ignore[attr-defined]
+    assert (recorded.tokens, recorded.reasons) == (plain.tokens, plain.reasons)
+    for number, logprobs in plain.logprobs.items():
+        assert recorded.logprobs[number] == pytest.approx(logprobs, abs=1e-4)

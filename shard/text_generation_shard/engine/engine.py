@@ -304,8 +304,9 @@ class Engine:
                 # A token was replaced that the device has taken for an input: all once more.
                 plan.catch_up()
                 table.rewind(plan.computed)
+                handle.launched = NotLaunched()
                 launched = self._unless_short(partial(self._runner.launch, plan))
-                handle.launched = launched or NotLaunched()
+                handle.launched = launched or handle.launched
                 table.advance(plan.computed)
         except BaseException as error:
             self._under_way.popleft()

@@ -117,6 +117,8 @@ class StreamRunner:
         if self._last is not None and self._last.plan is not plan:
             # What it chooses may be the input of this step.
             self._last.choose()
+        # Of a step that is launched again nothing is held meanwhile.
+        self._last = None
         rows = self.rows(plan.rows)
         scores = [self._scores(plan, scheduled, rows) for scheduled in plan.passes]
         self._last = StreamStep(self, plan, torch.cat(scores) if len(scores) > 1 else scores[0])
