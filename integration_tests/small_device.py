@@ -61,7 +61,7 @@ class Runner(NamedTuple):
 
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
-    is_deterministic = runs_behind = spares_core = False
+    cache_dtype, is_deterministic, runs_behind, spares_core = dtype, False, False, False
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)

@@ -134,7 +134,7 @@ class Engine:
         model, config = self.model, self.model.config
         num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
         sizes = config.num_layers, num_kv_heads, config.head_dim
-        shape = CacheShape(*sizes, self.block_size, self.device.dtype)
+        shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
         room = self._room(shape, limits)
         num_blocks, max_total = memory.cache_size(shape, limits, room.cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
@@ -146,7 +146,7 @@ class Engine:
         ledger = memory.Ledger(
             self._weights_bytes,
             cache_bytes,
-            f"{num_blocks} blocks of {shape.block_size} tokens",
+            f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
             room.step,
             f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
             self.device.left_bytes(cache_bytes, room.step),
@@ -184,7 +184,7 @@ class Engine:
                 ) from error
 
         workspace = attention.workspace_bytes(shape)
-        largest = memory.activation_bytes(config, shape, limits) + workspace
+        largest = memory.activation_bytes(config, self.device.dtype, limits) + workspace
         # Not in the rehearsal: a decode of many rows, and sampling for all.
         rest = workspace + memory.sampling_bytes(config, limits)
         return self.device.free_bytes(largest, rest, run_largest)

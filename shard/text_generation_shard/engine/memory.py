@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import CacheShape
 from text_generation_shard.engine.plan import LOGPROB_ROWS
@@ -45,14 +47,14 @@ def sampling_bytes(config: ModelConfig, limits: WarmupLimits) -> int:
     return _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size
 
 
-def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimits) -> int:
-    """What the largest step takes: as much of inputs as a pass may hold beside all rows that
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
+    """What the largest step takes, computed in `dtype`: as much of inputs as a pass may hold beside all rows that
     decode, then the scores of all, with every way to choose from them."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The residual, its norm and what is added to it; beside them attention or feed-forward.
     widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
-    passing = tokens * widest * shape.dtype.itemsize
+    passing = tokens * widest * dtype.itemsize
     # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
     return max(passing + prompts, sampling_bytes(config, limits))

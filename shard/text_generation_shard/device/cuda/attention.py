@@ -49,12 +49,11 @@ class TritonAttention:
         """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
         worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.
         takes_flash: prompts are torch's affair, see `flash`."""
-        self._shape, self._device = shape, device
+        self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
         self._slopes, self._sinks, self._takes_flash = slopes, sinks, takes_flash
         self.name = "triton+varlen_attn" if takes_flash else "triton"
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
-        self._prefill_tile = tiles.prefill_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
         # What both kernels of attention are compiled for.
         self._constants = {
@@ -72,12 +71,12 @@ class TritonAttention:
     def workspace_bytes(self, shape: CacheShape) -> int:
         """See Attention: the splits of a decode, or what is gathered for prompts."""
         splits = _MOST_SPLITS * self._shape.num_heads * (self._shape.head_dim + 1) * 4
-        gathered = flash.MOST_TOKENS * 2 * shape.num_kv_heads * shape.head_dim
-        return max(splits, gathered * shape.dtype.itemsize if self._takes_flash else 0)
+        return max(splits, flash.gathered_bytes(self._shape) if self._takes_flash else 0)
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
+        self._prefill_tile = tiles.prefill_tile(self._capability, shape.head_dim, shape.dtype)
         sizes = shape.num_layers, 2, num_blocks * shape.block_size
         heads = shape.num_kv_heads, shape.head_dim
         self.cache = torch.zeros(*sizes, *heads, dtype=shape.dtype, device=self._device)

@@ -36,6 +36,11 @@ def suits(shape: HeadShape, dtype: torch.dtype, capability: int) -> bool:
     )
 
 
+def gathered_bytes(shape: HeadShape) -> int:
+    """What is gathered in a pass at most: keys and values of 16 bits, whatever the cache has."""
+    return MOST_TOKENS * 2 * shape.num_kv_heads * shape.head_dim * 2
+
+
 def attend(
     shape: HeadShape,
     heads: Tensor,
@@ -45,7 +50,7 @@ def attend(
     rows: Prompts,
 ) -> Tensor:
     """See `prefill.attend_prompts`, whose arguments these are: [T, num_heads * head_dim]."""
-    gathered = keys.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
+    gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
     width = shape.num_kv_heads * shape.head_dim
     part = min(_PART, triton.next_power_of_2(width))
     launch(

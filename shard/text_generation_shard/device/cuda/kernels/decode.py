@@ -4,6 +4,7 @@ et al. 2023): a row's result depends neither on the other rows nor on how many t
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.float8 import from_cache
 from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
@@ -35,7 +36,7 @@ def attend_split(
     """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
-    HEAD_DIM]; tables [R, table_width] and lens [R] int32; slopes [NUM_HEADS] float32 or None.
+    HEAD_DIM] in the type of the heads or in 8 bits; tables [R, table_width] and lens [R] int32; slopes [NUM_HEADS] float32 or None.
     Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
     sum of the weights, -inf where nothing is seen.
     """
@@ -76,11 +77,13 @@ def attend_split(
         at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
         is_loaded = is_seen[:, None] & is_feature[None, :]
         keys = tl.load(keys_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        keys = from_cache(keys, query.dtype)
         products = tl.dot(query, tl.trans(keys), input_precision="ieee")
         scores = scaled(products, SCALE, SOFT_CAP)
         scores += slope[:, None] * (token - (length - 1))[None, :]
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         values = tl.load(values_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        values = from_cache(values, query.dtype)
         largest, total, mixed = add_tile(scores, values, largest, total, mixed)
     tl.store(
         parts_ptr + at_part[:, None].to(tl.int64) * HEAD_DIM + feature[None, :],
