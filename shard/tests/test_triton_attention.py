@@ -68,12 +68,16 @@ def check(
     sinks: Tensor | None = None,
     takes_flash: bool = False,
     kept: torch.dtype | None = None,
+    is_deterministic: bool = False,
 ) -> None:
     """Rows of CONTEXTS tokens, the last `lengths` of which attend in one pass behind the others;
     kept: what keys and values are rounded to in the cache."""
     torch.manual_seed(0)
     slopes, sinks = (None if item is None else item.to(PLACE) for item in (slopes, sinks))
-    attention = TritonAttention(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash)
+    attention = TritonAttention(
+        *(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash),
+        is_deterministic=is_deterministic,
+    )
     attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, kept or dtype), 1024)
     width = shape.num_heads + 2 * shape.num_kv_heads
     rows = [torch.randn(length, width, shape.head_dim).to(PLACE, dtype) for length in CONTEXTS]

@@ -9,7 +9,8 @@ from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, 
 
 
 @triton.jit(
-    do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"]
+    do_not_specialize=["table_width"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "owners_ptr"],
 )
 def attend_split(
     heads_ptr,
@@ -17,6 +18,7 @@ def attend_split(
     values_ptr,
     tables_ptr,
     lens_ptr,
+    owners_ptr,
     slopes_ptr,
     parts_ptr,
     sums_ptr,
@@ -36,13 +38,17 @@ def attend_split(
     """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
-    HEAD_DIM] in the type of the heads or in 8 bits; tables [R, table_width] and lens [R] int32; slopes [NUM_HEADS] float32 or None.
+    HEAD_DIM] in the type of the heads or in 8 bits; tables [R, table_width] and lens [R] int32; owners [R] int32 or None: whose
+    table a row has, if not its own; slopes [NUM_HEADS] float32 or None.
     Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
     sum of the weights, -inf where nothing is seen.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     length = tl.load(lens_ptr + row)
+    owner = row
+    if owners_ptr is not None:
+        owner = tl.load(owners_ptr + row)
     first = split * SPLIT
     low = 0
     if WINDOW > 0:
@@ -72,7 +78,7 @@ def attend_split(
     for start in range(tl.maximum(first, low // TILE * TILE), end, TILE):
         token = start + tl.arange(0, TILE)
         is_seen = (token < end) & (token >= low)
-        block = tl.load(tables_ptr + row * table_width + token // BLOCK, mask=is_seen, other=0)
+        block = tl.load(tables_ptr + owner * table_width + token // BLOCK, mask=is_seen, other=0)
         slot = block.to(tl.int64) * BLOCK + token % BLOCK
         at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
         is_loaded = is_seen[:, None] & is_feature[None, :]
