@@ -154,9 +154,11 @@ def test_what_it_says_of_itself(tested: LauncherHandle, device: str) -> None:
     assert before["tgi_kv_blocks_free"] == info["num_blocks"]
 
 
-def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
+def assert_answers_everything(
+    environment: dict[str, str], tiny_model_path: Path, *others: str
+) -> None:
     """Other tokens than in float32, maybe: each answer has an ending, and its numbers."""
-    flags = ("--device", "cuda", "--dtype", "bfloat16", *LIMIT)
+    flags = ("--device", "cuda", "--dtype", "bfloat16", *LIMIT, *others)
     with running(tiny_model_path, *flags, **environment) as handle:
         assert handle.client.get("/info").json()["model_dtype"] == "bfloat16"
         for path, body in (*QUESTIONS.values(), ("/generate", WATERMARKED)):
@@ -165,6 +167,16 @@ def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_pat
         streams = asyncio.run(serve_together(handle, prompts))
         assert all(events[-1]["details"]["finish_reason"] for events in streams.values())
         handle.assert_idle()
+
+
+def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
+    assert_answers_everything(environment, tiny_model_path)
+
+
+@GPU
+@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_a_cache_of_8_bits_answers_everything(name: str, tiny_model_path: Path) -> None:
+    assert_answers_everything({}, tiny_model_path, "--kv-cache-dtype", name)
 
 
 # What does not fit any device, and what is said of it.

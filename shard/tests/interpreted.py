@@ -66,7 +66,7 @@ MARKS = [pytest.mark.gpu] if HAS_GPU else []
 FLOAT8 = [
     kept
     for name, kept in TritonDevice.cache_dtypes.items()
-    if not HAS_GPU or CAPABILITY >= FIRST_WITH_CACHE[name]
+    if not HAS_GPU or FIRST_WITH_CACHE[name] <= CAPABILITY
 ]
 """What else than its own type a cache is kept in there."""
 

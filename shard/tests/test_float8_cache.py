@@ -50,7 +50,8 @@ def stored(values: Tensor, kept: torch.dtype, angles: Tensor | None = None) -> T
     assert attention.cache is not None
     is_rotated = angles is not None
     attention.store(heads, *attention.cache[0], is_rotated, attention.plan(batch, by))
-    return attention.cache[0][:, batch.slots].transpose(0, 1)[:, :, 0]
+    found = attention.cache[0].view(torch.uint8)[:, batch.slots].view(kept)
+    return found.transpose(0, 1)[:, :, 0]
 
 
 def numbers(dtype: torch.dtype) -> Tensor:

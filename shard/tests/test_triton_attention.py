@@ -109,7 +109,8 @@ def put(attention: TritonAttention, batch: ForwardBatch, key_value: Tensor) -> N
     assert attention.cache is not None
     keys, values = key_value.to(attention.cache.dtype).chunk(2, dim=1)
     for part, own in zip(attention.cache[0], (keys, values), strict=True):
-        part[batch.slots] = own
+        # By bytes: not every version of torch puts 8 bits elsewhere on a GPU.
+        part.view(torch.uint8)[batch.slots] = own.contiguous().view(torch.uint8)
 
 
 def on_place(contexts: list[int], lengths: list[int]) -> ForwardBatch:

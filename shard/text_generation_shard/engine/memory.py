@@ -48,8 +48,8 @@ def sampling_bytes(config: ModelConfig, limits: WarmupLimits) -> int:
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
-    """What the largest step takes, computed in `dtype`: as much of inputs as a pass may hold beside all rows that
-    decode, then the scores of all, with every way to choose from them."""
+    """What the largest step takes, computed in `dtype`: as much of inputs as a pass may hold beside
+    all rows that decode, then the scores of all, with every way to choose from them."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The residual, its norm and what is added to it; beside them attention or feed-forward.

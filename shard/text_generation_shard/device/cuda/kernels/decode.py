@@ -38,8 +38,8 @@ def attend_split(
     """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
-    HEAD_DIM] in the type of the heads or in 8 bits; tables [R, table_width] and lens [R] int32; owners [R] int32 or None: whose
-    table a row has, if not its own; slopes [NUM_HEADS] float32 or None.
+    HEAD_DIM] in the type of the heads or in 8 bits; lens [R] int32; tables [*, table_width] int32,
+    a row's is the one of its number, or of owners [R] int32; slopes [NUM_HEADS] float32 or None.
     Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
     sum of the weights, -inf where nothing is seen.
     """

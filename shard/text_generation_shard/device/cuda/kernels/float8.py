@@ -6,15 +6,15 @@ import triton.language as tl
 
 
 @triton.jit
-def to_cache(values, KIND: tl.constexpr):
-    """values as the cache keeps them, in its type KIND. 8 bits are the nearest there are, of two
+def to_cache(values, kind: tl.constexpr):
+    """values as the cache keeps them, in its type kind. 8 bits are the nearest there are, of two
     the even ones; what is beyond the largest number becomes that, and NaN stays NaN."""
-    if KIND == tl.float8e4nv:
-        return _rounded(values, 1 << 20, 7, 14, 448.0).to(KIND, bitcast=True)
-    elif KIND == tl.float8e5:
-        return _rounded(values, 1 << 21, 15, 7, 57344.0).to(KIND, bitcast=True)
+    if kind == tl.float8e4nv:
+        return _rounded(values, 1 << 20, 7, 14, 448.0).to(kind, bitcast=True)
+    elif kind == tl.float8e5:
+        return _rounded(values, 1 << 21, 15, 7, 57344.0).to(kind, bitcast=True)
     else:
-        tl.static_assert(values.dtype == KIND)
+        tl.static_assert(values.dtype == kind)
         return values
 
 
@@ -40,9 +40,9 @@ def _rounded(
 
 
 @triton.jit
-def from_cache(kept, KIND: tl.constexpr):
-    """What the cache keeps, in the type KIND and exactly."""
+def from_cache(kept, kind: tl.constexpr):
+    """What the cache keeps, in the type kind and exactly."""
     if kept.dtype == tl.float8e5:
         # Half of a float16. Triton's own conversion to bfloat16 makes NaN a number.
         kept = kept.to(tl.float16)
-    return kept.to(KIND)
+    return kept.to(kind)
