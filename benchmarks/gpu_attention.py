@@ -40,7 +40,7 @@ class Pool:
         own.allocate(shape, num_blocks)
         assert own.cache is not None
         self.cache = own.cache
-        for part in self.cache.flatten(0, 2).split(_FILLED):
+        for part in torch.split(self.cache.flatten(0, 2), _FILLED):
             part.copy_(bench.random(*part.shape))
         self._order = torch.randperm(num_blocks, device=bench.torch_device)
         half = torch.arange(model.head_dim // 2, device=bench.torch_device) * (-2 / model.head_dim)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration_tests.conftest import Launch
 from integration_tests.oracle import ragged_prompts
@@ -32,6 +33,7 @@ FIRST = """
 import text_generation_shard.device
 text_generation_shard.device.DEVICES["cuda"] = "shard.tests.stream_device"
 """
+HAS_ALL_CACHES = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 LIMIT = ("--max-input-tokens", str(MOST_PROMPT_TOKENS))
 DROPPED = 'tgi_request_failure{err="dropped"}'
 
@@ -175,6 +177,7 @@ def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_pat
 
 @GPU
 @pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.skipif(not HAS_ALL_CACHES, reason="fp8_e4m3fn needs compute capability 8.9")
 def test_a_cache_of_8_bits_answers_everything(name: str, tiny_model_path: Path) -> None:
     assert_answers_everything({}, tiny_model_path, "--kv-cache-dtype", name)
 

@@ -56,8 +56,8 @@ class Compiler:
     def __init__(self) -> None:
         self.capability = 0
         self.shape: tuple[int, ...] = ()
-        # --kv-cache-dtype; empty: keys and values have the type of the heads.
-        self.cache_dtype = ""
+        # Of kernels that are given a cache, behind their names: fp8, deterministic, or nothing.
+        self.variant = ""
         self.found: list[dict[str, Any]] = []
         self._seen: set[str] = set()
 
@@ -89,8 +89,8 @@ class Compiler:
         source = ASTSource(kernel, signature, constants, attributes)
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options=chosen)
-        kept = self.cache_dtype if "keys_ptr" in kernel.arg_names else ""
-        name = f"{kernel.__name__} {kept}".rstrip()
+        variant = self.variant if "keys_ptr" in kernel.arg_names else ""
+        name = f"{kernel.__name__} {variant}".rstrip()
         row = {"kernel": name, "sm": self.capability, "heads": self.shape}
         row["special"] = special
         self.found.append(row | taken(compiled, self.capability))
@@ -136,32 +136,31 @@ def exercise(compiler: Compiler) -> None:
     device.add_norm(hidden, hidden, 1.0, hidden[0].float(), 1e-5)
     weight = torch.empty(2 * hidden_size, hidden_size, dtype=kind, device=meta)
     device.gated_matrix(weight, None, Activation.SILU, False)(hidden)
-    attend(compiler, kind)
+    compiler.variant = ""
+    attend(compiler, kind, (None, 512))
+    compiler.variant = "deterministic"
+    attend(compiler, kind, (None,), is_deterministic=True)
 
 
-def attend(compiler: Compiler, kept: torch.dtype) -> None:
+def attend(
+    compiler: Compiler, kept: torch.dtype, windows: Sequence[int | None], **options: bool
+) -> None:
     """What attention of such heads launches, over a cache of that type."""
     num_heads, num_kv_heads, head_dim, _ = compiler.shape
     kind, meta = torch.bfloat16, torch.device("meta")
     heads_of = HeadShape(num_heads, num_kv_heads, head_dim, 0.1)
     angles = torch.empty(4096, 2, head_dim // 2, device=meta)
-    ways: list[tuple[list[int], dict[str, bool]]] = [
-        ([1, 1], {}),
-        ([300, 20], {}),
-        ([300, 20], {"takes_flash": True}),
-        # Which differs in how decode finds the table of a row, whatever the cache has.
-        *([] if compiler.cache_dtype else [([300, 20], {"is_deterministic": True})]),
-    ]
-    for lengths, options in ways:
-        own = attention.TritonAttention(heads_of, meta, compiler.capability, **options)
+    for lengths, takes_flash in (([1, 1], False), ([300, 20], False), ([300, 20], True)):
+        own = attention.TritonAttention(
+            heads_of, meta, compiler.capability, takes_flash=takes_flash, **options
+        )
         own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kept), 4096)
         batch = to_device(make_batch([1000, 2000], lengths, lengths == [1, 1]), "meta")
         width = num_heads + 2 * num_kv_heads
         heads = torch.empty(sum(lengths), width, head_dim, dtype=kind, device=meta)
         plan = own.plan(batch, Angles(angles, batch.positions))
-        own.forward(heads, 0, None, True, plan)
-        if not compiler.cache_dtype and not own.is_deterministic:
-            own.forward(heads, 0, 512, True, plan)
+        for window in windows:
+            own.forward(heads, 0, window, True, plan)
 
 
 def choose() -> None:
@@ -187,9 +186,6 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"`{name}`"]
         for capability in CAPABILITIES:
             some = [item for item in own if (item["kernel"], item["sm"]) == (name, capability)]
-            if not some:
-                cells.append("")
-                continue
             registers, shared, products = (
                 max(item[key] for item in some) for key in ("registers", "shared", "products")
             )
@@ -210,9 +206,9 @@ def main() -> None:
             offered = [
                 name for name, first in FIRST_WITH_CACHE.items() if compiler.capability >= first
             ]
-            for compiler.cache_dtype in offered if "--all" in sys.argv else offered[:1]:
-                attend(compiler, TritonDevice.cache_dtypes[compiler.cache_dtype])
-            compiler.cache_dtype = ""
+            compiler.variant = "fp8"
+            for name in offered if "--all" in sys.argv else offered[:1]:
+                attend(compiler, TritonDevice.cache_dtypes[name], (None,))
         compiler.shape = SHAPES[0]
         choose()
     json.dump(compiler.found, sys.stdout)
