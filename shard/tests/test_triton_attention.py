@@ -238,6 +238,7 @@ def plain_varlen(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`varlen_attn` as torch documents it, in plain torch: it runs on GPUs only."""
+    assert key.dtype == value.dtype == query.dtype
     assert window_size[1] == 0 and most >= 1 and most_keys >= 1 and enable_gqa
     found = []
     shape = HeadShape(query.shape[1], key.shape[1], query.shape[2], scale)
