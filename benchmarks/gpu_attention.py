@@ -7,10 +7,13 @@ import torch
 from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda.attention import TritonAttention, TritonPlan
+from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
 from torch import Tensor
 
 # Of the free memory, what a cache takes at most.
 _CACHE_SHARE = 0.6
+# Keys or values that are made up at once.
+_FILLED = 1 << 16
 # This number of queries of a row is checked, in the first, the middle and the last row.
 _CHECKED = 8
 
@@ -19,20 +22,26 @@ class Pool:
     """The cache of one layer, full of random keys and values. Its blocks are handed out in a random
     order; where there are fewer than the rows ask for, rows share them."""
 
-    def __init__(self, bench: Bench, model: Model, num_blocks: int, context: int) -> None:
-        """context: the longest that a row may have."""
+    def __init__(
+        self, bench: Bench, model: Model, num_blocks: int, context: int, kept: torch.dtype
+    ) -> None:
+        """context: the longest that a row may have; kept: the type of keys and values."""
         own = bench.device.attention(
             model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
         )
         assert isinstance(own, TritonAttention)
         self.attention, self._bench, self._model = own, bench, model
-        size, kind = own.block_size, bench.dtype
-        shape = CacheShape(1, model.num_kv_heads, model.head_dim, size, kind)
+        size = own.block_size
+        shape = CacheShape(1, model.num_kv_heads, model.head_dim, size, kept)
+        self.token_bytes = shape.block_bytes // size
+        """Key and value of one token."""
         room = int(_CACHE_SHARE * bench.free_bytes()) // shape.block_bytes
         num_blocks = max(-(-context // size), min(num_blocks, room))
         own.allocate(shape, num_blocks)
         assert own.cache is not None
-        self.cache = own.cache.normal_()
+        self.cache = own.cache
+        for part in torch.split(self.cache.flatten(0, 2), _FILLED):
+            part.copy_(bench.random(*part.shape))
         self._order = torch.randperm(num_blocks, device=bench.torch_device)
         half = torch.arange(model.head_dim // 2, device=bench.torch_device) * (-2 / model.head_dim)
         turn = torch.arange(context, device=bench.torch_device)[:, None] * 500000.0**half
@@ -43,7 +52,7 @@ class Pool:
         """How many disjoint batches of that size there are blocks for, if the cache of the GPU is
         to hold none of them; at least one."""
         width = -(-context // self.attention.block_size)
-        wanted = self._bench.copies(rows * context * self._model.token_bytes)
+        wanted = self._bench.copies(rows * context * self.token_bytes)
         return max(1, min(wanted, len(self._order) // (rows * width)))
 
     def sharing(self, rows: int, context: int) -> float:
@@ -108,7 +117,8 @@ class Pool:
         size, last = self.attention.block_size, int(at.max())
         token = torch.arange(last + 1, device=at.device)
         slots = table[token // size] * size + token % size
-        keys, values = self.cache[0, :, slots, kv_head].double()
+        kept = self.cache[0].view(torch.uint8)[:, slots, kv_head]
+        keys, values = kept.view(self.cache.dtype).double()
         turned = rotated(query.double(), self.angles.double()[at])
         scores = torch.einsum("qgd,kd->qgk", turned, keys) * self._model.head_dim**-0.5
         hidden = token[None, :] > at[:, None]
@@ -128,30 +138,48 @@ def decode(bench: Bench) -> None:
     all_rows = bench.sizes((1, 8, 32, 128, 256), (1, 2))
     contexts = bench.sizes((512, 4096, 32768), (20, 70))
     for model in bench.models:
-        _decode_all(bench, model, all_rows, contexts)
+        _decode_all(bench, model, model.name, all_rows, contexts, bench.dtype)
+        for name, kept in cache_dtypes(bench).items():
+            some = bench.sizes((1, 32, 128), (2,)), bench.sizes((4096, 32768), (70,))
+            _decode_all(bench, model, f"{model.name} {name}", *some, kept)
+
+
+def cache_dtypes(bench: Bench) -> dict[str, torch.dtype]:
+    """What else than 16 bits a cache is kept in there: --kv-cache-dtype."""
+    return {
+        name: kept
+        for name, kept in bench.device.cache_dtypes.items()
+        if bench.is_dry or FIRST_WITH_CACHE[name] <= bench.device.capability
+    }
 
 
 def _decode_all(
-    bench: Bench, model: Model, all_rows: Sequence[int], contexts: Sequence[int]
+    bench: Bench,
+    model: Model,
+    name: str,
+    all_rows: Sequence[int],
+    contexts: Sequence[int],
+    kept: torch.dtype,
 ) -> None:
     """With one cache, which is given back at the end."""
     blocks = max(all_rows) * max(contexts) // 16 + 1
-    pool = bench.prepare(f"{model.name} cache", partial(Pool, bench, model, blocks, max(contexts)))
+    make = partial(Pool, bench, model, blocks, max(contexts), kept)
+    pool = bench.prepare(f"{name} cache", make)
     if pool is None:
         return
     for context in contexts:
         for rows in all_rows:
-            work = partial(_decode, bench, model, pool, rows, context)
-            bench.measure(f"{model.name} {rows} x {context}", work, is_own=True)
+            work = partial(_decode, bench, pool, rows, context)
+            bench.measure(f"{name} {rows} x {context}", work, is_own=True)
 
 
-def _decode(bench: Bench, model: Model, pool: Pool, rows: int, context: int) -> Figures:
+def _decode(bench: Bench, pool: Pool, rows: int, context: int) -> Figures:
     error = pool.error(rows, context, 1)
     copies = pool.num_copies(rows, context)
     plans = [pool.plan(pool.batch(rows, context, 1, copy)) for copy in range(copies)]
     heads = pool.heads(rows)
     us = bench.device_us(lambda copy: pool.attend(heads, plans[copy]), copies)
-    found = bench.moved(us, rows * context * model.token_bytes) | error
+    found = bench.moved(us, rows * context * pool.token_bytes) | error
     sharing = pool.sharing(rows, context)
     return found | ({"rows_share_blocks": sharing} if sharing > 1 else {})
 
@@ -162,12 +190,18 @@ def prefill(bench: Bench) -> None:
     for model in bench.models:
         for rows, context, length in ((1, 24, 24), (2, 40, 5)) if bench.is_dry else cases:
             behind = f" behind {context - length}" if length < context else ""
-            work = partial(_prefill, bench, model, rows, context, length)
+            work = partial(_prefill, bench, model, rows, context, length, bench.dtype)
             bench.measure(f"{model.name} {rows} x {length}{behind}", work, is_own=True)
+        for name, kept in cache_dtypes(bench).items():
+            rows, length = bench.size(8, 1), bench.size(4096, 24)
+            work = partial(_prefill, bench, model, rows, length, length, kept)
+            bench.measure(f"{model.name} {name} {rows} x {length}", work, is_own=True)
 
 
-def _prefill(bench: Bench, model: Model, rows: int, context: int, length: int) -> Figures:
-    pool = Pool(bench, model, rows * -(-context // 16), context)
+def _prefill(
+    bench: Bench, model: Model, rows: int, context: int, length: int, kept: torch.dtype
+) -> Figures:
+    pool = Pool(bench, model, rows * -(-context // 16), context, kept)
     error = pool.error(rows, context, length)
     plan, heads = pool.plan(pool.batch(rows, context, length, 0)), pool.heads(rows * length)
     us = bench.device_us(lambda _: pool.attend(heads, plan), budget_s=0.2)

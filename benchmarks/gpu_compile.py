@@ -59,7 +59,7 @@ def first_launches(bench: Bench) -> dict[str, float]:
     for name, prepare in KERNELS.items():
         case = prepare(bench, model, 1)
         calls[name] = partial(case.call, 0)
-    pool = Pool(bench, model, 16, 64)
+    pool = Pool(bench, model, 16, 64, bench.dtype)
     for name, length in (("decode", 1), ("prefill", 20)):
         heads, plan = pool.heads(length), pool.plan(pool.batch(1, 33, length, 0))
         calls[name] = partial(pool.attend, heads, plan)

@@ -87,7 +87,7 @@ def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
     width = model.num_heads + 2 * model.num_kv_heads
     nbytes = rows * (2 * width * model.head_dim * 2 + model.head_dim * 4)
     copies = bench.copies(nbytes)
-    pool = Pool(bench, model, copies * rows, context=16)
+    pool = Pool(bench, model, copies * rows, 16, bench.dtype)
     heads = bench.random(copies, rows, width, model.head_dim)
     plans = [pool.plan(pool.batch(rows, 16, 1, copy)) for copy in range(copies)]
     keys, values = pool.cache[0]

@@ -69,7 +69,8 @@ def table(bench: Bench) -> None:
     """The static table of tiles, by architecture and features of a head; nothing is measured."""
     for capability in sorted({80, 89, 90, bench.device.capability}):
         for head_dim in (64, 128, 256):
-            own = tiles.decode_tile(capability, head_dim), tiles.prefill_tile(capability, head_dim)
+            prefill = tiles.prefill_tile(capability, head_dim, bench.dtype)
+            own = tiles.decode_tile(capability, head_dim), prefill
             said = {kind: str(tuple(tile)) for kind, tile in zip(_KINDS, own, strict=True)}
             bench.note(f"sm_{capability}, heads of {head_dim}", said)
 

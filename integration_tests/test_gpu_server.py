@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from integration_tests.conftest import Launch
 from integration_tests.oracle import ragged_prompts
@@ -32,6 +33,7 @@ FIRST = """
 import text_generation_shard.device
 text_generation_shard.device.DEVICES["cuda"] = "shard.tests.stream_device"
 """
+HAS_ALL_CACHES = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 LIMIT = ("--max-input-tokens", str(MOST_PROMPT_TOKENS))
 DROPPED = 'tgi_request_failure{err="dropped"}'
 
@@ -154,9 +156,11 @@ def test_what_it_says_of_itself(tested: LauncherHandle, device: str) -> None:
     assert before["tgi_kv_blocks_free"] == info["num_blocks"]
 
 
-def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
+def assert_answers_everything(
+    environment: dict[str, str], tiny_model_path: Path, *others: str
+) -> None:
     """Other tokens than in float32, maybe: each answer has an ending, and its numbers."""
-    flags = ("--device", "cuda", "--dtype", "bfloat16", *LIMIT)
+    flags = ("--device", "cuda", "--dtype", "bfloat16", *LIMIT, *others)
     with running(tiny_model_path, *flags, **environment) as handle:
         assert handle.client.get("/info").json()["model_dtype"] == "bfloat16"
         for path, body in (*QUESTIONS.values(), ("/generate", WATERMARKED)):
@@ -165,6 +169,17 @@ def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_pat
         streams = asyncio.run(serve_together(handle, prompts))
         assert all(events[-1]["details"]["finish_reason"] for events in streams.values())
         handle.assert_idle()
+
+
+def test_bfloat16_answers_everything(environment: dict[str, str], tiny_model_path: Path) -> None:
+    assert_answers_everything(environment, tiny_model_path)
+
+
+@GPU
+@pytest.mark.parametrize("name", ["fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.skipif(not HAS_ALL_CACHES, reason="fp8_e4m3fn needs compute capability 8.9")
+def test_a_cache_of_8_bits_answers_everything(name: str, tiny_model_path: Path) -> None:
+    assert_answers_everything({}, tiny_model_path, "--kv-cache-dtype", name)
 
 
 # What does not fit any device, and what is said of it.

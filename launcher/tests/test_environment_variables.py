@@ -37,6 +37,7 @@ TO_ROUTER = [
 TO_SHARD = [
     ("DTYPE", "bfloat16", "--dtype=bfloat16"),
     ("QUANTIZE", "int8", "--quantize=int8"),
+    ("KV_CACHE_DTYPE", "fp8_e5m2", "--kv-cache-dtype=fp8_e5m2"),
     ("ROPE_SCALING", "linear", "--rope-scaling=linear"),
     ("ROPE_FACTOR", "2.0", "--rope-factor=2.0"),
     ("CUDA_MEMORY_FRACTION", "0.5", "--cuda-memory-fraction=0.5"),
@@ -55,7 +56,6 @@ REFUSED = [
     ("NUM_SHARD", "2"),
     ("SHARDED", "true"),
     ("QUANTIZE", "awq"),
-    ("KV_CACHE_DTYPE", "fp8_e5m2"),
     ("TRUST_REMOTE_CODE", "true"),
     ("WEIGHTS_CACHE_OVERRIDE", "/w"),
     ("LORA_ADAPTERS", "a/b"),

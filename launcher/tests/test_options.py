@@ -135,6 +135,7 @@ def test_flag_and_environment(argv, environment, name, expected):
         (["--port", "0"], {}, "a whole number from 1 to 65535, got '0'"),
         (["--port", "65536"], {}, "a whole number from 1 to 65535, got '65536'"),
         (["--dtype", "fp8"], {}, "one of float32, float16, bfloat16, got 'fp8'"),
+        (["--kv-cache-dtype", "fp8"], {}, "one of fp8_e4m3fn, fp8_e5m2, got 'fp8'"),
         (["--sharded", "maybe"], {}, "true or false, got 'maybe'"),
         (["--rope-factor", "nan"], {}, "a number above 0, got 'nan'"),
         (["--rope-factor", "inf"], {}, "a number above 0, got 'inf'"),
@@ -168,7 +169,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
     [
         (["--quantize", "awq"], {}, "--quantize takes int8 or int4"),
         ([], {"QUANTIZE": "awq"}, "--quantize takes int8 or int4"),
-        (["--kv-cache-dtype", "fp8_e5m2"], {}, "--kv-cache-dtype"),
         (["--trust-remote-code"], {}, "pytgi never runs code from a model repository"),
         ([], {"TRUST_REMOTE_CODE": "true"}, "pytgi never runs code"),
         (["--num-shard", "2"], {}, "--num-shard is not supported yet"),

@@ -158,7 +158,12 @@ OPTIONS: tuple[Option, ...] = (
         switch=True,
     ),
     Option("speculate", "tokens guessed per request and step; 0: none", whole(0), ROUTER),
-    refused("kv-cache-dtype", "another type for the KV cache", "it is kept in the --dtype type"),
+    Option(
+        "kv-cache-dtype",
+        "hold keys and values in 8 bits, without scales, instead of the type of --dtype (CUDA)",
+        choice("fp8_e4m3fn", "fp8_e5m2"),
+        SHARD,
+    ),
     Option(
         "trust-remote-code",
         "never: pytgi runs no code from a model repository",

@@ -2,7 +2,7 @@
 own, since the interpreter and the compiler exclude each other.
 
 Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes; of the heads of
-Llama 3 8 B, or of all SHAPES with `--all`.
+Llama 3 8 B and one --kv-cache-dtype, or of all SHAPES and types with `--all`.
 """
 
 import json
@@ -21,6 +21,8 @@ import triton
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, operators, sampler
+from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
+from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.sampling.params import SamplingParams
@@ -41,6 +43,8 @@ TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -52,6 +56,8 @@ class Compiler:
     def __init__(self) -> None:
         self.capability = 0
         self.shape: tuple[int, ...] = ()
+        # Of kernels that are given a cache, behind their names: fp8, deterministic, or nothing.
+        self.variant = ""
         self.found: list[dict[str, Any]] = []
         self._seen: set[str] = set()
 
@@ -83,7 +89,9 @@ class Compiler:
         source = ASTSource(kernel, signature, constants, attributes)
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options=chosen)
-        row = {"kernel": kernel.__name__, "sm": self.capability, "heads": self.shape}
+        variant = self.variant if "keys_ptr" in kernel.arg_names else ""
+        name = f"{kernel.__name__} {variant}".rstrip()
+        row = {"kernel": name, "sm": self.capability, "heads": self.shape}
         row["special"] = special
         self.found.append(row | taken(compiled, self.capability))
 
@@ -120,27 +128,39 @@ def number(pattern: str, text: str) -> int:
 
 def exercise(compiler: Compiler) -> None:
     """Everything a model of such heads launches."""
-    num_heads, num_kv_heads, head_dim, hidden_size = compiler.shape
+    hidden_size = compiler.shape[3]
     kind, meta = torch.bfloat16, torch.device("meta")
-    device = operators.TritonDevice(meta, kind, DeviceOptions("bfloat16", "bfloat16"))
+    device = TritonDevice(meta, kind, DeviceOptions("bfloat16", "bfloat16"))
     device.capability = compiler.capability
     hidden = torch.empty(4, hidden_size, dtype=kind, device=meta)
     device.add_norm(hidden, hidden, 1.0, hidden[0].float(), 1e-5)
     weight = torch.empty(2 * hidden_size, hidden_size, dtype=kind, device=meta)
     device.gated_matrix(weight, None, Activation.SILU, False)(hidden)
+    compiler.variant = ""
+    attend(compiler, kind, (None, 512))
+    compiler.variant = "deterministic"
+    attend(compiler, kind, (None,), is_deterministic=True)
+
+
+def attend(
+    compiler: Compiler, kept: torch.dtype, windows: Sequence[int | None], **options: bool
+) -> None:
+    """What attention of such heads launches, over a cache of that type."""
+    num_heads, num_kv_heads, head_dim, _ = compiler.shape
+    kind, meta = torch.bfloat16, torch.device("meta")
     heads_of = HeadShape(num_heads, num_kv_heads, head_dim, 0.1)
     angles = torch.empty(4096, 2, head_dim // 2, device=meta)
     for lengths, takes_flash in (([1, 1], False), ([300, 20], False), ([300, 20], True)):
         own = attention.TritonAttention(
-            heads_of, meta, compiler.capability, takes_flash=takes_flash
+            heads_of, meta, compiler.capability, takes_flash=takes_flash, **options
         )
-        own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kind), 4096)
+        own.allocate(CacheShape(1, num_kv_heads, head_dim, 16, kept), 4096)
         batch = to_device(make_batch([1000, 2000], lengths, lengths == [1, 1]), "meta")
         width = num_heads + 2 * num_kv_heads
         heads = torch.empty(sum(lengths), width, head_dim, dtype=kind, device=meta)
         plan = own.plan(batch, Angles(angles, batch.positions))
-        own.forward(heads, 0, None, True, plan)
-        own.forward(heads, 0, 512, True, plan)
+        for window in windows:
+            own.forward(heads, 0, window, True, plan)
 
 
 def choose() -> None:
@@ -183,6 +203,12 @@ def main() -> None:
     for compiler.capability in CAPABILITIES:
         for compiler.shape in shapes:
             exercise(compiler)
+            offered = [
+                name for name, first in FIRST_WITH_CACHE.items() if compiler.capability >= first
+            ]
+            compiler.variant = "fp8"
+            for name in offered if "--all" in sys.argv else offered[:1]:
+                attend(compiler, TritonDevice.cache_dtypes[name], (None,))
         compiler.shape = SHAPES[0]
         choose()
     json.dump(compiler.found, sys.stdout)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from text_generation_shard.device.base import Device, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
 from text_generation_shard.device.cuda.operators import TritonDevice
 from triton.runtime import interpreter
 
@@ -30,8 +31,26 @@ def _multiply_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _widen_float8() -> None:
+    """NaN, infinity and the smallest numbers of 8 bits become others there: give it torch's."""
+    plain = interpreter.InterpreterBuilder.create_fp_to_fp
+    kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+    targets = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        kind = kinds.get(source.dtype.scalar)
+        if kind is None:
+            return plain(self, source, target, rounding)
+        wide = torch.from_numpy(source.data).view(kind).to(targets[target.scalar])
+        bits = wide.view(torch.uint16) if wide.dtype is torch.bfloat16 else wide
+        return interpreter.TensorHandle(bits.numpy(), target.scalar)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
 if "TRITON_INTERPRET" in os.environ:
     _multiply_bfloat16()
+    _widen_float8()
 
 HAS_GPU = torch.cuda.is_available()
 CAPABILITY = 0
@@ -44,9 +63,18 @@ MARKS = [pytest.mark.gpu] if HAS_GPU else []
 """Of tests of kernels: then they are those of a GPU."""
 
 
-def device(dtype: torch.dtype) -> Device:
+FLOAT8 = [
+    kept
+    for name, kept in TritonDevice.cache_dtypes.items()
+    if not HAS_GPU or FIRST_WITH_CACHE[name] <= CAPABILITY
+]
+"""What else than its own type a cache is kept in there."""
+
+
+def device(dtype: torch.dtype, kv_cache_dtype: str | None = None) -> TritonDevice:
     """The CUDA device's operators."""
     name = str(dtype).removeprefix("torch.")
-    found = TritonDevice(PLACE, dtype, DeviceOptions(name, name))
+    options = DeviceOptions(name, name, kv_cache_dtype=kv_cache_dtype)
+    found = TritonDevice(PLACE, dtype, options)
     found.capability = CAPABILITY
     return found

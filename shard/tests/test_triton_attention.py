@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shard.tests import interpreted
 from shard.tests.driver import Driver, load_engine, reference_device
-from shard.tests.interpreted import CAPABILITY, HAS_GPU, PLACE
+from shard.tests.interpreted import CAPABILITY, FLOAT8, HAS_GPU, PLACE
 from shard.tests.test_attention import NO_ANGLES, attention_on, make_batch, to_device
 
 pytestmark = interpreted.MARKS
@@ -53,6 +53,12 @@ def definition(
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
+def rounded(values: Tensor, kept: torch.dtype) -> Tensor:
+    """To the nearest numbers of 8 bits; what is beyond the largest one becomes that."""
+    largest = torch.finfo(kept).max
+    return values.float().clamp(-largest, largest).to(kept)
+
+
 def check(
     shape: HeadShape,
     dtype: torch.dtype,
@@ -61,23 +67,31 @@ def check(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     takes_flash: bool = False,
+    kept: torch.dtype | None = None,
+    is_deterministic: bool = False,
 ) -> None:
-    """Rows of CONTEXTS tokens, the last `lengths` of which attend in one pass behind the others."""
+    """Rows of CONTEXTS tokens, the last `lengths` of which attend in one pass behind the others;
+    kept: what keys and values are rounded to in the cache."""
     torch.manual_seed(0)
     slopes, sinks = (None if item is None else item.to(PLACE) for item in (slopes, sinks))
-    attention = TritonAttention(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash)
-    attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, dtype), 1024)
+    attention = TritonAttention(
+        *(shape, PLACE, CAPABILITY, slopes, sinks, takes_flash),
+        is_deterministic=is_deterministic,
+    )
+    attention.allocate(CacheShape(1, shape.num_kv_heads, shape.head_dim, 16, kept or dtype), 1024)
     width = shape.num_heads + 2 * shape.num_kv_heads
     rows = [torch.randn(length, width, shape.head_dim).to(PLACE, dtype) for length in CONTEXTS]
     lengths = [*lengths, *lengths][: len(rows)]
     counts = [min(length, len(row)) for length, row in zip(lengths, rows, strict=True)]
-    # What came before is stored, and not asked for.
-    before = attention.plan(on_place(CONTEXTS, CONTEXTS), NO_ANGLES)
-    assert attention.cache is not None
-    attention.store(torch.cat(rows), *attention.cache[0], False, before)
-    plan = attention.plan(on_place(CONTEXTS, counts), NO_ANGLES)
     heads = torch.cat([row[-count:] for row, count in zip(rows, counts, strict=True)])
-    found = attention.forward(heads, 0, window, False, plan)
+    if kept is not None:
+        for row in rows:
+            row[:, shape.num_heads :] = rounded(row[:, shape.num_heads :], kept).to(dtype)
+    # What came before is in the cache, and not asked for.
+    batch = on_place(CONTEXTS, counts)
+    put(attention, on_place(CONTEXTS, CONTEXTS), torch.cat(rows)[:, shape.num_heads :])
+    put(attention, batch, torch.zeros_like(heads[:, shape.num_heads :]))
+    found = attention.forward(heads, 0, window, False, attention.plan(batch, NO_ANGLES))
     wanted = torch.cat(
         [
             definition(row, count, shape, window, slopes, sinks)
@@ -88,6 +102,15 @@ def check(
         found.isfinite().all()
         and (found.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
     )
+
+
+def put(attention: TritonAttention, batch: ForwardBatch, key_value: Tensor) -> None:
+    """Keys and values [T, 2 * num_kv_heads, head_dim] into the cache."""
+    assert attention.cache is not None
+    keys, values = key_value.to(attention.cache.dtype).chunk(2, dim=1)
+    for part, own in zip(attention.cache[0], (keys, values), strict=True):
+        # By bytes: not every version of torch puts 8 bits elsewhere on a GPU.
+        part.view(torch.uint8)[batch.slots] = own.contiguous().view(torch.uint8)
 
 
 def on_place(contexts: list[int], lengths: list[int]) -> ForwardBatch:
@@ -181,18 +204,19 @@ def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @TAILS
-def test_what_is_no_number_is_not_lost(lengths: list[int]) -> None:
+@pytest.mark.parametrize("kept", [torch.bfloat16, *FLOAT8])
+def test_what_is_no_number_is_not_lost(lengths: list[int], kept: torch.dtype) -> None:
     """In one split of several, and in the row that has it only."""
     shape = HeadShape(2, 1, 64, 0.125)
     attention = TritonAttention(shape, PLACE, CAPABILITY)
-    attention.allocate(CacheShape(1, 1, 64, 16, torch.float32), 1024)
+    attention.allocate(CacheShape(1, 1, 64, 16, kept), 1024)
     contexts, counts = CONTEXTS[:5], [min(pair) for pair in zip(CONTEXTS, lengths, strict=False)]
     plan = attention.plan(on_place(contexts, contexts), NO_ANGLES)
     assert attention.cache is not None
-    heads = torch.randn(sum(contexts), 4, 64).to(PLACE)
+    heads = torch.randn(sum(contexts), 4, 64).to(PLACE, torch.bfloat16)
     heads[-60, 2] = float("nan")  # a key of the last row
     attention.store(heads, *attention.cache[0], False, plan)
-    asked = torch.randn(sum(counts), 4, 64).to(PLACE)
+    asked = torch.randn(sum(counts), 4, 64).to(PLACE, torch.bfloat16)
     found = attention.forward(
         asked, 0, None, False, attention.plan(on_place(contexts, counts), NO_ANGLES)
     )
@@ -214,6 +238,7 @@ def plain_varlen(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`varlen_attn` as torch documents it, in plain torch: it runs on GPUs only."""
+    assert key.dtype == value.dtype == query.dtype
     assert window_size[1] == 0 and most >= 1 and most_keys >= 1 and enable_gqa
     found = []
     shape = HeadShape(query.shape[1], key.shape[1], query.shape[2], scale)

@@ -30,7 +30,7 @@ def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFi
     lines = [line for line in caplog.messages if line.startswith("memory: ")]
     names = [line.split(":")[1][:12].strip() for line in lines]
     assert names == ["weights", "KV cache", "activations", "graphs", "left"]
-    assert "200 blocks of 16 tokens" in lines[1]
+    assert "200 blocks of 16 tokens in float32" in lines[1]
     assert "64 prompt tokens beside 4 rows" in lines[2]
     assert result.kv_cache_bytes == 200 * 16 * 2 * 3 * 2 * 16 * 4
     assert engine.num_rows_taken == 0
@@ -93,7 +93,7 @@ def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
             peak = max(peak, held)
     limits = WarmupLimits(PROMPT, ROWS)
     shape = memory.CacheShape(3, 2, 16, engine.block_size, torch.float32)
-    reserved = memory.activation_bytes(engine.model.config, shape, limits)
+    reserved = memory.activation_bytes(engine.model.config, torch.float32, limits)
     reserved += engine.model.attention.workspace_bytes(shape)
     assert peak < reserved
     assert peak > reserved / 10, "what is set aside is not far from what is needed"

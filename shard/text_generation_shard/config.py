@@ -21,6 +21,8 @@ class ShardConfig:
     dtype: str | None = None
     # int8 or int4: how the weights are held; None: in `dtype`.
     quantize: str | None = None
+    # fp8_e4m3fn or fp8_e5m2: how keys and values are held; None: in `dtype`.
+    kv_cache_dtype: str | None = None
     # cpu or cuda; None: cuda where there is one.
     device: str | None = None
     # Overrides the checkpoint's rope scaling: linear or dynamic.

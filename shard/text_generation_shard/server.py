@@ -52,6 +52,7 @@ def load_engine(config: ShardConfig) -> Engine:
         dtype=config.dtype,
         checkpoint_dtype=_model_config(config).dtype,
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
         memory_fraction=config.cuda_memory_fraction,
         cuda_graphs=config.cuda_graphs,

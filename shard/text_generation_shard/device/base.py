@@ -29,6 +29,8 @@ class DeviceOptions:
     checkpoint_dtype: str
     # int8 or int4; None: weights are kept in `dtype`.
     quantize: str | None = None
+    # fp8_e4m3fn or fp8_e5m2; None: keys and values are kept in `dtype`.
+    kv_cache_dtype: str | None = None
     # Whether tokens must not depend on what is computed beside them; see `Device.is_deterministic`.
     deterministic: bool = False
     # The share of the device's memory this process may fill, where that is not the machine's.
@@ -126,6 +128,11 @@ class CacheShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """float8_e5m2, without the name of the library."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def block_bytes(self) -> int:
@@ -394,6 +401,8 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     dtype: torch.dtype
+    # What keys and values are kept in.
+    cache_dtype: torch.dtype
     # Products of a row do not depend on the other rows, bit for bit.
     is_deterministic: bool
     # Whether a step may be launched before the previous one has a result.

@@ -164,7 +164,7 @@ class Engine:
         config = self.model.config
         num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
         sizes = config.num_layers, num_kv_heads, config.head_dim
-        shape = CacheShape(*sizes, self.block_size, self.device.dtype)
+        shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
         room = self._room(shape, limits)
         spare = self.device.num_spare_blocks * shape.block_bytes
         cache = max(0, room.cache - spare)
@@ -179,7 +179,7 @@ class Engine:
         ledger = memory.Ledger(
             self._weights_bytes,
             cache_bytes,
-            f"{num_blocks} blocks of {shape.block_size} tokens",
+            f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
             room.step,
             f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
             *(room.graphs, room.graphs_note),
@@ -224,7 +224,8 @@ class Engine:
                     "You need to decrease `--max-batch-prefill-tokens` or `--max-batch-size`"
                 ) from error
 
-        estimate = memory.activation_bytes(config, shape, limits) + attention.workspace_bytes(shape)
+        workspace = attention.workspace_bytes(shape)
+        estimate = memory.activation_bytes(config, self.device.dtype, limits) + workspace
         return self.device.free_bytes(estimate, run_largest)
 
     def step(self, step: StepInput) -> StepOutput:

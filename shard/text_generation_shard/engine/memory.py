@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import CacheShape
 from text_generation_shard.engine.plan import LOGPROB_ROWS
@@ -49,15 +51,15 @@ def longest_context(limits: WarmupLimits, max_position: int) -> int:
     return max(2, min(longest, limits.max_batch_total_tokens or longest))
 
 
-def activation_bytes(config: ModelConfig, shape: CacheShape, limits: WarmupLimits) -> int:
-    """An estimate of what the largest step takes, for a device that does not rehearse it: as much
-    of inputs as a pass may hold beside all rows that decode, then the scores of all, with every way
-    to choose from them."""
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
+    """An estimate of what the largest step takes, computed in `dtype`, for a device that does not
+    rehearse it: as much of inputs as a pass may hold beside all rows that decode, then the scores
+    of all, with every way to choose from them."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The residual, its norm and what is added to it; beside them attention or feed-forward.
     widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
-    passing = tokens * widest * shape.dtype.itemsize
+    passing = tokens * widest * dtype.itemsize
     # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
     return max(passing + prompts, _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size)

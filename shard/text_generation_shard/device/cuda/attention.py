@@ -30,11 +30,10 @@ class TritonPlan(NamedTuple):
 
 class TritonAttention:
     """Owns the cache. Rows that are decoded are computed in splits of fixed size, which are merged
-    in order; prompts in tiles of their queries."""
+    in order; prompts in tiles of their queries, whose sums are others. So that a token's sums are
+    always the same ones, each token of a prompt is decoded, too, if `is_deterministic`."""
 
     block_size = 16
-    # A token that is computed anew with others is not decoded, but taken with them: other sums.
-    is_deterministic = False
 
     def __init__(
         self,
@@ -45,17 +44,20 @@ class TritonAttention:
         sinks: Tensor | None = None,
         takes_flash: bool = False,
         upload: Upload | None = None,
+        is_deterministic: bool = False,
     ) -> None:
         """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
         worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.
-        takes_flash: prompts are torch's affair, see `flash`."""
-        self._shape, self._device = shape, device
+        takes_flash: prompts are torch's affair, see `flash`, unless `is_deterministic`, which see
+        in Attention."""
+        self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
-        self._slopes, self._sinks, self._takes_flash = slopes, sinks, takes_flash
-        self.name = "triton+varlen_attn" if takes_flash else "triton"
-        self.heaviest_keys = flash.MOST_TOKENS if takes_flash else None
+        self._slopes, self._sinks = slopes, sinks
+        self._takes_flash = takes_flash and not is_deterministic
+        self.is_deterministic = is_deterministic
+        self.name = "triton+varlen_attn" if self._takes_flash else "triton"
+        self.heaviest_keys = flash.MOST_TOKENS if self._takes_flash else None
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
-        self._prefill_tile = tiles.prefill_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
         # What both kernels of attention are compiled for.
         self._constants = {
@@ -77,6 +79,7 @@ class TritonAttention:
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
+        self._prefill_tile = tiles.prefill_tile(self._capability, shape.head_dim, shape.dtype)
         sizes = shape.num_layers, 2, num_blocks * shape.block_size
         heads = shape.num_kv_heads, shape.head_dim
         self.cache = torch.zeros(*sizes, *heads, dtype=shape.dtype, device=self._device)
@@ -84,9 +87,12 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch, angles: Angles) -> TritonPlan:
         """See Attention."""
+        tables, lens = batch.block_tables.int().contiguous(), batch.context_lens.int()
+        if self.is_deterministic:
+            decoded = Rows.of_tokens(self._upload, batch, tables)
+            return TritonPlan(batch.slots, angles, decoded, None)
         counts = [end - start for start, end in pairwise(batch.cu_seqlens_q)]
         num_decoded = next((row for row, count in enumerate(counts) if count > 1), len(counts))
-        tables, lens = batch.block_tables.int().contiguous(), batch.context_lens.int()
         contexts, prompts = batch.host_context_lens, None
         if num_decoded < len(counts):
             own = slice(num_decoded, None)
@@ -162,14 +168,14 @@ class TritonAttention:
         at_once = max(1, _MOST_SPLITS // splits)
         for first in range(0, len(heads), at_once):
             some = slice(first, first + at_once)
-            lens, tables, count = rows.lens[some], rows.tables[some], len(heads[some])
+            part, count = rows.part(some), len(heads[some])
             sums = heads.new_empty(count, splits, own.num_heads, dtype=torch.float32)
             parts = sums.new_empty(*sums.shape, own.head_dim)
             launch(
                 decode.attend_split,
                 (count, own.num_kv_heads, splits),
-                *(heads[some], keys, values, tables, lens, self._slopes, parts, sums),
-                tables.shape[1],
+                *(heads[some], keys, values, part.tables, part.lens, part.owners),
+                *(self._slopes, parts, sums, part.tables.shape[1]),
                 WINDOW=window,
                 GROUP_PAD=max(16, triton.next_power_of_2(own.num_heads // own.num_kv_heads)),
                 TILE=tile.tile,
@@ -181,7 +187,7 @@ class TritonAttention:
             launch(
                 decode.merge_splits,
                 (count, own.num_heads),
-                *(parts, sums, lens, self._sinks, out[some], splits),
+                *(parts, sums, part.lens, self._sinks, out[some], splits),
                 NUM_HEADS=own.num_heads,
                 HEAD_DIM=own.head_dim,
                 DIM_PAD=self._dim_pad,

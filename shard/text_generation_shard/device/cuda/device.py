@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 # The first GPUs that compute in bfloat16: 10 * major + minor.
 _FIRST_WITH_BFLOAT16 = 80
+# The first ones whose kernels can be compiled for a KV cache of this type.
+FIRST_WITH_CACHE = {"fp8_e4m3fn": 89, "fp8_e5m2": 80}
 
 
 def open_device(options: DeviceOptions) -> Device:
@@ -28,7 +30,20 @@ def open_device(options: DeviceOptions) -> Device:
 
     torch_device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability(torch_device)
-    return CudaDevice(torch_device, dtype_of(options, 10 * major + minor), options)
+    capability = 10 * major + minor
+    check_cache_dtype(options, capability)
+    return CudaDevice(torch_device, dtype_of(options, capability), options)
+
+
+def check_cache_dtype(options: DeviceOptions, capability: int) -> None:
+    """ModelError if no kernel of a GPU reads the KV cache that is asked for."""
+    first = FIRST_WITH_CACHE.get(options.kv_cache_dtype or "", 0)
+    if capability < first:
+        raise ModelError(
+            f"--kv-cache-dtype {options.kv_cache_dtype} needs a GPU of compute capability "
+            f"{first / 10} or newer, and this one has {capability / 10}; leave it out"
+            + (", or use fp8_e5m2" if capability >= FIRST_WITH_CACHE["fp8_e5m2"] else "")
+        )
 
 
 def dtype_of(options: DeviceOptions, capability: int) -> torch.dtype:

@@ -45,7 +45,7 @@ def attend(
     rows: Prompts,
 ) -> Tensor:
     """See `prefill.attend_prompts`, whose arguments these are: [T, num_heads * head_dim]."""
-    gathered = keys.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
+    gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
     width = shape.num_kv_heads * shape.head_dim
     part = min(_PART, triton.next_power_of_2(width))
     launch(

@@ -2,6 +2,7 @@
 
 import logging
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import triton
@@ -31,6 +32,9 @@ class TritonDevice(TorchDevice):
     capability = 0
     """See `tiles`."""
     num_spare_blocks = 1
+    cache_dtypes = MappingProxyType(
+        {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    )
     stream: Stream = Processor()
 
     def __init__(

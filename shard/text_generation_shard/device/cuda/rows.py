@@ -5,9 +5,11 @@ from itertools import accumulate
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Upload
+from text_generation_shard.device.base import ForwardBatch
 
 
 class HeadShape(NamedTuple):
@@ -28,6 +30,26 @@ class Rows(NamedTuple):
     tables: Tensor
     lens: Tensor
     longest_context: int
+    # [R] int32: whose table each row has; None: its own.
+    owners: Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, upload: Upload, batch: ForwardBatch, tables: Tensor) -> Self:
+        """Each token of a pass as a row that ends with it, over the table of the token's row."""
+        if batch.is_decode:
+            owners = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
+        else:
+            counts = np.diff(batch.cu_seqlens_q)
+            (owners,) = upload([np.repeat(np.arange(len(counts), dtype=np.int32), counts)])
+        lens = (batch.positions + 1).int()
+        return cls(tables, lens, max(batch.host_context_lens), owners)
+
+    def part(self, some: slice) -> Self:
+        """Some of them."""
+        lens = self.lens[some]
+        if self.owners is None:
+            return self._replace(tables=self.tables[some], lens=lens)
+        return self._replace(lens=lens, owners=self.owners[some])
 
 
 class Prompts(NamedTuple):

@@ -1,6 +1,6 @@
 """Any device that torch knows, by torch's own operators: the specification of all others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -40,6 +40,8 @@ class TorchDevice:
     runs_behind = False
     spares_core = True
     num_spare_blocks = 0
+    cache_dtypes: Mapping[str, torch.dtype] = {}
+    """--kv-cache-dtype → the type in which keys and values can be kept, beside the device's own."""
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
@@ -48,11 +50,23 @@ class TorchDevice:
         self.torch_device, self.dtype = torch_device, dtype
         self.upload: Upload = plain_upload(torch_device)
         """See Device."""
+        self.cache_dtype = self._cache_dtype_of(options)
+        """See Device."""
         self._memory_fraction = options.memory_fraction
         self._must_be_deterministic = options.deterministic
         if options.deterministic and not self.is_deterministic:
             kind = options.quantize and f"--quantize {options.quantize}"
             raise refuse_determinism(self, kind or f"--dtype {dtype_name(dtype)}")
+
+    def _cache_dtype_of(self, options: base.DeviceOptions) -> torch.dtype:
+        name = options.kv_cache_dtype
+        if name is None:
+            return self.dtype
+        if name not in self.cache_dtypes:
+            raise ModelError(
+                f"--kv-cache-dtype {name} runs on CUDA only; leave it out, or use --device cuda"
+            )
+        return self.cache_dtypes[name]
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device: they fit."""

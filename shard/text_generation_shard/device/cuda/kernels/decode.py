@@ -4,11 +4,13 @@ et al. 2023): a row's result depends neither on the other rows nor on how many t
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.float8 import from_cache
 from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
 @triton.jit(
-    do_not_specialize=["table_width"], do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"]
+    do_not_specialize=["table_width"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "owners_ptr"],
 )
 def attend_split(
     heads_ptr,
@@ -16,6 +18,7 @@ def attend_split(
     values_ptr,
     tables_ptr,
     lens_ptr,
+    owners_ptr,
     slopes_ptr,
     parts_ptr,
     sums_ptr,
@@ -35,13 +38,17 @@ def attend_split(
     """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
-    HEAD_DIM]; tables [R, table_width] and lens [R] int32; slopes [NUM_HEADS] float32 or None.
+    HEAD_DIM] in the type of the heads or in 8 bits; lens [R] int32; tables [*, table_width] int32,
+    a row's is the one of its number, or of owners [R] int32; slopes [NUM_HEADS] float32 or None.
     Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
     sum of the weights, -inf where nothing is seen.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     length = tl.load(lens_ptr + row)
+    owner = row
+    if owners_ptr is not None:
+        owner = tl.load(owners_ptr + row)
     first = split * SPLIT
     low = 0
     if WINDOW > 0:
@@ -71,16 +78,18 @@ def attend_split(
     for start in range(tl.maximum(first, low // TILE * TILE), end, TILE):
         token = start + tl.arange(0, TILE)
         is_seen = (token < end) & (token >= low)
-        block = tl.load(tables_ptr + row * table_width + token // BLOCK, mask=is_seen, other=0)
+        block = tl.load(tables_ptr + owner * table_width + token // BLOCK, mask=is_seen, other=0)
         slot = block.to(tl.int64) * BLOCK + token % BLOCK
         at = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
         is_loaded = is_seen[:, None] & is_feature[None, :]
         keys = tl.load(keys_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        keys = from_cache(keys, query.dtype)
         products = tl.dot(query, tl.trans(keys), input_precision="ieee")
         scores = scaled(products, SCALE, SOFT_CAP)
         scores += slope[:, None] * (token - (length - 1))[None, :]
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         values = tl.load(values_ptr + at[:, None] + feature[None, :], mask=is_loaded, other=0.0)
+        values = from_cache(values, query.dtype)
         largest, total, mixed = add_tile(scores, values, largest, total, mixed)
     tl.store(
         parts_ptr + at_part[:, None].to(tl.int64) * HEAD_DIM + feature[None, :],

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.float8 import from_cache, to_cache
+
 
 @triton.jit
 def add_norm(
@@ -50,7 +52,8 @@ def rotate_and_store(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Program (token): queries are rotated in place, keys into the cache, values copied there.
+    """Program (token): queries are rotated in place, keys into the cache, values copied there, both
+    in its type (see `float8`).
 
     heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; angles [*, 2, HALF] float32, cosines and
     sines; rows [T] of them; slots [T]; keys and values [slots, NUM_KV_HEADS, HEAD_DIM]. Feature i
@@ -65,11 +68,12 @@ def rotate_and_store(
     is_kept = (kv_head < NUM_KV_HEADS) & (feature < HEAD_DIM)
     at = kv_head * HEAD_DIM + feature
     values = tl.load(start + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM + at, mask=is_kept)
-    tl.store(values_ptr + at_slot + at, values, mask=is_kept)
+    kept: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(values_ptr + at_slot + at, to_cache(values, kept), mask=is_kept)
     if HALF * 2 < HEAD_DIM:
         is_plain = is_kept & (feature >= 2 * HALF)
         keys = tl.load(start + NUM_HEADS * HEAD_DIM + at, mask=is_plain)
-        tl.store(keys_ptr + at_slot + at, keys, mask=is_plain)
+        tl.store(keys_ptr + at_slot + at, to_cache(keys, kept), mask=is_plain)
     if HALF > 0:
         head = tl.arange(0, HEADS_PAD)[:, None]
         pair = tl.arange(0, HALF_PAD)[None, :]
@@ -89,8 +93,8 @@ def rotate_and_store(
         tl.store(start + at + HALF, new_right, mask=is_query)
         is_key = is_turned & (head >= NUM_HEADS)
         at_key = keys_ptr + at_slot + (head - NUM_HEADS) * HEAD_DIM + pair
-        tl.store(at_key, new_left, mask=is_key)
-        tl.store(at_key + HALF, new_right, mask=is_key)
+        tl.store(at_key, to_cache(new_left, kept), mask=is_key)
+        tl.store(at_key + HALF, to_cache(new_right, kept), mask=is_key)
 
 
 @triton.jit(
@@ -110,8 +114,8 @@ def gather(
     TILE: tl.constexpr,
 ):
     """Program (row, block of TILE tokens, part of the width): copy the keys and values [slots,
-    WIDTH] of a row, whose blocks are tables[row] and whose tokens lens[row], to [*, WIDTH], from
-    starts[row] on."""
+    WIDTH] of a row, whose blocks are tables[row] and whose tokens lens[row], to [*, WIDTH] of any
+    type, from starts[row] on."""
     row = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token = token < tl.load(lens_ptr + row)
@@ -122,8 +126,11 @@ def gather(
     is_there = is_token[:, None] & (feature < WIDTH)[None, :]
     source = slot[:, None] * WIDTH + feature[None, :]
     target = place[:, None] * WIDTH + feature[None, :]
-    tl.store(keys_out_ptr + target, tl.load(keys_ptr + source, mask=is_there), mask=is_there)
-    tl.store(values_out_ptr + target, tl.load(values_ptr + source, mask=is_there), mask=is_there)
+    kind: tl.constexpr = keys_out_ptr.dtype.element_ty
+    keys = from_cache(tl.load(keys_ptr + source, mask=is_there), kind)
+    tl.store(keys_out_ptr + target, keys, mask=is_there)
+    values = from_cache(tl.load(values_ptr + source, mask=is_there), kind)
+    tl.store(values_out_ptr + target, values, mask=is_there)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from text_generation_shard.device.cuda.kernels.float8 import from_cache
 from text_generation_shard.device.cuda.kernels.softmax import LOG2_E, add_tile, scaled
 
 
@@ -76,6 +77,7 @@ def attend_prompts(
             mask=is_key[None, :] & is_feature[:, None],
             other=0.0,
         )
+        keys = from_cache(keys, query.dtype)
         products = tl.dot(query, keys, input_precision="ieee")
         scores = scaled(products, SCALE, SOFT_CAP)
         if slopes_ptr is not None:
@@ -89,6 +91,7 @@ def attend_prompts(
             mask=is_key[:, None] & is_feature[None, :],
             other=0.0,
         )
+        values = from_cache(values, query.dtype)
         largest, total, mixed = add_tile(scores, values, largest, total, mixed)
     # Behind the last query of a row nothing may be seen, and nothing is written.
     total = tl.where(total > 0.0, total, 1.0)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import torch
+
 
 class DecodeTile(NamedTuple):
     """How `decode` cuts the context of a row."""
@@ -31,6 +33,8 @@ _PREFILL = {
     80: PrefillTile(128, 32, 8, 3),
     89: PrefillTile(128, 64, 8, 2),
 }
+# Where the cache has 8 bits: what was read takes registers beside what it becomes.
+_PREFILL_FLOAT8 = {**_PREFILL, 89: _PREFILL[80], 90: _PREFILL[89]}
 # Heads of more features than this get half of a tile.
 _WIDE_HEAD = 128
 
@@ -41,9 +45,10 @@ def decode_tile(capability: int, head_dim: int) -> DecodeTile:
     return own._replace(tile=own.tile // 2) if head_dim > _WIDE_HEAD else own
 
 
-def prefill_tile(capability: int, head_dim: int) -> PrefillTile:
+def prefill_tile(capability: int, head_dim: int, cache_dtype: torch.dtype) -> PrefillTile:
     """capability: see `decode_tile`."""
-    own = _PREFILL[max(least for least in _PREFILL if least <= capability)]
+    table = _PREFILL_FLOAT8 if cache_dtype.itemsize == 1 else _PREFILL
+    own = table[max(least for least in table if least <= capability)]
     if head_dim > _WIDE_HEAD:
         return own._replace(queries=own.queries // 2, keys=own.keys // 2)
     return own
