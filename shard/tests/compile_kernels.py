@@ -1,7 +1,8 @@
 """Compiles every kernel of the CUDA device, as its launches would, without a GPU: a process of its
 own, since the interpreter and the compiler exclude each other.
 
-Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes; of the heads of
+Prints a JSON list: kernel, architecture, heads, type of its first argument, and what ptxas says it
+takes; of the heads of
 Llama 3 8 B, or of all SHAPES with `--all`.
 """
 
@@ -20,7 +21,8 @@ import torch
 import triton
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, flash, operators, sampler
+from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
+from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.sampling.params import SamplingParams
@@ -41,6 +43,9 @@ TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -84,7 +89,7 @@ class Compiler:
         target = GPUTarget("cuda", self.capability, 32)
         compiled = triton.compile(source, target=target, options=chosen)
         row = {"kernel": kernel.__name__, "sm": self.capability, "heads": self.shape}
-        row["special"] = special
+        row |= {"special": special, "first": signature[kernel.arg_names[0]]}
         self.found.append(row | taken(compiled, self.capability))
 
 
@@ -143,6 +148,19 @@ def exercise(compiler: Compiler) -> None:
         own.forward(heads, 0, 512, True, plan)
 
 
+def multiply(compiler: Compiler, kind: torch.dtype, rows: Sequence[int]) -> None:
+    """Products of such a hidden size, by the tiles for so many rows."""
+    size, meta = compiler.shape[3], torch.device("meta")
+    weight = torch.empty(size, size, dtype=kind, device=meta)
+    for quantize in (None, "int8", "int4"):
+        options = DeviceOptions(None, "bfloat16", quantize, deterministic=quantize is None)
+        matrix = operators.TritonDevice(meta, kind, options).matrix(weight, quantize)
+        for count in rows:
+            matrix(torch.empty(count, size, dtype=kind, device=meta))
+    if compiler.capability >= FIRST_WITH_FLOAT8:
+        matrices.quantized_float8(weight)
+
+
 def choose() -> None:
     """Everything that choosing tokens launches, of a vocabulary of Llama 3's size."""
     scores = torch.empty(2, 128256, device="meta")
@@ -166,6 +184,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"`{name}`"]
         for capability in CAPABILITIES:
             some = [item for item in own if (item["kernel"], item["sm"]) == (name, capability)]
+            if not some:
+                cells.append("–")
+                continue
             registers, shared, products = (
                 max(item[key] for item in some) for key in ("registers", "shared", "products")
             )
@@ -176,14 +197,21 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Compile."""
-    shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
+    is_all = "--all" in sys.argv
+    shapes = SHAPES if is_all else SHAPES[:1]
     compiler = Compiler()
-    for module in (attention, flash, operators, sampler):
+    for module in (attention, flash, matrices, operators, sampler):
         module.launch = compiler
     for compiler.capability in CAPABILITIES:
         for compiler.shape in shapes:
             exercise(compiler)
         compiler.shape = SHAPES[0]
+        multiply(compiler, torch.bfloat16, (16, 256, 4096) if is_all else (16, 4096))
+        if is_all:
+            multiply(compiler, torch.float16, (16, 256, 4096))
+        # Where tensor cores would take float32, and leave out bits.
+        if is_all or compiler.capability >= 100:
+            multiply(compiler, torch.float32, (16,))
         choose()
     json.dump(compiler.found, sys.stdout)
 

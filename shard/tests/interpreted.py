@@ -30,8 +30,22 @@ def _multiply_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def _narrow_float8() -> None:
+    """A number that is rounded up to a power of two becomes half of it there: round by torch."""
+    plain = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.float8e4nv):
+            return plain(self, source, target, rounding)
+        bits = torch.from_numpy(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(bits.numpy(), tl.float8e4nv)
+
+    interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
 if "TRITON_INTERPRET" in os.environ:
     _multiply_bfloat16()
+    _narrow_float8()
 
 HAS_GPU = torch.cuda.is_available()
 CAPABILITY = 0
@@ -44,9 +58,9 @@ MARKS = [pytest.mark.gpu] if HAS_GPU else []
 """Of tests of kernels: then they are those of a GPU."""
 
 
-def device(dtype: torch.dtype) -> Device:
-    """The CUDA device's operators."""
+def device(dtype: torch.dtype, **options: Any) -> Device:
+    """The CUDA device's operators, with other options than the type."""
     name = str(dtype).removeprefix("torch.")
-    found = TritonDevice(PLACE, dtype, DeviceOptions(name, name))
+    found = TritonDevice(PLACE, dtype, DeviceOptions(name, name, **options))
     found.capability = CAPABILITY
     return found

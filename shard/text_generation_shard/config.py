@@ -19,7 +19,7 @@ class ShardConfig:
     # float32, float16 or bfloat16; None: float32 on cpu (bfloat16 when weights are quantised), the
     # checkpoint's own on cuda.
     dtype: str | None = None
-    # int8 or int4: how the weights are held; None: in `dtype`.
+    # int8, int4 or, on cuda, fp8: how the weights are held; None: in `dtype`.
     quantize: str | None = None
     # cpu or cuda; None: cuda where there is one.
     device: str | None = None

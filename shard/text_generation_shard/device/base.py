@@ -26,7 +26,7 @@ class DeviceOptions:
     dtype: str | None
     # Of the checkpoint.
     checkpoint_dtype: str
-    # int8 or int4; None: weights are kept in `dtype`.
+    # int8, int4 or fp8; None: weights are kept in `dtype`.
     quantize: str | None = None
     # Whether tokens must not depend on what is computed beside them; see `Device.is_deterministic`.
     deterministic: bool = False
@@ -47,7 +47,7 @@ class Activation(StrEnum):
 class Matrix(Protocol):
     """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
 
-    # int4, int8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it is).
+    # int4, int8, fp8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it is).
     kind: str
     obstacle: str
     nbytes: int
@@ -381,7 +381,8 @@ class Device(Protocol):
         copied and every action was called. Nothing of it remains, no thread and no memory."""
 
     def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
-        """A weight [N, K] of any type in the best form there is; quantize: int8, int4 or None."""
+        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or
+        None."""
 
     def gated_matrix(
         self,

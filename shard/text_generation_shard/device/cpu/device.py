@@ -33,6 +33,8 @@ _CACHE_SHARE = 0.5
 def open_device(options: base.DeviceOptions) -> base.Device:
     """The processor by our kernels, or by torch's where ours do not take the type. ModelError if it
     can not do what the options ask for."""
+    if options.quantize == "fp8":
+        raise ModelError("--quantize fp8 runs on a GPU only; use int8 or int4, or --device cuda")
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
     dtype = DTYPES[name]
     if not kernels.are_used(dtype):

@@ -45,6 +45,7 @@ class TritonAttention:
         sinks: Tensor | None = None,
         takes_flash: bool = False,
         upload: Upload | None = None,
+        is_deterministic: bool = False,
     ) -> None:
         """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
         worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.

@@ -13,22 +13,30 @@ logger = logging.getLogger(__name__)
 
 # The first GPUs that compute in bfloat16: 10 * major + minor.
 _FIRST_WITH_BFLOAT16 = 80
+FIRST_WITH_FLOAT8 = 89
+"""The first ones that compute in fp8."""
 
 
 def open_device(options: DeviceOptions) -> Device:
     """The GPU. ModelError if there is none, or it can not do what the options ask for."""
     if not torch.cuda.is_available():
         raise ModelError("--device cuda was asked for, but torch finds no CUDA device; use cpu")
-    if options.quantize is not None:
-        raise ModelError(
-            f"--quantize {options.quantize} runs on the CPU only; leave it out, or use --device cpu"
-        )
     choose_directory()
     from text_generation_shard.device.cuda.gpu import CudaDevice
 
     torch_device = torch.device("cuda")
     major, minor = torch.cuda.get_device_capability(torch_device)
+    check_quantization(options, 10 * major + minor)
     return CudaDevice(torch_device, dtype_of(options, 10 * major + minor), options)
+
+
+def check_quantization(options: DeviceOptions, capability: int) -> None:
+    """ModelError if the GPU does not compute in what is asked for."""
+    if options.quantize == "fp8" and capability < FIRST_WITH_FLOAT8:
+        raise ModelError(
+            f"--quantize fp8 needs a GPU of compute capability {FIRST_WITH_FLOAT8 / 10} or newer, "
+            f"and this one has {capability / 10}; use int8 or int4"
+        )
 
 
 def dtype_of(options: DeviceOptions, capability: int) -> torch.dtype:
