@@ -124,9 +124,9 @@ _CHECKPOINT_QUANTIZATIONS = (
     "marlin",
 )
 _ONLY_AT_LOAD = (
-    "--quantize takes int8 or int4, and fp8 on cuda, which are made from any float checkpoint while "
-    f"it loads; other methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: choose "
-    "one of the three and an unquantized checkpoint"
+    "--quantize takes int8 or int4, and on cuda fp8, which are made from any float checkpoint "
+    f"while it loads; other methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: "
+    "choose one of the three and an unquantized checkpoint"
 )
 
 OPTIONS: tuple[Option, ...] = (
@@ -142,8 +142,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
     Option(
         "quantize",
-        "hold the weights in int8 or int4, or on cuda in fp8 (compute capability 8.9 or newer), made "
-        "from any float checkpoint while it loads",
+        "hold the weights in int8 or int4, or on cuda in fp8 (compute capability 8.9 or newer), "
+        "made from any float checkpoint while it loads",
         choice("int8", "int4", "fp8", *_CHECKPOINT_QUANTIZATIONS),
         SHARD,
         refusal=_ONLY_AT_LOAD,

@@ -1,15 +1,26 @@
 """The CUDA device's matrices: floats multiplied by one tile, int8, int4 and fp8, against what the
 definitions of their numbers say."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from text_generation_shard.device.base import Activation, DeviceOptions, Matrix
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.device.base import (
+    Activation,
+    CacheShape,
+    DeviceOptions,
+    EmbeddingTable,
+    Matrix,
+)
 from text_generation_shard.device.cuda import matrices, operators
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
 from text_generation_shard.device.cuda.matrices import quantized_float8
+from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.quantized import (
     GROUP,
     quantize_groups,
@@ -17,10 +28,14 @@ from text_generation_shard.device.reference.quantized import (
     quantize_rows_float8,
 )
 from text_generation_shard.errors import ModelError
+from text_generation_shard.models.registry import load_model
+from text_generation_shard.parallel import World
 from torch import Tensor
 
 from shard.tests import interpreted
+from shard.tests.driver import reference_device
 from shard.tests.interpreted import CAPABILITY, HAS_GPU, PLACE
+from shard.tests.test_attention import make_batch, to_device
 
 pytestmark = interpreted.MARKS
 # The interpreter cuts off what does not fit into bfloat16.
@@ -288,6 +303,62 @@ def test_large_products(quantize: str | None, shape: tuple[int, int]) -> None:
         wanted = hidden.double() @ defined(weight, quantize, torch.bfloat16).double().t()
         bound = 0.05 if quantize == "fp8" else 1e-2
         assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+class Spelled:
+    """See `Matrix`: a product with what stands for a weight; in fp8 for each row, too."""
+
+    obstacle = ""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        self.kind, self._spelled = kind, defined(weight, kind, torch.float32)
+        self.nbytes = self._spelled.nbytes
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.kind != "fp8":
+            return F.linear(hidden, self._spelled, bias)
+        return (
+            F.linear(defined(hidden, "fp8", torch.float32), self._spelled, bias).bfloat16().float()
+        )
+
+
+class SpellingDevice(TorchDevice):
+    """The reference, whose weights are what int8, int4 and fp8 make of them."""
+
+    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+        assert quantize is not None
+        return Spelled(weight, "int8" if quantize == "int4" and weight.shape[1] % 32 else quantize)
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+        spelled = defined(weight, "int8", torch.float32)
+        return FloatTable(spelled, lambda table: FloatMatrix(table))
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [
+        ("llama3", "int8"),
+        ("qwen2", "int4"),
+        pytest.param("phi3", "fp8", marks=NEEDS_FLOAT8),
+    ],
+)
+def test_a_model_says_what_its_numbers_say(
+    family: str, quantize: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Tied and untied heads, biases, fused projections."""
+    path, found = checkpoint(family), []
+    config = ModelConfig.from_hf(path)
+    for device in (
+        reference_device(SpellingDevice),
+        interpreted.device(torch.float32, quantize=quantize),
+    ):
+        model, _ = load_model(path, config, device, World(), quantize)
+        heads = config.num_kv_heads, config.head_dim
+        model.attention.allocate(CacheShape(config.num_layers, *heads, 16, torch.float32), 4)
+        batch = to_device(make_batch([5], [5], False), str(device.torch_device))
+        batch.input_ids.copy_(torch.arange(5) * 41)
+        found.append(model.logits(model.forward(batch)).cpu())
+    assert (found[0] - found[1]).abs().max() < {"fp8": 0.05}.get(quantize, 1e-4)
 
 
 def test_determinism_is_claimed_where_it_was_asked_for() -> None:

@@ -66,7 +66,7 @@ class Parameters:
     """
 
     def __init__(self, device: Device, world: World, quantize: str | None = None) -> None:
-        """`quantize` is int8, int4 or fp8: how layers are to hold their matrices; None: as floats."""
+        """`quantize` is int8, int4 or fp8: how layers are to hold their matrices; None: floats."""
         self.device = device
         self.quantize = quantize
         self.nbytes = 0

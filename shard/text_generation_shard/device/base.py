@@ -47,7 +47,8 @@ class Activation(StrEnum):
 class Matrix(Protocol):
     """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
 
-    # int4, int8, fp8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it is).
+    # int4, int8, fp8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it
+    # is).
     kind: str
     obstacle: str
     nbytes: int

@@ -1,8 +1,8 @@
 """Products of hidden states and weights: floats, or 8 or 4 bits that become floats in registers.
 
 The sum over the inputs is taken in one order, and never split: what a row gets depends on that row,
-on the weight and on the sizes of the tiles alone, bit for bit. Weights are the left operand, so that
-tensor cores take them from registers, and the tile of a few rows is narrow.
+on the weight and on the sizes of the tiles alone, bit for bit. Weights are the left operand, so
+that tensor cores take them from registers, and the tile of a few rows is narrow.
 """
 
 import triton

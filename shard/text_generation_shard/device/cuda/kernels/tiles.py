@@ -44,10 +44,10 @@ _PREFILL = {
     80: PrefillTile(128, 32, 8, 3),
     89: PrefillTile(128, 64, 8, 2),
 }
-# Of products, by the bits of a number of the weight; the same for all GPUs. A row of `_FEW` is for
-# as many rows as its tile has, one of `_SOME` for 256, and that also serves any number of rows where
-# the tile must be the same for all. With 32 outputs Triton 3.7 multiplies float32 as such on
-# compute capability 10.0; with 64 its tensor cores would leave out bits.
+# Of products, by the bits of a number of the weight; the same for all GPUs, and not measured yet.
+# `_FEW` is for as many rows as its tile has, `_SOME` for 256, and also for any number of rows where
+# these must not change the tile. Float32 has one for all, with 32 outputs: with 64, Triton 3.7
+# gives it to the tensor cores of compute capability 10.0, which leave out bits.
 _FEW = {8: ProductTile(16, 32, 256, 4, 4), 4: ProductTile(16, 32, INT4_BLOCK, 4, 6)}
 _SOME = {
     16: ProductTile(64, 64, 64, 4, 5),
