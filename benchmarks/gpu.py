@@ -49,6 +49,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "prefill": Section("gpu_attention", "prefill", 60),
         "kernels": Section("gpu_kernels", "kernels", 60),
         "products": Section("gpu_limits", "products", 40),
+        "matrices": Section("gpu_products", "products", 60),
         "launches": Section("gpu_limits", "launches", 15),
         "torch": Section("gpu_torch", "torch_attention", 50),
         "compile": Section("gpu_compile", "compile_seconds", 50),
@@ -104,7 +105,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="only these of the parts")
-    parser.add_argument("--seconds", type=float, default=400, help="when to begin nothing new")
+    parser.add_argument("--seconds", type=float, default=460, help="when to begin nothing new")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
