@@ -37,6 +37,8 @@ from shard.tests.test_attention import make_batch, to_device
 CAPABILITIES = (80, 89, 90, 100)
 # Heads, KV heads, features of a head, hidden size.
 SHAPES = ((32, 8, 128, 4096), (32, 8, 64, 2048), (8, 1, 256, 2048), (14, 2, 80, 1120))
+# Of weights: None is a float, by one tile.
+FORMS = (None, "int8", "int4")
 OPTIONS = ("num_warps", "num_stages")
 TYPES = {
     torch.bfloat16: "bf16",
@@ -148,16 +150,21 @@ def exercise(compiler: Compiler) -> None:
         own.forward(heads, 0, 512, True, plan)
 
 
-def multiply(compiler: Compiler, kind: torch.dtype, rows: Sequence[int]) -> None:
+def multiply(
+    compiler: Compiler,
+    kind: torch.dtype,
+    rows: Sequence[int],
+    forms: Sequence[str | None] = FORMS,
+) -> None:
     """Products of such a hidden size, by the tiles for so many rows."""
     size, meta = compiler.shape[3], torch.device("meta")
     weight = torch.empty(size, size, dtype=kind, device=meta)
-    for quantize in (None, "int8", "int4"):
+    for quantize in forms:
         options = DeviceOptions(None, "bfloat16", quantize, deterministic=quantize is None)
         matrix = operators.TritonDevice(meta, kind, options).matrix(weight, quantize)
         for count in rows:
             matrix(torch.empty(count, size, dtype=kind, device=meta))
-    if compiler.capability >= FIRST_WITH_FLOAT8:
+    if compiler.capability >= FIRST_WITH_FLOAT8 and kind == torch.bfloat16:
         matrices.quantized_float8(weight)
 
 
@@ -209,9 +216,9 @@ def main() -> None:
         multiply(compiler, torch.bfloat16, (16, 256, 4096) if is_all else (16, 4096))
         if is_all:
             multiply(compiler, torch.float16, (16, 256, 4096))
-        # Where tensor cores would take float32, and leave out bits.
+        # Where tensor cores would take what was int8, and leave out bits.
         if is_all or compiler.capability >= 100:
-            multiply(compiler, torch.float32, (16,))
+            multiply(compiler, torch.float32, (16,), FORMS if is_all else ("int8",))
         choose()
     json.dump(compiler.found, sys.stdout)
 
