@@ -50,6 +50,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "prefill": Section("gpu_attention", "prefill", 60),
         "kernels": Section("gpu_kernels", "kernels", 60),
         "products": Section("gpu_limits", "products", 40),
+        "matrices": Section("gpu_products", "products", 60),
         "launches": Section("gpu_limits", "launches", 15),
         "torch": Section("gpu_torch", "torch_attention", 50),
         "compile": Section("gpu_compile", "compile_seconds", 50),

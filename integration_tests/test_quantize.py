@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 from integration_tests.conftest import Launch
 
@@ -28,3 +29,19 @@ def test_quantised_weights_answer_and_are_told(launch: Launch, quantize: str) ->
     assert ("is int8 (688 inputs are no multiple of 32), and so are 5 more" in log) == (
         quantize == "int4"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_a_gpu_answers_the_same(launch: Launch, quantize: str) -> None:
+    handle = launch(None, "--device", "cuda", "--quantize", quantize)
+    if quantize == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        assert handle.wait_for_exit() == 1
+        assert "--quantize fp8 needs a GPU of compute capability 8.9 or newer" in handle.log
+        return
+    handle.wait_until_ready()
+    answer = handle.generate(PROMPT, max_new_tokens=40)
+    assert answer["generated_text"].startswith("`dedent(text)`: Remove any common leading")
+    info = handle.client.get("/info").json()
+    assert info["features"]["quantization"] == f"on: {quantize}"
+    assert "quantized weights: " in handle.stop()

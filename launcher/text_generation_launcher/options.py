@@ -121,14 +121,13 @@ _CHECKPOINT_QUANTIZATIONS = (
     "compressed-tensors",
     "eetq",
     "exl2",
-    "fp8",
     "gptq",
     "marlin",
 )
 _ONLY_AT_LOAD = (
-    "--quantize takes int8 or int4, which are made from any float checkpoint while it loads; other "
-    f"methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: choose one of the two "
-    "and an unquantized checkpoint"
+    "--quantize takes int8 or int4, and on cuda fp8, which are made from any float checkpoint "
+    f"while it loads; other methods ({', '.join(_CHECKPOINT_QUANTIZATIONS)}) are not supported: "
+    "choose one of the three and an unquantized checkpoint"
 )
 
 OPTIONS: tuple[Option, ...] = (
@@ -144,11 +143,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("huggingface-hub-cache", "directory of the hub cache", to=DOWNLOAD),
     Option(
         "quantize",
-        "hold the weights in int8 or int4, made from any float checkpoint while it loads (CPU)",
-        choice("int8", "int4", *_CHECKPOINT_QUANTIZATIONS),
+        "hold the weights in int8 or int4, or on cuda in fp8 (compute capability 8.9 or newer), "
+        "made from any float checkpoint while it loads",
+        choice("int8", "int4", "fp8", *_CHECKPOINT_QUANTIZATIONS),
         SHARD,
         refusal=_ONLY_AT_LOAD,
-        plain=("int8", "int4"),
+        plain=("int8", "int4", "fp8"),
     ),
     Option(
         "deterministic",

@@ -1,8 +1,9 @@
 """Compiles every kernel of the CUDA device, as its launches would, without a GPU: a process of its
 own, since the interpreter and the compiler exclude each other.
 
-Prints a JSON list: kernel, architecture, heads, and what ptxas says it takes; of the heads of
-Llama 3 8 B and one --kv-cache-dtype, or of all SHAPES and types with `--all`.
+Prints a JSON list: kernel, architecture, heads, type of its first argument, and what ptxas says it
+takes; of the heads of Llama 3 8 B and one --kv-cache-dtype, or of all SHAPES and types with
+`--all`.
 """
 
 import json
@@ -20,8 +21,8 @@ import torch
 import triton
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, flash, operators, sampler
-from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
+from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
+from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE, FIRST_WITH_FLOAT8
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
@@ -37,6 +38,8 @@ from shard.tests.test_attention import make_batch, to_device
 CAPABILITIES = (80, 89, 90, 100)
 # Heads, KV heads, features of a head, hidden size.
 SHAPES = ((32, 8, 128, 4096), (32, 8, 64, 2048), (8, 1, 256, 2048), (14, 2, 80, 1120))
+# Of weights: None is a float, by one tile.
+FORMS = (None, "int8", "int4")
 OPTIONS = ("num_warps", "num_stages")
 TYPES = {
     torch.bfloat16: "bf16",
@@ -45,6 +48,8 @@ TYPES = {
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
+    torch.uint8: "u8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -92,7 +97,7 @@ class Compiler:
         variant = self.variant if "keys_ptr" in kernel.arg_names else ""
         name = f"{kernel.__name__} {variant}".rstrip()
         row = {"kernel": name, "sm": self.capability, "heads": self.shape}
-        row["special"] = special
+        row |= {"special": special, "first": signature[kernel.arg_names[0]]}
         self.found.append(row | taken(compiled, self.capability))
 
 
@@ -163,6 +168,24 @@ def attend(
             own.forward(heads, 0, window, True, plan)
 
 
+def multiply(
+    compiler: Compiler,
+    kind: torch.dtype,
+    rows: Sequence[int],
+    forms: Sequence[str | None] = FORMS,
+) -> None:
+    """Products of such a hidden size, by the tiles for so many rows."""
+    size, meta = compiler.shape[3], torch.device("meta")
+    weight = torch.empty(size, size, dtype=kind, device=meta)
+    for quantize in forms:
+        options = DeviceOptions(None, "bfloat16", quantize, deterministic=quantize is None)
+        matrix = operators.TritonDevice(meta, kind, options).matrix(weight, quantize)
+        for count in rows:
+            matrix(torch.empty(count, size, dtype=kind, device=meta))
+    if compiler.capability >= FIRST_WITH_FLOAT8 and kind == torch.bfloat16:
+        matrices.quantized_float8(weight)
+
+
 def choose() -> None:
     """Everything that choosing tokens launches, of a vocabulary of Llama 3's size."""
     scores = torch.empty(2, 128256, device="meta")
@@ -186,6 +209,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"`{name}`"]
         for capability in CAPABILITIES:
             some = [item for item in own if (item["kernel"], item["sm"]) == (name, capability)]
+            if not some:
+                cells.append("–")
+                continue
             registers, shared, products = (
                 max(item[key] for item in some) for key in ("registers", "shared", "products")
             )
@@ -196,9 +222,10 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Compile."""
-    shapes = SHAPES if "--all" in sys.argv else SHAPES[:1]
+    is_all = "--all" in sys.argv
+    shapes = SHAPES if is_all else SHAPES[:1]
     compiler = Compiler()
-    for module in (attention, flash, operators, sampler):
+    for module in (attention, flash, matrices, operators, sampler):
         module.launch = compiler
     for compiler.capability in CAPABILITIES:
         for compiler.shape in shapes:
@@ -210,6 +237,12 @@ def main() -> None:
             for name in offered if "--all" in sys.argv else offered[:1]:
                 attend(compiler, TritonDevice.cache_dtypes[name], (None,))
         compiler.shape = SHAPES[0]
+        multiply(compiler, torch.bfloat16, (16, 256, 4096) if is_all else (16, 4096))
+        if is_all:
+            multiply(compiler, torch.float16, (16, 256, 4096))
+        # Where tensor cores would take what was int8, and leave out bits.
+        if is_all or compiler.capability >= 100:
+            multiply(compiler, torch.float32, (16,), FORMS if is_all else ("int8",))
         choose()
     json.dump(compiler.found, sys.stdout)
 

@@ -31,13 +31,17 @@ def _multiply_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-def _widen_float8() -> None:
-    """NaN, infinity and the smallest numbers of 8 bits become others there: give it torch's."""
+def _convert_float8() -> None:
+    """What is rounded up to a power of two becomes half of it there, and NaN, infinity and the
+    smallest numbers of 8 bits become others: let torch convert."""
     plain = interpreter.InterpreterBuilder.create_fp_to_fp
     kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
     targets = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) == (tl.float32, tl.float8e4nv):
+            octets = torch.from_numpy(source.data).to(torch.float8_e4m3fn).view(torch.uint8)
+            return interpreter.TensorHandle(octets.numpy(), tl.float8e4nv)
         kind = kinds.get(source.dtype.scalar)
         if kind is None:
             return plain(self, source, target, rounding)
@@ -50,7 +54,7 @@ def _widen_float8() -> None:
 
 if "TRITON_INTERPRET" in os.environ:
     _multiply_bfloat16()
-    _widen_float8()
+    _convert_float8()
 
 HAS_GPU = torch.cuda.is_available()
 CAPABILITY = 0
@@ -71,10 +75,9 @@ FLOAT8 = [
 """What else than its own type a cache is kept in there."""
 
 
-def device(dtype: torch.dtype, kv_cache_dtype: str | None = None) -> TritonDevice:
-    """The CUDA device's operators."""
+def device(dtype: torch.dtype, **options: Any) -> TritonDevice:
+    """The CUDA device's operators, with other options than the type."""
     name = str(dtype).removeprefix("torch.")
-    options = DeviceOptions(name, name, kv_cache_dtype=kv_cache_dtype)
-    found = TritonDevice(PLACE, dtype, options)
+    found = TritonDevice(PLACE, dtype, DeviceOptions(name, name, **options))
     found.capability = CAPABILITY
     return found

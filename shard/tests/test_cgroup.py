@@ -74,7 +74,11 @@ def parameters(quantize: str | None, rows: int) -> Parameters:
 @pytest.mark.usefixtures("half_a_gigabyte")
 @pytest.mark.parametrize(
     ("quantize", "rows", "size"),
-    [(None, 250_002, "0.50 GB in bfloat16"), ("int8", 600_000, "0.60 GB in int8")],
+    [
+        (None, 250_002, "0.50 GB in bfloat16"),
+        ("int8", 600_000, "0.60 GB in int8"),
+        ("fp8", 600_000, "0.60 GB in fp8"),
+    ],
 )
 def test_weights_that_do_not_fit_are_refused_unread(
     quantize: str | None, rows: int, size: str, tmp_path: Path

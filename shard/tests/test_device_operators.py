@@ -12,7 +12,7 @@ import torch
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import CacheShape, DeviceOptions
-from text_generation_shard.device.cuda import attention, flash, operators, sampler
+from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import Processor
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.engine.engine import Engine
@@ -61,10 +61,14 @@ class Operators(TorchDispatchMode):
 @pytest.fixture(params=list(LAYER))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
     """Of the shape of Llama 3, without weights."""
+    return make_model(request.param, tmp_path)
+
+
+def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaModel:
     given = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "num_hidden_layers": NUM_LAYERS[request.param],
+        "num_hidden_layers": NUM_LAYERS[size],
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
@@ -73,15 +77,15 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
         "rope_theta": 500000.0,
         "max_position_embeddings": 131072,
         "eos_token_id": 1,
-        **LAYER[request.param],
+        **LAYER[size],
     }
     (tmp_path / "config.json").write_text(json.dumps(given))
     config = ModelConfig.from_hf(tmp_path)
-    options = DeviceOptions("bfloat16", "bfloat16")
+    options = DeviceOptions("bfloat16", "bfloat16", quantize)
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90
     device.upload = Uploads(device.torch_device, LateBuffer)
-    parameters = Parameters(device, World())
+    parameters = Parameters(device, World(), quantize)
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:
         for name, stack in list(parameters._stacks.items()):
@@ -115,7 +119,7 @@ def count_launches(seen: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         seen.counts[kernel.__name__] += 1
 
-    for module in (attention, flash, operators, sampler):
+    for module in (attention, flash, matrices, operators, sampler):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -146,6 +150,21 @@ def test_prompts_take_no_more_however_many_they_are(
     assert mixed[0] == mixed[1]
     # Both kinds of attention, and one operator that puts their results together.
     assert sum(mixed[0].values()) <= 13 * model.config.num_layers + 8, mixed[0]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_weights_of_few_bits_take_no_more(
+    quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But to make a vector of int8 three, and to quantise the rows of a product in fp8 one."""
+    # A part of a weight takes as long here as all of it.
+    monkeypatch.setattr(matrices, "_FITTED_NUMBERS", 2**40)
+    own = make_model("1B", tmp_path, quantize)
+    for contexts, lengths in (([1000, 1001, 1002], [1, 1, 1]), ([300], [300])):
+        found = count(own, monkeypatch, contexts, lengths)
+        each = 14 if quantize == "fp8" else 10
+        assert sum(found.values()) <= each * own.config.num_layers + 11, found
+        assert found["multiply"] + found["_scaled_mm"] == 4 * own.config.num_layers + 1
 
 
 class Fetched(Processor):

@@ -46,15 +46,16 @@ def test_all_sections_are_measured(report: dict[str, Any]) -> None:
     assert report["status"] == 0 and not report["failed"] and not report["left_out"]
     assert {"gpu", "driver", "torch", "triton", "commit"} <= report.keys()
     sections = {record["section"] for record in report["records"]}
-    assert len(sections) == 15 and all(value > 0 for value in report["limits"].values())
+    assert len(sections) == 16 and all(value > 0 for value in report["limits"].values())
 
 
 def test_our_kernels_have_errors_and_shares(report: dict[str, Any]) -> None:
-    own = [one for one in report["records"] if one["section"] in ("decode", "prefill", "kernels")]
+    measured = ("decode", "prefill", "kernels", "matrices")
+    own = [one for one in report["records"] if one["section"] in measured]
     assert len(own) > 10
     for one in own:
         assert 0 < one["error"] <= one["bound"] and one["us"] > 0 and one["share"] > 0, one
-    for kernel in ("add_norm", "gate", "rotate_and_store"):
+    for kernel in ("add_norm", "gate", "rotate_and_store", "int8", "int4", "fp8", "one tile"):
         assert any(kernel in one["name"] for one in own)
 
 

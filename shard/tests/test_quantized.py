@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device import open_device
-from text_generation_shard.device.base import DeviceOptions, Matrix
+from text_generation_shard.device.base import Matrix
 from text_generation_shard.device.cpu import kernels
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.quantized import GROUP
@@ -116,6 +115,9 @@ def test_zeros_and_equal_weights_are_kept() -> None:
     weight = torch.zeros(64, 64)
     weight[1], weight[2, :32], weight[3, 5] = 0.25, -3.0, 1e-30
     for form in (Int8Matrix, Int4Matrix):
+        # In which no scale of float32 is too small to be kept, and in which many are.
+        narrow = form(weight, torch.float16)(torch.eye(64).half()).t().float()
+        assert torch.allclose(narrow[:3], weight[:3], rtol=1e-3) and not narrow[3:].any()
         spelled = dequantized_by(form(weight, torch.float32), 64)
         assert torch.allclose(spelled[:3], weight[:3], rtol=1e-5) and not spelled[4:].any()
         assert spelled.isfinite().all()
@@ -168,10 +170,10 @@ def test_parts_from_several_files_are_one_matrix_and_nothing_keeps_the_floats(
     assert "not int4: c.weight is int8 (48 inputs are no multiple of 32)" in caplog.text
 
 
-def test_only_the_cpu_has_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ModelError, match=r"--quantize int8 runs on the CPU only"):
-        open_device("cuda", DeviceOptions("bfloat16", "float32", "int8"))
+def test_fp8_is_for_gpus() -> None:
+    sentence = "--quantize fp8 runs on a GPU only; use int8 or int4, or --device cuda"
+    with pytest.raises(ModelError, match=f"^{sentence}$"):
+        open_cpu("bfloat16", "fp8")
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

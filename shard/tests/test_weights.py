@@ -351,6 +351,31 @@ def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> Non
     assert pinned_bytes() <= pinned
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_gpu_quantises_what_the_checkpoint_holds(quantize: str, tmp_path: Path) -> None:
+    """In its own type, a matrix at a time; what that took beside the result is free again."""
+    big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
+    save_file({"big": big}, tmp_path / "model.safetensors")
+    device = open_device("cuda", DeviceOptions(None, "float32", quantize))
+    parameters, found = Parameters(device, World(), quantize), []
+
+    def receive(weight: Tensor) -> Matrix:
+        assert torch.equal(weight.cpu(), big)
+        found.append(device.matrix(weight, quantize))
+        return found[0]
+
+    parameters.add_matrix({"big": (12_000,)}, 4096, Split.NONE, receive)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    parameters.load(tmp_path)
+    assert found[0].kind == quantize
+    # Some copies in float32 of a part of 2 ** 22 numbers.
+    most = big.nbytes + found[0].nbytes + 20 * 4 * 2**22
+    assert torch.cuda.max_memory_allocated() - before <= most
+    assert torch.cuda.memory_allocated() - before <= found[0].nbytes + 2**21
+
+
 def pinned_bytes() -> int:
     """Of the host, by torch."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--rank", type=int, default=ShardConfig.rank)
     serve.add_argument("--world-size", type=int, choices=[1], default=ShardConfig.world_size)
     serve.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
-    serve.add_argument("--quantize", choices=["int8", "int4"])
+    serve.add_argument("--quantize", choices=["int8", "int4", "fp8"])
     serve.add_argument("--kv-cache-dtype", choices=["fp8_e4m3fn", "fp8_e5m2"])
     serve.add_argument("--device", choices=["cpu", "cuda"])
     serve.add_argument("--rope-scaling", choices=["linear", "dynamic"])

@@ -19,7 +19,7 @@ class ShardConfig:
     # float32, float16 or bfloat16; None: float32 on cpu (bfloat16 when weights are quantised), the
     # checkpoint's own on cuda.
     dtype: str | None = None
-    # int8 or int4: how the weights are held; None: in `dtype`.
+    # int8, int4 or, on cuda, fp8: how the weights are held; None: in `dtype`.
     quantize: str | None = None
     # fp8_e4m3fn or fp8_e5m2: how keys and values are held; None: in `dtype`.
     kv_cache_dtype: str | None = None

@@ -66,7 +66,7 @@ class Parameters:
     """
 
     def __init__(self, device: Device, world: World, quantize: str | None = None) -> None:
-        """`quantize` is int8 or int4: how layers are to hold their matrices; None: as floats."""
+        """`quantize` is int8, int4 or fp8: how layers are to hold their matrices; None: floats."""
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
@@ -171,7 +171,9 @@ class Parameters:
     def _least_bytes(self) -> int:
         """What the tensors take once they are loaded; scales of quantised ones are left out."""
         # A matrix that can not be quantised as asked is larger.
-        bits = {"int8": 8, "int4": 4}.get(self.quantize or "", self.device.dtype.itemsize * 8)
+        bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
+            self.quantize or "", self.device.dtype.itemsize * 8
+        )
         stacks = {id(stack): stack for stack in self._stacks.values()}.values()
         matrices = [stack for stack in stacks if stack.receive is not None]
         return self.nbytes + sum(math.prod(self._shape(stack)) for stack in matrices) * bits // 8

@@ -27,7 +27,7 @@ class DeviceOptions:
     dtype: str | None
     # Of the checkpoint.
     checkpoint_dtype: str
-    # int8 or int4; None: weights are kept in `dtype`.
+    # int8, int4 or fp8; None: weights are kept in `dtype`.
     quantize: str | None = None
     # fp8_e4m3fn or fp8_e5m2; None: keys and values are kept in `dtype`.
     kv_cache_dtype: str | None = None
@@ -52,7 +52,8 @@ class Activation(StrEnum):
 class Matrix(Protocol):
     """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
 
-    # int4, int8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it is).
+    # int4, int8, fp8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it
+    # is).
     kind: str
     obstacle: str
     nbytes: int
@@ -425,7 +426,8 @@ class Device(Protocol):
         copied and every action was called. Nothing of it remains, no thread and no memory."""
 
     def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
-        """A weight [N, K] of any type in the best form there is; quantize: int8, int4 or None."""
+        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or
+        None."""
 
     def gated_matrix(
         self,

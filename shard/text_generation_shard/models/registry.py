@@ -28,7 +28,7 @@ def load_model(
         parameters.load(directory)
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            "the weights do not fit into the memory of the GPU; use --dtype bfloat16, a smaller "
-            "model or a larger GPU"
+            "the weights do not fit into the memory of the GPU; use a smaller --dtype or "
+            "--quantize, a smaller model or a larger GPU"
         ) from error
     return model, parameters.nbytes

@@ -35,6 +35,8 @@ def open_device(options: base.DeviceOptions) -> base.Device:
     can not do what the options ask for."""
     if options.cuda_graphs:
         logger.warning("--cuda-graphs has no effect on a CPU: a step is one call there as it is")
+    if options.quantize == "fp8":
+        raise ModelError("--quantize fp8 runs on a GPU only; use int8 or int4, or --device cuda")
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
     dtype = DTYPES[name]
     if not kernels.are_used(dtype):

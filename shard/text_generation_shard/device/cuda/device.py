@@ -15,16 +15,14 @@ logger = logging.getLogger(__name__)
 _FIRST_WITH_BFLOAT16 = 80
 # The first ones whose kernels can be compiled for a KV cache of this type.
 FIRST_WITH_CACHE = {"fp8_e4m3fn": 89, "fp8_e5m2": 80}
+FIRST_WITH_FLOAT8 = 89
+"""The first ones that compute in fp8."""
 
 
 def open_device(options: DeviceOptions) -> Device:
     """The GPU. ModelError if there is none, or it can not do what the options ask for."""
     if not torch.cuda.is_available():
         raise ModelError("--device cuda was asked for, but torch finds no CUDA device; use cpu")
-    if options.quantize is not None:
-        raise ModelError(
-            f"--quantize {options.quantize} runs on the CPU only; leave it out, or use --device cpu"
-        )
     choose_directory()
     from text_generation_shard.device.cuda.gpu import CudaDevice
 
@@ -32,6 +30,7 @@ def open_device(options: DeviceOptions) -> Device:
     major, minor = torch.cuda.get_device_capability(torch_device)
     capability = 10 * major + minor
     check_cache_dtype(options, capability)
+    check_quantization(options, capability)
     return CudaDevice(torch_device, dtype_of(options, capability), options)
 
 
@@ -43,6 +42,15 @@ def check_cache_dtype(options: DeviceOptions, capability: int) -> None:
             f"--kv-cache-dtype {options.kv_cache_dtype} needs a GPU of compute capability "
             f"{first / 10} or newer, and this one has {capability / 10}; leave it out"
             + (", or use fp8_e5m2" if capability >= FIRST_WITH_CACHE["fp8_e5m2"] else "")
+        )
+
+
+def check_quantization(options: DeviceOptions, capability: int) -> None:
+    """ModelError if the GPU does not compute in what is asked for."""
+    if options.quantize == "fp8" and capability < FIRST_WITH_FLOAT8:
+        raise ModelError(
+            f"--quantize fp8 needs a GPU of compute capability {FIRST_WITH_FLOAT8 / 10} or newer, "
+            f"and this one has {capability / 10}; use int8 or int4"
         )
 
 

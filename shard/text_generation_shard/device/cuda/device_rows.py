@@ -35,12 +35,13 @@ class DeviceRows:
         counts = rows.num_blocks[used] - first
         if not counts.any():
             return
-        self._takes[used], self._counts[used] = rows.num_takes[used], rows.num_blocks[used]
         own = np.repeat(used, counts)
         at = base.last_ones(rows.num_blocks[used], counts)
         blocks: Tokens = rows.block_tables[own, at].astype(np.int32)
         places, values = self._upload([own * self.tables.shape[1] + at, blocks])
         self.tables.view(-1).index_copy_(0, places, values)
+        # Not before: there may have been no memory for it.
+        self._takes[used], self._counts[used] = rows.num_takes[used], rows.num_blocks[used]
 
     def tables_of(self, rows: Ints, longest: int) -> Tensor:
         """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""

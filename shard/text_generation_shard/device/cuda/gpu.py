@@ -25,6 +25,7 @@ class CudaDevice(TritonDevice):
         super().__init__(torch_device, dtype, options)
         major, minor = torch.cuda.get_device_capability(torch_device)
         self.capability = 10 * major + minor
+        self._is_quantized = options.quantize is not None
         stream = torch.cuda.current_stream(torch_device)
         self.stream = CudaStream()
         self.upload = Uploads(torch_device, partial(PinnedBuffer, stream=stream))
@@ -35,13 +36,15 @@ class CudaDevice(TritonDevice):
         if nbytes > free:
             raise ModelError(
                 f"the weights take {nbytes / 1e9:.2f} GB in {kind}, and {free / 1e9:.2f} GB of the "
-                "GPU's memory are free; use --dtype bfloat16, a smaller model or a larger GPU"
+                "GPU's memory are free; use a smaller --dtype or --quantize, a smaller model or a "
+                "larger GPU"
             )
 
     def weight_copies(self) -> AbstractContextManager[WeightCopies]:
-        """See Device. Nothing is quantised here: a matrix has the type it will be kept in, so that
-        the GPU never holds more than the weights."""
-        return pinned_copies(self.torch_device, self.dtype)
+        """See Device. A matrix has the type it will be kept in, so that the GPU never holds more
+        than the weights; one that is quantised the checkpoint's, so that it is rounded once, and
+        until then the GPU holds it beside those that were."""
+        return pinned_copies(self.torch_device, None if self._is_quantized else self.dtype)
 
     def runner(self, model: Model) -> StreamRunner:
         """See Device."""

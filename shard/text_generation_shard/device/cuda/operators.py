@@ -14,9 +14,11 @@ from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
+from text_generation_shard.device.cuda.matrices import FORMS, Int8Matrix, OneTileMatrix
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
-from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism
+from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.runner import EagerForward
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,8 @@ _GATE_TILE = 1024
 
 
 class TritonDevice(TorchDevice):
-    """See `Device`. Products are torch's; what lies between them is one kernel each. With
+    """See `Device`. Products of floats, and in fp8, are torch's; those of int8 and int4, and with
+    --deterministic all, are one kernel, and what lies between them is one each. With
     TRITON_INTERPRET=1 its tensors may lie on the processor."""
 
     capability = 0
@@ -40,8 +43,29 @@ class TritonDevice(TorchDevice):
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
     ) -> None:
+        # In fp8 the products are torch's, whose sums may change with the number of rows.
+        self.is_deterministic = options.deterministic and options.quantize != "fp8"
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
+
+    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+        """See Device. What can not be int4 becomes int8, what can not be that, or fp8, stays
+        float."""
+        obstacle = ""
+        for form in FORMS[quantize]:
+            if not (found := form.obstacle_of(weight)):
+                return form(weight, self.dtype, obstacle, self.is_deterministic)
+            obstacle = obstacle or found
+        kind = OneTileMatrix if self.is_deterministic else FloatMatrix
+        return kind(weight.to(self.dtype), obstacle)
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
+        """See Device. Quantised, it is int8 whatever was asked for: a tied head has its error in
+        the scores."""
+        obstacle = "" if quantize is None else Int8Matrix.obstacle_of(weight)
+        if quantize is not None and not obstacle:
+            return Int8Matrix(weight, self.dtype, "", self.is_deterministic)
+        return FloatTable(weight.to(self.dtype), lambda it: self.matrix(it, None), obstacle)
 
     def gated_matrix(
         self,
@@ -76,8 +100,15 @@ class TritonDevice(TorchDevice):
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         takes_flash = flash.suits(shape, self.dtype, self.capability)
         found = TritonAttention(
-            shape, self.torch_device, self.capability, takes_flash=takes_flash, upload=self.upload
+            shape,
+            self.torch_device,
+            self.capability,
+            takes_flash=takes_flash,
+            upload=self.upload,
+            is_deterministic=self.is_deterministic,
         )
+        if self.is_deterministic and not found.is_deterministic:
+            raise refuse_determinism(self, f"the attention {found.name}")
         logger.info("attention: %s", found.name)
         return found
 

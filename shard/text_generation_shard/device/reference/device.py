@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 def refuse_determinism(device: base.Device, what: str) -> ModelError:
     """What is said where --deterministic can not be kept because of `what`."""
     return ModelError(
-        f"--deterministic can not be kept with {what} on this {device.name}; leave it out, or use "
+        f"--deterministic can not be kept with {what} on this {device.name}; leave one out, or use "
         "--device cpu with --dtype float32 or bfloat16"
     )
 

@@ -155,3 +155,19 @@ def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: 
         gates = tl.maximum(gates, 0.0)
     out = (gates * others).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + feature, out, mask=is_feature)
+
+
+@triton.jit
+def quantize_rows(hidden_ptr, numbers_ptr, scales_ptr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+    """Program (row): hidden [T, SIZE] becomes numbers [T, SIZE] float8_e4m3fn and scales [T]
+    float32: the largest of a row becomes 448, which is the largest number."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.arange(0, SIZE_PAD)
+    is_feature = feature < SIZE
+    at = row * SIZE + feature
+    hidden = tl.load(hidden_ptr + at, mask=is_feature, other=0.0).to(tl.float32)
+    # A row of zeros, or of nearly nothing, has a scale that can be divided by.
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(hidden), 0), 1e-30), 448.0)
+    numbers = tl.div_rn(hidden, tl.zeros([SIZE_PAD], tl.float32) + scale)
+    tl.store(numbers_ptr + at, numbers.to(tl.float8e4nv), mask=is_feature)
+    tl.store(scales_ptr + row, scale)

@@ -1,0 +1,132 @@
+"""Products of hidden states and weights: floats, or 8 or 4 bits that become floats in registers.
+
+The sum over the inputs is taken in one order, and never split: what a row gets depends on that row,
+on the weight and on the sizes of the tiles alone, bit for bit. Weights are the left operand, so
+that tensor cores take them from registers, and the tile of a few rows is narrow.
+"""
+
+import triton
+import triton.language as tl
+
+# What float32 holds as 1.5 * 2 ** 23, and that number.
+_SHIFT_BITS: tl.constexpr = tl.constexpr(0x4B400000)
+_SHIFT: tl.constexpr = tl.constexpr(12582912.0)
+_GROUP: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply(
+    hidden_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Program (tile of rows, tile of outputs): out [num_rows, NUM_OUTPUTS] = hidden [num_rows,
+    NUM_INPUTS] @ weight.t() + bias [NUM_OUTPUTS], which may be None.
+
+    weight [NUM_OUTPUTS, NUM_INPUTS] in the type of hidden, scales None; or in int8, with scales
+    [NUM_OUTPUTS]. IS_GROUPED: in 4 bits, with scales and zeros of groups: see `_add_block`.
+    """
+    # Programs that read the same weights follow each other.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_row, is_output = (row < num_rows)[None, :], (output < NUM_OUTPUTS)[:, None]
+    hidden_ptr += row.to(tl.int64)[None, :] * NUM_INPUTS
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if IS_GROUPED:
+        NUM_BLOCKS: tl.constexpr = (NUM_INPUTS + INPUTS - 1) // INPUTS
+        at = output.to(tl.int64)[:, None] * NUM_BLOCKS
+        for block in range(NUM_BLOCKS):
+            total = _add_block(
+                *(total, hidden_ptr, weight_ptr, scales_ptr),
+                *(at + block, block * INPUTS, is_row, is_output, NUM_INPUTS, INPUTS),
+            )
+    else:
+        weight_ptr += output.to(tl.int64)[:, None] * NUM_INPUTS
+        for start in range(0, NUM_INPUTS, INPUTS):
+            input = start + tl.arange(0, INPUTS)
+            is_weight = is_output & (input < NUM_INPUTS)[None, :]
+            weight = tl.load(weight_ptr + input[None, :], mask=is_weight, other=0)
+            total = _add(total, weight, hidden_ptr, input, is_row, NUM_INPUTS)
+        if scales_ptr is not None:
+            total *= tl.load(scales_ptr + output, mask=output < NUM_OUTPUTS).to(tl.float32)[:, None]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + output, mask=output < NUM_OUTPUTS).to(tl.float32)[:, None]
+    at_out = row.to(tl.int64)[None, :] * NUM_OUTPUTS + output[:, None]
+    tl.store(out_ptr + at_out, total.to(out_ptr.dtype.element_ty), mask=is_row & is_output)
+
+
+@triton.jit
+def _add(total, weight, hidden_ptr, input, is_row, NUM_INPUTS: tl.constexpr):
+    """total [OUTPUTS, ROWS] + weight [OUTPUTS, inputs] @ hidden; weight: float32, or a type that
+    is exact in the type of hidden."""
+    is_hidden = is_row & (input < NUM_INPUTS)[:, None]
+    hidden = tl.load(hidden_ptr + input[:, None], mask=is_hidden, other=0.0)
+    if weight.dtype == tl.int8:
+        # Whole numbers up to 127 are exact in every float: the scale comes last.
+        weight = _floats(weight.to(tl.int32))
+    return tl.dot(weight.to(hidden.dtype), hidden, total, input_precision="ieee")
+
+
+@triton.jit
+def _add_block(
+    total,
+    hidden_ptr,
+    weight_ptr,
+    scales_ptr,
+    at,
+    first,
+    is_row,
+    is_output,
+    NUM_INPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """The same of a block of INPUTS in 4 bits, from `first` on, where `at` [OUTPUTS, 1] counts the
+    blocks before it: w = scale * (q - 8) + zero.
+
+    weight [NUM_OUTPUTS, blocks, INPUTS / 2] uint8: q of the first half of a block in the low bits,
+    of the second half in the high ones. scales [NUM_OUTPUTS, blocks, INPUTS / 2 / 32, 2, 2]: for
+    each group of 32 inputs of a half, both halves, scale and zero. The last block is filled up.
+    """
+    HALF: tl.constexpr = INPUTS // 2
+    GROUPS: tl.constexpr = HALF // _GROUP
+    input = first + tl.arange(0, HALF)
+    at_packed = at * HALF + tl.arange(0, HALF)[None, :]
+    packed = tl.load(weight_ptr + at_packed, mask=is_output, other=0).to(tl.int32)
+    group = tl.arange(0, GROUPS)[None, :, None, None]
+    half, kind = tl.arange(0, 2)[None, None, :, None], tl.arange(0, 2)[None, None, None, :]
+    at_scales = (at * GROUPS)[:, :, None, None] + group
+    is_there = is_output[:, :, None, None]
+    both = tl.load(scales_ptr + at_scales * 4 + half * 2 + kind, mask=is_there, other=0.0)
+    scales, zeros = tl.split(both.to(tl.float32))
+    low_scales, high_scales = tl.split(scales)
+    low_zeros, high_zeros = tl.split(zeros)
+    low = _dequantized(packed & 15, low_scales, low_zeros)
+    total = _add(total, low, hidden_ptr, input, is_row, NUM_INPUTS)
+    high = _dequantized(packed >> 4, high_scales, high_zeros)
+    return _add(total, high, hidden_ptr, input + HALF, is_row, NUM_INPUTS)
+
+
+@triton.jit
+def _dequantized(numbers, scales, zeros):
+    """Numbers [OUTPUTS, inputs] from 0 to 15, by scales and zeros [OUTPUTS, inputs / 32], as
+    float32."""
+    SHAPE: tl.constexpr = numbers.shape
+    wide = _floats(numbers - 8)
+    wide = tl.reshape(wide, [SHAPE[0], SHAPE[1] // _GROUP, _GROUP])
+    return tl.reshape(wide * scales[:, :, None] + zeros[:, :, None], SHAPE)
+
+
+@triton.jit
+def _floats(numbers):
+    """int32 numbers between -2 ** 22 and 2 ** 22 as float32, by two additions: instructions that
+    convert bytes are several times slower."""
+    return (numbers + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
