@@ -173,7 +173,7 @@ def test_steps_ahead_are_computed_behind_it(
     memory, driver = Memory(engine, monkeypatch, place, most=3), Driver(engine)
     assert tokens_of(driver, behind=True) == expected
     assert driver.reasons == plain.reasons and engine.num_rows_taken == 0
-    assert memory.num_short > 20
+    assert memory.num_short > 10
 
 
 def test_a_row_that_fails_is_not_in_the_steps_behind(
@@ -321,7 +321,7 @@ def test_grammars_and_their_neighbours(
     expected = tokens(Driver(engine))
     memory = Memory(engine, monkeypatch, most=2)
     assert tokens(Driver(engine)) == expected
-    assert memory.num_short > 20
+    assert memory.num_short > 10
 
 
 def test_another_error_in_a_part_leaves_what_was_there(
