@@ -256,7 +256,7 @@ def test_a_prompt_that_fails_in_one_part_is_not_in_the_next(
     bad = replace(driver.request(1, [5] * 14 + [BAD] + [6] * 30, **LONG), chunk_len=10)
     engine.step(StepInput([first, bad], runs_on=False))
     Memory(engine, monkeypatch, "result", bad=BAD)
-    handles = [engine.launch(StepInput(chunks=[(1, count)])) for count in (10, 25)]
+    handles = [engine.launch(StepInput(chunks=[(1, count)])) for count in (10, 20)]
     outputs = [handle.result() for handle in handles]
     assert [[number for number, _ in item.errors] for item in outputs] == [[1], []]
     assert [item.request_ids for item in outputs] == [[0], [0]] and engine.num_rows_taken == 1
