@@ -174,7 +174,7 @@ def test_steps_ahead_are_computed_behind_it(
     memory, driver = Memory(engine, monkeypatch, place, most=3), Driver(engine)
     assert tokens_of(driver, behind=True) == expected
     assert driver.reasons == plain.reasons and engine.num_rows_taken == 0
-    assert memory.num_short > 20
+    assert memory.num_short > 10
 
 
 def test_a_row_that_fails_is_not_in_the_steps_behind(
@@ -248,6 +248,21 @@ def test_who_does_not_fit_alone_fails_alone(
     assert memory.num_short > 5
 
 
+def test_a_prompt_that_fails_in_one_part_is_not_in_the_next(
+    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines[StreamDevice]
+    driver = Driver(engine)
+    first = driver.request(0, range(3, 12), **LONG)
+    bad = replace(driver.request(1, [5] * 14 + [BAD] + [6] * 30, **LONG), chunk_len=10)
+    engine.step(StepInput([first, bad], runs_on=False))
+    Memory(engine, monkeypatch, "result", bad=BAD)
+    handles = [engine.launch(StepInput(chunks=[(1, count)])) for count in (10, 20)]
+    outputs = [handle.result() for handle in handles]
+    assert [[number for number, _ in item.errors] for item in outputs] == [[1], []]
+    assert [item.request_ids for item in outputs] == [[0], [0]] and engine.num_rows_taken == 1
+
+
 def test_who_reads_what_one_that_fails_was_to_write_computes_it(
     engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,14 +272,18 @@ def test_who_reads_what_one_that_fails_was_to_write_computes_it(
     driver.run()
     driver.add([driver.request(5, [9, 8], **LONG)])
 
-    def logprobs(self: Plan, *_: Any) -> None:
-        raise MemoryError
+    batch = Plan.batch
 
-    monkeypatch.setattr(Plan, "_logprobs", logprobs)
+    def no_memory(self: Plan, scheduled: ScheduledTokens, *rest: Any) -> ForwardBatch:
+        if 1 in self._fixed.table.ids(scheduled.rows.tolist()):
+            raise MemoryError
+        return batch(self, scheduled, *rest)
+
+    monkeypatch.setattr(Plan, "batch", no_memory)
     # Blocks in which nobody has written.
     driver.free.reverse()
-    # It has no memory for its log-probabilities; the others have its first two blocks.
-    leader = driver.request(1, ids, prefill_logprobs=True, **LONG)
+    # There is never memory for it; the others have its first two blocks.
+    leader = driver.request(1, ids, **LONG)
     others = [driver.request(number, ids, **LONG) for number in (2, 3)]
     others = [
         replace(
@@ -322,7 +341,7 @@ def test_grammars_and_their_neighbours(
     expected = tokens(Driver(engine))
     memory = Memory(engine, monkeypatch, most=2)
     assert tokens(Driver(engine)) == expected
-    assert memory.num_short > 20
+    assert memory.num_short > 10
 
 
 def test_another_error_in_a_part_leaves_what_was_there(
