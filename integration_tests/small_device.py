@@ -61,8 +61,7 @@ class Runner(NamedTuple):
 
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
-    cache_dtype, is_deterministic, runs_behind, spares_core = dtype, *[False] * 3
-    num_spare_blocks = 0
+    cache_dtype, is_deterministic, runs_behind, spares_core, num_spare_blocks = dtype, *[False] * 4
     matrix = staticmethod(lambda weight, quantize: Weight(weight))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)

@@ -71,8 +71,10 @@ def reference_device(
     cuda_graphs: tuple[int, ...] | None = None,
 ) -> Any:
     """The specification, on the processor; or a StreamDevice over it."""
-    own = TorchDevice(torch.device("cpu"), dtype, DeviceOptions(None, "float32"))
-    return own if kind is TorchDevice else kind(own, cuda_graphs=cuda_graphs)
+    given = torch.device("cpu"), dtype, DeviceOptions(None, "float32")
+    if issubclass(kind, TorchDevice):
+        return kind(*given)
+    return kind(TorchDevice(*given), cuda_graphs=cuda_graphs)
 
 
 @dataclass

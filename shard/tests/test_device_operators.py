@@ -188,8 +188,9 @@ class AllowsAll:
     def masks(self) -> Tensor:
         return torch.full((len(self.places), self._words), -1, dtype=torch.int32)
 
-    def settle(self, choice: Any) -> None:
-        """Nothing follows."""
+    def settle(self, choice: Any) -> Any:
+        """Nothing is replaced."""
+        return choice
 
     def failures(self) -> dict[int, str]:
         return {}

@@ -141,7 +141,10 @@ def test_a_model_says_what_it_says_by_the_reference(
 
     monkeypatch.setattr(KVCache, "store", store)
     monkeypatch.setattr(own_engine, "measure", lambda *_: Costs(1, 1, 1, 0))
-    for device in (reference_device(), interpreted.device(torch.float32, "fp8_e5m2")):
+    for device in (
+        reference_device(),
+        interpreted.device(torch.float32, kv_cache_dtype="fp8_e5m2"),
+    ):
         limits = {"max_prefill_tokens": 8, "max_batch_size": 2, "max_total_tokens": 20}
         with caplog.at_level(logging.INFO):
             engine = load_engine(tiny_model_path, device=device, **limits)

@@ -3,10 +3,13 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
 from text_generation_shard.engine.step import StepInput, StepOutput
 
@@ -124,6 +127,41 @@ def test_what_can_not_be_recorded_is_computed(
     assert values_of(outputs) == values_of(expected)
     (message,) = caplog.messages
     assert "steps of 4 tokens are not recorded" in message and "\n" not in message
+
+
+def test_what_is_sent_of_block_tables() -> None:
+    """What grew, all of a row that another request has, and once more what could not be sent."""
+    rows: Any = SimpleNamespace(
+        block_tables=np.array([[3, 4, 5], [6, 7, 8]]),
+        num_blocks=np.array([2, 1]),
+        num_takes=np.array([1, 1]),
+        num_cache_blocks=9,
+        block_size=16,
+    )
+    sent: list[list[int]] = []
+
+    def upload(arrays: Any) -> list[torch.Tensor]:
+        if rows.num_cache_blocks == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sent.append(arrays[-1].tolist())
+        return [torch.from_numpy(item) for item in arrays]
+
+    state = DeviceRows(rows, torch.device("cpu"), upload)
+    both = np.array([0, 1])
+    state.send(both)
+    rows.num_blocks[0] += 1
+    rows.num_cache_blocks = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        state.send(both)
+    rows.num_cache_blocks = 9
+    state.send(both[1:])
+    state.send(both)
+    rows.block_tables[1, 0], rows.num_takes[1] = 2, 2
+    state.send(both)
+    state.send(both)
+    assert sent == [[3, 4, 6], [5], [2]]
+    assert state.tables.tolist() == [[3, 4, 5], [2, 0, 0], [9, 9, 9]]
+    assert state.tables_of(both[1:], 17).tolist() == [[2, 0]]
 
 
 def test_what_all_take_is_told_by_two(tiny_model_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from text_generation_shard.engine import memory, out_of_memory
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
-from text_generation_shard.engine.output import Verified, verify
+from text_generation_shard.engine.output import Part, verify
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
@@ -46,16 +46,6 @@ from text_generation_shard.sampling.table import Watermark
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Part(NamedTuple):
-    """A step that was computed, or a part of one. Nothing of it is in the row table yet."""
-
-    plan: Plan
-    # None: no input was complete.
-    verified: Verified | None
-    # time.perf_counter_ns() when its passes were.
-    done_ns: int
 
 
 class StepHandle:

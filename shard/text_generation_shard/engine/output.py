@@ -43,6 +43,16 @@ class Verified(NamedTuple):
     output: StepOutput
 
 
+class Part(NamedTuple):
+    """A step that was computed, or a part of one. Nothing of it is in the row table yet."""
+
+    plan: Plan
+    # None: no input was complete.
+    verified: Verified | None
+    # time.perf_counter_ns() when its passes were.
+    done_ns: int
+
+
 def verify(
     plan: Plan, choice: Choice, table: RowTable, end_ids: frozenset[int], world: World
 ) -> Verified:
