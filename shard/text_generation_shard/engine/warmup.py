@@ -17,8 +17,9 @@ _PROMPT = 64
 # Tokens in front of a part of a prompt, and for how many of these it is told what they cost.
 _FRONT = 2048
 _CONTEXT_UNIT = 1024
-# Steps of each kind that are measured; the fastest counts.
-_TRIES = 2
+# Steps of each kind that are measured; the fastest counts. What is recorded when it was asked for a
+# few times is fast from then on.
+_TRIES, _TRIES_RECORDED = 2, 6
 # Alternatives of a token, as many as a router asks for by default.
 _TOP_TOKENS = 5
 # Every way to choose a token.
@@ -59,6 +60,10 @@ class LargestStep(NamedTuple):
 
 class Steps(Protocol):
     """The part of the engine whose steps are measured. Nothing else may run meanwhile."""
+
+    @property
+    def records_steps(self) -> bool:
+        """See Engine."""
 
     @property
     def block_size(self) -> int:
@@ -137,8 +142,9 @@ def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: in
     single = others or prompt
     token = max(1, (prompt - single) // max(1, length - 1))
     in_front = _time_in_front(engine, length, max_total, prompt)
-    context = max(1, min(_CONTEXT, max_total - 1 - _TRIES))
-    new = min(1 + _TRIES, max_total - context)
+    tries = _TRIES_RECORDED if engine.records_steps else _TRIES
+    context = max(1, min(_CONTEXT, max_total - 1 - tries))
+    new = min(1 + tries, max_total - context)
     rows = min(max_rows, _MOST_ROWS)
     first, others = _steps(
         engine, [_request(engine, row, context, context - 1, new) for row in range(rows)]
