@@ -11,8 +11,8 @@ from text_generation_shard.device import base
 class DeviceRows:
     """Owns, on a device, the token that each row got last and the block table of each row.
 
-    Both have a row more than there are: the last one belongs to no request. Its blocks are the one
-    behind those of all requests.
+    Both have a row more than there are: the last one belongs to no request. All its blocks
+    are the spare block of the cache.
     """
 
     def __init__(self, rows: base.Rows, device: torch.device, upload: Upload) -> None:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # A size is recorded when it is asked for the fourth time: those that are asked for most come first.
 _ASKED = 4
-# Contexts, too, are recorded in a few sizes, each this number of times the one before.
+# Contexts, too, are recorded in a few sizes, each this number of times the previous size.
 _LEAST_CONTEXT, _CONTEXT_RATIO = 512, 4
 # Of one device: bounds what they take beside the memory that they compute in, which is one.
 _MOST_RECORDED = 128
@@ -206,10 +206,10 @@ class Graphs:
         if not self.are_used:
             return 0
         kinds = [_Kind(size, self._longest) for size in reversed(self._sizes)]
-        nobody: Ints = np.empty(0, dtype=np.int64)
+        no_rows: Ints = np.empty(0, dtype=np.int64)
         found = []
         for kind in kinds[:2]:
-            self._fill(kind.size, nobody, nobody, nobody)
+            self._fill(kind.size, no_rows, no_rows, no_rows)
             self._compute(kind)
             before = held()
             self._record(kind)

@@ -23,8 +23,8 @@ from text_generation_shard.device.reference.quantized import (
     quantize_rows_float8,
 )
 
-# Numbers that are quantised together: some copies in float32 of so many are made, by enough
-# threads for a GPU.
+# Numbers that are quantised together: bounds the copies in float32, and is enough for all threads
+# of a GPU.
 _FITTED_NUMBERS = 2**22
 # Vectors of inputs begin where the widest loads do; torch's product in fp8 asks for it as well.
 _STEP = 16
@@ -204,8 +204,7 @@ class Float8Matrix:
             scale_b=self._scales,
             bias=None if bias is None else bias.bfloat16(),
             out_dtype=torch.bfloat16,
-            # Sums of tensor cores are not taken apart on the way: that costs a third of the speed,
-            # and is far below what 3 bits of mantissa round off.
+            # Tensor cores keep the sums, with fewer bits than float32; not measured yet.
             use_fast_accum=True,
         )
         return out.to(hidden.dtype)
