@@ -8,7 +8,7 @@ from text_generation_shard.engine.engine import Engine, StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
 
-# One block is left free for so many rows: else whoever comes in has to go with the next step.
+# One block stays free for this number of rows: else a new request is preempted a step later.
 _ROWS_A_SPARE_BLOCK = 8
 
 
@@ -113,7 +113,7 @@ class Caller:
         if len(self._free) != self._num_blocks or self._engine.num_rows_taken:
             raise LostError(
                 f"{self._num_blocks - len(self._free)} blocks and {self._engine.num_rows_taken} "
-                "rows are held by nobody"
+                "rows are taken and no request has them"
             )
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ _ROWS, _LONGEST, _PREFILL = 256, 8192, 4096
 # Requests that wait, at least.
 _QUEUE = 4
 _DRY_STEPS = 120
-# Of those that run, one is cancelled in one of so many steps.
+# A running request is cancelled once in this number of steps.
 _STEPS_A_CANCEL = 30
 # Steps after which the memory is looked at, and all blocks are counted.
 _LOOK_EACH = 50

@@ -19,7 +19,7 @@ from text_generation_shard.engine.step import NewRequest, WarmupLimits
 from text_generation_shard.grammars.compiler import Grammar
 from text_generation_shard.sampling.params import SamplingParams
 
-# Steps of so many tokens are recorded. With another number of rows they are filled up.
+# Numbers of tokens whose steps are recorded. With another number of rows they are filled up.
 _GRAPHS = (1, 2, 4, 8)
 # By how much a log-probability may differ, and two tokens be apart of which either may be the best.
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}

@@ -36,7 +36,7 @@ _LOG_LINE = re.compile(r"(\S+Z) +[A-Z]+ +(\S+?): (.*)")
 
 
 class Clients(NamedTuple):
-    """A closed loop: so many processes, each with its clients, which ask one after another."""
+    """A closed loop: a number of processes, each with its clients, which ask one after another."""
 
     processes: int
     clients: int

@@ -105,7 +105,7 @@ class Bench:
         return self._until - time.monotonic()
 
     def release(self) -> None:
-        """Give the device back what nobody refers to any more."""
+        """Give the device back the memory that is not used any more."""
         gc.collect()
         if not self.is_dry:
             torch.cuda.empty_cache()
