@@ -68,6 +68,8 @@ class Later:
 class BehindRunner:
     """Owns the tokens it chose last, by row, as a device would."""
 
+    records_steps = False
+
     def __init__(self, model: Model) -> None:
         self.model = model
         self.last_tokens: dict[int, int] = {}
