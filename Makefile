@@ -8,7 +8,9 @@ HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 PYTEST := $(BIN)/pytest -m "not gpu"
 # Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
-COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,bad_input bad_models boundaries generate gpu_server grammar offline_batch on_gpu parity quantize sequences small_device)
+COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,bad_input bad_models benchmark boundaries docs frozen generate gpu_server grammar offline offline_batch on_gpu parity quantize real_client reflection sequences small_device)
+# Likewise of the attacks.
+HOSTILE_COMPUTING := $(patsubst %,$(HOSTILE)/test_%.py,harness pickles places scores sockets tls)
 UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
 GPU_PARTS := kernels engine
@@ -29,7 +31,8 @@ processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skyl
 	$(BIN)/python -m shard.tests.processors
 
 hostile: .venv/.installed-dev ## attacks on a real server, and 2,000 random requests; needs root
-	$(BIN)/pytest $(HOSTILE) $(ARGS)
+	$(if $(ARGS),$(BIN)/pytest $(HOSTILE) $(ARGS),$(BIN)/pytest $(HOSTILE_COMPUTING) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
+	$(if $(ARGS),,$(BIN)/pytest $(HOSTILE) $(addprefix --ignore ,$(HOSTILE_COMPUTING)))
 
 fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
