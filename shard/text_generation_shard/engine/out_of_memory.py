@@ -37,8 +37,8 @@ def unless_short(compute: Callable[[], _T]) -> _T | None:
     try:
         return compute()
     except OUT_OF_MEMORY as error:
-        # An error holds the frames it went through, and these what was computed: who keeps
-        # the error must not keep that.
+        # An error holds the frames it went through, and these hold what was computed: code
+        # that keeps the error must not keep that memory.
         error.__traceback__ = None
         return None
 

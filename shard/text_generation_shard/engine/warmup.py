@@ -17,8 +17,8 @@ _PROMPT = 64
 # Tokens in front of a part of a prompt, and for how many of these it is told what they cost.
 _FRONT = 2048
 _CONTEXT_UNIT = 1024
-# Steps of each kind that are measured; the fastest counts. What is recorded when it was asked for a
-# few times is fast from then on.
+# Steps of each kind that are measured; the fastest counts. A device that records steps does so when
+# it has computed a few of a kind: only those behind are as fast as in service.
 _TRIES, _TRIES_RECORDED = 2, 6
 # Alternatives of a token, as many as a router asks for by default.
 _TOP_TOKENS = 5
