@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.device.reference.collectives import GlooCollectives
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
 from text_generation_shard.server import load_on
@@ -35,7 +36,9 @@ def rank_main(rank: int, path: str, meeting: str) -> None:
     """What one of two processes does; prints what it found."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
-    engine = load_engine(Path(path), device=reference_device(), world=World(rank, 2))
+    engine = load_engine(
+        Path(path), device=reference_device(), world=World(rank, 2, GlooCollectives())
+    )
     print(json.dumps(run(Driver(engine))))
     torch.distributed.destroy_process_group()
 

@@ -7,3 +7,8 @@ class ModelError(ValueError):
 
 class BatchError(ValueError):
     """A call named a batch or request the shard does not have, or asked for more than it has."""
+
+
+class RankError(RuntimeError):
+    """Another shard did not come, or has given up: the message names it. What the ranks computed
+    together is lost."""
