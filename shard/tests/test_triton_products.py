@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import (
+    ALL,
     Activation,
     CacheShape,
     DeviceOptions,
@@ -323,7 +324,7 @@ class Spelled:
 class SpellingDevice(TorchDevice):
     """The reference, whose weights are what int8, int4 and fp8 make of them."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(self, weight: Tensor, quantize: str | None, columns: slice = ALL) -> Matrix:
         assert quantize is not None
         return Spelled(weight, "int8" if quantize == "int4" and weight.shape[1] % 32 else quantize)
 
