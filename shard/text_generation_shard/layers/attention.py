@@ -3,9 +3,14 @@
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
+<<<<<<< HEAD
 from text_generation_shard.checkpoint.partition import Partition, whole
 from text_generation_shard.checkpoint.weights import Parameters, Sections
 from text_generation_shard.device.base import Attention, AttentionPlan
+=======
+from text_generation_shard.checkpoint.weights import Parameters, Split
+from text_generation_shard.device.forward import Attention, AttentionPlan
+>>>>>>> h-D
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.parallel import World
