@@ -11,4 +11,11 @@ class BatchError(ValueError):
 
 class RankError(RuntimeError):
     """Another shard did not come, or has given up: the message names it. What the ranks computed
-    together is lost."""
+    together in this message is lost."""
+
+    def __init__(self, sentence: str, *, is_final: bool) -> None:
+        super().__init__(sentence)
+        self.is_final = is_final
+        """Whether this rank can not go on: another one did not come within the step deadline, is
+        gone, or this process is stopping. False: another rank has given up this message only, and
+        the next one can be computed."""
