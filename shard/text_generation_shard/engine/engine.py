@@ -147,8 +147,7 @@ class Engine:
         self._splits = False
         self._max_prefill_tokens = limits.max_prefill_tokens
         config = self.model.config
-        num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
-        sizes = config.num_layers, num_kv_heads, config.head_dim
+        sizes = config.num_layers, self.model.num_kv_heads, config.head_dim
         shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
         room = self._room(shape, limits)
         spare = self.device.num_spare_blocks * shape.block_bytes
