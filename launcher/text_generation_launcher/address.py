@@ -67,15 +67,18 @@ def _bind(hostname: str, port: int, flag: str, address_flag: str) -> tuple[socke
     """A bound socket and the address of `hostname`. Raises AddressError, naming the flags that
     would help."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror:
         everywhere = ", 0.0.0.0 for all" if address_flag == "--hostname" else ""
         raise AddressError(
             f"{hostname} is not an address of this machine: give {address_flag} an IP address"
             f"{everywhere}"
         ) from None
+    # Shards that meet take an address of version 4 where a name has both.
+    prefers_4 = address_flag == "--master-addr"
+    family, kind, protocol, _, address = (
+        min(found, key=lambda one: one[0]) if prefers_4 else found[0]
+    )
     bound = socket.socket(family, kind, protocol)
     # connections of an earlier server that are still closing don't matter
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
