@@ -11,10 +11,11 @@ import pytest
 import torch
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device.base import CacheShape, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import Processor
 from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import NewRequest, StepInput

@@ -9,16 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.device.base import (
-    Activation,
-    CacheShape,
-    DeviceOptions,
-    EmbeddingTable,
-    Matrix,
-)
+from text_generation_shard.device.base import Activation, DeviceOptions, EmbeddingTable, Matrix
 from text_generation_shard.device.cuda import matrices, operators
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
 from text_generation_shard.device.cuda.matrices import quantized_float8
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.quantized import (

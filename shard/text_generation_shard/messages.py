@@ -151,7 +151,7 @@ class NumberedMessages(Messages):
         """In the device thread."""
         work = waiting.work
         if turn.missing:
-            self._ranks.pass_over(turn.number - 1)
+            self._ranks.pass_over(turn.missing, turn.number)
             self._on_gap()
             if not turn.may_skip:
                 work = partial(_refuse, turn, self._deadline_s)

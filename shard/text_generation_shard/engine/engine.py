@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from text_generation_shard.device.base import CacheShape, Device, Launched, Room, ScheduledTokens
+from text_generation_shard.device.base import Device, Launched, Room, ScheduledTokens
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine import memory, out_of_memory, ranks
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.base import ForwardBatch, Model, Rows, ScheduledTokens
+from text_generation_shard.device.base import Model, Rows, ScheduledTokens
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
     BatchBuilder,
     SampledPositions,

@@ -15,6 +15,8 @@ from text_generation_shard.parallel import World
 _T = TypeVar("_T")
 # float32 holds whole numbers up to 2^24 of these.
 _UNIT = 1 << 20
+# Messages that a router sends before the first of them is answered.
+_MOST_AHEAD = 4
 
 
 class Ranks:
@@ -44,10 +46,12 @@ class Ranks:
         self._has_failed = False
         return answer
 
-    def pass_over(self, number: int) -> None:
-        """This message and those before it are not carried out here: nobody is to wait for it."""
+    def pass_over(self, first: int, end: int) -> None:
+        """Messages from `first` on, before `end`, are not carried out here: nobody is to wait for
+        this rank in them. The others are in one of the first, if in any."""
         self._has_failed = True
-        self._collectives.fail(number)
+        for number in range(first, min(end, first + _MOST_AHEAD)):
+            self._collectives.fail(number)
 
 
 def digest(number: int, output: StepOutput) -> int:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters, Split
-from text_generation_shard.device.base import Attention, AttentionPlan
+from text_generation_shard.device.forward import Attention, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.parallel import World

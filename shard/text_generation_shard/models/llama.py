@@ -6,6 +6,7 @@ from torch import Tensor
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import base
+from text_generation_shard.device.forward import Attention, AttentionPlan, ForwardBatch
 from text_generation_shard.layers.attention import SelfAttention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
@@ -23,7 +24,7 @@ class Block:
         world: World,
         config: ModelConfig,
         layer: int,
-        attention: base.Attention,
+        attention: Attention,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.norm_eps
@@ -35,7 +36,7 @@ class Block:
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, plan: base.AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
         place; returns what its feed-forward adds, for the next block to take in."""
         normed = self._attention_norm.add(hidden, delta, self._multiplier)
@@ -99,7 +100,7 @@ class LlamaModel:
         """See Model."""
         return self.rotary.recompute_at
 
-    def forward(self, batch: base.ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
         config = self.config
         hidden = self._embedding(batch.input_ids)

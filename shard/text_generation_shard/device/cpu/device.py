@@ -19,6 +19,7 @@ from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
@@ -113,7 +114,7 @@ class CpuDevice(TorchDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         return TorchAttention(scale, self.pages.allocate)
 
@@ -180,7 +181,7 @@ class KernelDevice(CpuDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
             if self._must_be_deterministic:

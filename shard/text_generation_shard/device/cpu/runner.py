@@ -21,6 +21,7 @@ from text_generation_shard.device.cpu.kernels.threads import Threads
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
+from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
 from text_generation_shard.sampling.sampler import Scores
@@ -109,7 +110,7 @@ class FusedDecoder:
         """Whether the head is computed in the same call."""
         return self._has_head
 
-    def hidden(self, batch: base.ForwardBatch) -> Tensor:
+    def hidden(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
         ids = batch.input_ids
         hidden = self._embedded(ids)
@@ -121,7 +122,7 @@ class FusedDecoder:
         self._compute(ids.numpy(), plan, hidden, _NO_LOGITS)
         return hidden
 
-    def scores(self, batch: base.ForwardBatch) -> Tensor:
+    def scores(self, batch: ForwardBatch) -> Tensor:
         """See Forward. Of tokens whose logits are not wanted the last layer computes keys and
         values, and nothing else."""
         if not self._has_head:
@@ -135,7 +136,7 @@ class FusedDecoder:
         each takes 20 to 30 us when nothing of it is in the caches."""
         end = max(scheduled.ends.tolist())
         # Positions are starts: only their type is numpy's.
-        angles = base.Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
+        angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
         return self._logits(*self._attention.plan_rows(plan.rows, scheduled, angles))
 
     def _logits(self, ids: Ints, plan: PackedPlan) -> Floats:

@@ -17,6 +17,7 @@ from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.matrices import FORMS, Int8Matrix, OneTileMatrix
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.runner import EagerForward
@@ -95,7 +96,7 @@ class TritonDevice(TorchDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         takes_flash = flash.suits(shape, self.dtype, self.capability)

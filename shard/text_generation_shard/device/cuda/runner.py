@@ -14,6 +14,7 @@ from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, pass_scores
 from text_generation_shard.sampling.sampler import Choice, Sampler
 
@@ -145,8 +146,8 @@ class StreamRunner:
         return pass_scores(self._forward, plan, scheduled, batch)
 
     def _filled(
-        self, batch: base.ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
-    ) -> base.ForwardBatch:
+        self, batch: ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
+    ) -> ForwardBatch:
         """With the tokens that the host does not know yet."""
         places, waits = self.upload([np.array(batch.cu_seqlens_q)[waiting], own[waiting]])
         last = rows.last_tokens.index_select(0, waits)

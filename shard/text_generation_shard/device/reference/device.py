@@ -8,6 +8,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.copies import PlainCopies
 from text_generation_shard.device.reference.linear import (
@@ -106,7 +107,7 @@ class TorchDevice:
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         return TorchAttention(scale, self._make_zeros)
 
