@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from text_generation_shard.device.base import Room, StepScores
+from text_generation_shard.device.base import ALL, Form, Room, StepScores
 
 
 class Weight:
@@ -62,7 +62,8 @@ class Runner(NamedTuple):
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
     cache_dtype, is_deterministic, runs_behind, spares_core, num_spare_blocks = dtype, *[False] * 4
-    matrix = staticmethod(lambda weight, quantize: Weight(weight))
+    quantized_form = staticmethod(lambda shape, quantize: Form(None, ""))
+    matrix = staticmethod(lambda weight, _, columns=ALL: Weight(weight[:, columns]))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
     upload = staticmethod(lambda arrays: [torch.from_numpy(array) for array in arrays])

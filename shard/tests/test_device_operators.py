@@ -86,12 +86,11 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90
     device.upload = Uploads(device.torch_device, LateBuffer)
-    parameters = Parameters(device, World(), quantize)
+    parameters = Parameters(device, quantize)
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:
         for name, stack in list(parameters._stacks.items()):
-            shape = sum(stack.sections[name]), *stack.tail
-            tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            tensor = torch.empty(stack.shape_of(name), dtype=torch.bfloat16, device="meta")
             parameters._fill(name, tensor, tmp_path, copies)
     for action in parameters._after_load:
         action()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.device.base import DeviceOptions, Matrix
+from text_generation_shard.device.base import ALL, DeviceOptions, Matrix
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.operators import TritonDevice
@@ -111,7 +111,7 @@ class RowByRow(FloatMatrix):
 class DeterministicDevice(TritonDevice):
     """Whose products are RowByRow, and attention is deterministic."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(self, weight: Tensor, quantize: str | None, columns: slice = ALL) -> Matrix:
         return RowByRow(weight.to(self.dtype))
 
     def attention(

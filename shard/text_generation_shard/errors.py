@@ -13,7 +13,7 @@ class RankError(RuntimeError):
     """Another shard did not come, or has given up: the message names it. What the ranks computed
     together in this message is lost."""
 
-    def __init__(self, sentence: str, *, is_final: bool) -> None:
+    def __init__(self, sentence: str, is_final: bool) -> None:
         super().__init__(sentence)
         self.is_final = is_final
         """Whether this rank can not go on: another one did not come within the step deadline, is

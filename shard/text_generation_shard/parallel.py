@@ -59,15 +59,6 @@ class World:
         assert self._collectives is not None, "one rank has nobody to talk to"
         return self._collectives
 
-    def share(self, count: int, what: str) -> int:
-        """How many of `count` things each rank has; ValueError if they can not be divided."""
-        if count % self.size:
-            raise ValueError(
-                f"{count} {what} can not be divided among {self.size} shards; use a number of "
-                f"shards that divides {count}"
-            )
-        return count // self.size
-
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See Collectives."""
         return partial if self.size == 1 else self.collectives.all_reduce(partial)

@@ -55,6 +55,18 @@ class Activation(StrEnum):
     RELU = "relu"
 
 
+ALL = slice(None)
+"""Columns of a whole weight."""
+
+
+class Form(NamedTuple):
+    """How weights of a shape are held: int8, int4, fp8 or, None, as floats; and why not as asked
+    (empty: they are)."""
+
+    kind: str | None
+    obstacle: str
+
+
 class Matrix(Protocol):
     """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
 
@@ -336,9 +348,12 @@ class Device(Protocol):
         """What fills this device's tensors while weights are loaded. Left without an error, all is
         copied and every action was called. Nothing of it remains, no thread and no memory."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
-        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or
-        None."""
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> Form:
+        """How `matrix` holds a weight [N, K] of this shape."""
+
+    def matrix(self, weight: Tensor, quantize: str | None, columns: slice = ALL) -> Matrix:
+        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or None.
+        Only these columns are kept, as the numbers that the whole weight has there."""
 
     def gated_matrix(
         self,

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.partition import Partition, partition_of
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention, AttentionPlan, ForwardBatch
@@ -23,15 +24,16 @@ class Block:
         parameters: Parameters,
         world: World,
         config: ModelConfig,
+        own: Partition,
         layer: int,
         attention: Attention,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.norm_eps
         self._attention = SelfAttention(
-            parameters, world, config, f"{prefix}.self_attn", layer, attention
+            *(parameters, world, config, own), f"{prefix}.self_attn", layer, attention
         )
-        self._mlp = GatedMLP(parameters, world, config, f"{prefix}.mlp")
+        self._mlp = GatedMLP(parameters, world, config, own.inner, f"{prefix}.mlp")
         self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
@@ -67,28 +69,36 @@ class LlamaModel:
     """Token ids to hidden states (`forward`), and these to scores (`logits`); see `Model`."""
 
     def __init__(self, parameters: Parameters, world: World, config: ModelConfig) -> None:
-        """ValueError if the model can not be split over the ranks."""
+        """ModelError if the model can not be split among the ranks."""
         self.config = config
-        self._device, self._world = parameters.device, world
-        self.attention = parameters.device.attention(
-            world.share(config.num_heads, "heads"),
-            world.share(config.num_kv_heads, "KV heads"),
-            config.head_dim,
-            config.attention_scale,
+        device, quantize = parameters.device, parameters.quantize
+        self._device, self._world = device, world
+        self.partition = own = partition_of(
+            *(config, world.rank, world.size, quantize),
+            lambda shape, asked: device.quantized_form(shape, asked).kind,
+        )
+        """What this rank has."""
+        self.attention = device.attention(
+            *(own.heads.count, own.kv_heads.count, config.head_dim), config.attention_scale
         )
         self._embedding = Embedding(
-            *(parameters, world, "model.embed_tokens"), config.vocab_size, config.hidden_size
+            *(parameters, world, "model.embed_tokens"), own.vocabulary, config.hidden_size
         )
         self._blocks = [
-            Block(parameters, world, config, layer, self.attention)
+            Block(parameters, world, config, own, layer, self.attention)
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
         self._head = LMHead(
             *(parameters, world, "lm_head"), self._embedding, config.tie_word_embeddings
         )
-        self.rotary = RotaryEmbedding(config.rope, parameters.device.torch_device)
+        self.rotary = RotaryEmbedding(config.rope, device.torch_device)
         self.angles, self.angle_table = self.rotary.angles, self.rotary.table
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Whose keys and values this rank's cache holds."""
+        return self.partition.kv_heads.count
 
     @property
     def length_rule(self) -> str | None:

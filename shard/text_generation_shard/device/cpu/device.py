@@ -98,14 +98,26 @@ class CpuDevice(TorchDevice):
                 "model"
             )
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device. What can not be int4 becomes int8, what can not be that stays float."""
-        obstacle = ""
+        obstacle, weight = "", torch.empty(shape, device="meta")
         for form in linear.forms_of(quantize, self.int8, self.int4):
             if not (found := form.obstacle_of(weight)):
-                return form(weight, self.dtype, obstacle)
+                return base.Form(form.kind, obstacle)
             obstacle = obstacle or found
-        return self._float_matrix(weight.to(self.dtype), obstacle)
+        return base.Form(None, obstacle)
+
+    def matrix(
+        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+    ) -> base.Matrix:
+        """See Device."""
+        part = weight[:, columns]
+        kind, obstacle = self.quantized_form((part.shape[0], part.shape[1]), quantize)
+        if kind is None:
+            return self._float_matrix(part.to(self.dtype).contiguous(), obstacle)
+        if kind == "int4":
+            return self.int4(part.contiguous(), self.dtype, obstacle)
+        return self.int8(weight, self.dtype, obstacle, columns=columns)
 
     def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
         return linear.float_matrix(weight, obstacle)

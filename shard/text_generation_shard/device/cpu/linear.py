@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import ALL, Matrix
 from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
 from text_generation_shard.device.cpu.kernels.linear import GatedWeight, PackedWeight
@@ -86,9 +86,15 @@ class PackedInt8Matrix(PackedMatrix):
     obstacle_of = staticmethod(Int8Matrix.obstacle_of)
 
     def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str = "", is_gated: bool = False
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str = "",
+        is_gated: bool = False,
+        columns: slice = ALL,
     ) -> None:
-        parts = [quantize_rows(part, dtype) for part in parts_of(weight)]
+        """columns: see Device.matrix."""
+        parts = [quantize_rows(part, dtype, columns) for part in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._dtype = dtype
         self._scale = torch.cat(scales).float()

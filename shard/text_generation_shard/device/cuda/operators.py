@@ -14,7 +14,13 @@ from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
-from text_generation_shard.device.cuda.matrices import FORMS, Int8Matrix, OneTileMatrix
+from text_generation_shard.device.cuda.matrices import (
+    FORMS,
+    Float8Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    OneTileMatrix,
+)
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
 from text_generation_shard.device.forward import Attention
@@ -49,16 +55,30 @@ class TritonDevice(TorchDevice):
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device. What can not be int4 becomes int8, what can not be that, or fp8, stays
         float."""
-        obstacle = ""
+        obstacle, weight = "", torch.empty(shape, device="meta")
         for form in FORMS[quantize]:
             if not (found := form.obstacle_of(weight)):
-                return form(weight, self.dtype, obstacle, self.is_deterministic)
+                return base.Form(form.kind, obstacle)
             obstacle = obstacle or found
-        kind = OneTileMatrix if self.is_deterministic else FloatMatrix
-        return kind(weight.to(self.dtype), obstacle)
+        return base.Form(None, obstacle)
+
+    def matrix(
+        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+    ) -> base.Matrix:
+        """See Device."""
+        part = weight[:, columns]
+        kind, obstacle = self.quantized_form((part.shape[0], part.shape[1]), quantize)
+        if kind is None:
+            make = OneTileMatrix if self.is_deterministic else FloatMatrix
+            return make(part.to(self.dtype).contiguous(), obstacle)
+        given = self.dtype, obstacle, self.is_deterministic
+        if kind == "int4":
+            return Int4Matrix(part.contiguous(), *given)
+        by_row = Int8Matrix if kind == "int8" else Float8Matrix
+        return by_row(weight, *given, columns)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
         """See Device. Quantised, it is int8 whatever was asked for: a tied head has its error in

@@ -79,9 +79,15 @@ class TorchDevice:
         """See Device: plain, in the checkpoint's own type, so that quantising rounds once."""
         return nullcontext(PlainCopies())
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device; nothing is quantised."""
-        return FloatMatrix(weight.to(self.dtype))
+        return base.Form(None, "")
+
+    def matrix(
+        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+    ) -> base.Matrix:
+        """See Device; nothing is quantised."""
+        return FloatMatrix(weight[:, columns].to(self.dtype).contiguous())
 
     def gated_matrix(
         self,
