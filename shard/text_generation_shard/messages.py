@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from text_generation_shard.engine.ranks import Ranks
-from text_generation_shard.errors import BatchError, RankError
+from text_generation_shard.errors import BatchError, OwnError, RankError
 from text_generation_shard.message_order import MessageOrder, Turn
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class NumberedMessages(Messages):
         ranks: Ranks,
         deadline_s: float,
         on_gap: Callable[[], None],
-        on_final: Callable[[int, RankError], None],
+        on_final: Callable[[RankError], None],
     ) -> None:
         """A message that is missing is waited for as long as `deadline_s`. `on_gap` is called in
         the device thread where messages are passed over, `on_final` in the event loop when this
@@ -105,7 +105,7 @@ class NumberedMessages(Messages):
         """See Messages."""
 
         def fail() -> None:
-            raise BatchError(f"message {number} was given up: {error or type(error).__name__}")
+            raise OwnError(f"message {number} was given up: {error or type(error).__name__}")
 
         # Nobody waits for its answer.
         self.run(number, fail).cancel()
@@ -145,7 +145,7 @@ class NumberedMessages(Messages):
             if waiting.timer is not None:
                 waiting.timer.cancel()
             done = loop.run_in_executor(self.device_thread, self._carry_out, turn, waiting)
-            done.add_done_callback(partial(self._settle, turn.number, waiting.answer))
+            done.add_done_callback(partial(self._settle, waiting.answer))
 
     def _carry_out(self, turn: Turn, waiting: _Waiting) -> Any:
         """In the device thread."""
@@ -161,12 +161,10 @@ class NumberedMessages(Messages):
             waiting.undo()
             raise
 
-    def _settle(
-        self, number: int, answer: "asyncio.Future[Any]", done: "asyncio.Future[Any]"
-    ) -> None:
+    def _settle(self, answer: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
         error = None if done.cancelled() else done.exception()
         if isinstance(error, RankError) and error.is_final:
-            self._on_final(number, error)
+            self._on_final(error)
         if answer.done():
             return
         if done.cancelled():
@@ -178,7 +176,7 @@ class NumberedMessages(Messages):
 
 
 def _refuse(turn: Turn, deadline_s: float) -> None:
-    raise BatchError(
+    raise OwnError(
         f"message {turn.number} came, but message {turn.missing} before it did not come within "
         f"{deadline_s:g} s: this shard can not know what the others have computed"
     )

@@ -131,7 +131,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         engine: Engine,
         device_thread: ThreadPoolExecutor,
         config: ShardConfig,
-        on_final: Callable[[int, RankError], None] | None = None,
+        on_final: Callable[[RankError], None] | None = None,
     ) -> None:
         """`device_thread` has one worker, which has loaded the engine; `close` shuts it down.
         `on_final`, needed with several ranks: see `Messages`."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
@@ -38,6 +40,9 @@ class DeviceOptions:
     memory_fraction: float = 1.0
     # Sizes of passes that are recorded where the device can; None: those that suit it.
     cuda_graphs: tuple[int, ...] | None = None
+    # Of how many processes on this machine, each with a device, this is which.
+    rank: int = 0
+    world_size: int = 1
 
 
 class Activation(StrEnum):
@@ -382,6 +387,11 @@ class Device(Protocol):
 
     def left_bytes(self, cache_bytes: int, room: "Room") -> int:
         """What is left beside a cache that was made and what else there is room for."""
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """What this rank computes with the others, of which all call this at once; they have tried
+        it out when this returns. slot_bytes: what a rank gives at once, at most; more goes in
+        pieces. ModelError if it can not be had, RankError as Meeting."""
 
     def release_memory(self) -> None:
         """Called when there was no memory for a step: what is kept for later ones is given up."""

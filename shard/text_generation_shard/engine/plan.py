@@ -17,7 +17,7 @@ from text_generation_shard.engine.forward_batch import (
     sampled_positions,
 )
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.errors import BatchError
+from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
     Choice,
@@ -90,7 +90,7 @@ class Plan:
     ) -> ForwardBatch:
         """See StepPlan."""
         if self._fixed.is_stopping.is_set():
-            raise BatchError("the shard is stopping")
+            raise OwnError("the shard is stopping")
         return self._fixed.builder.batch(scheduled, tables)
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:

@@ -9,7 +9,7 @@ import torch
 
 from text_generation_shard.device.base import Device
 from text_generation_shard.engine.step import StepOutput
-from text_generation_shard.errors import BatchError
+from text_generation_shard.errors import BatchError, OwnError
 from text_generation_shard.parallel import World
 
 _T = TypeVar("_T")
@@ -17,16 +17,18 @@ _T = TypeVar("_T")
 _UNIT = 1 << 20
 # Messages that a router sends before the first of them is answered.
 _MOST_AHEAD = 4
+_BEHIND = "the step before this one has failed"
 
 
 class Ranks:
-    """Carries out messages on this rank while the others carry out the same. Owns whether the last
-    one failed. Used in the device thread."""
+    """Carries out messages on this rank while the others carry out the same. Owns how the last one
+    ended. Used in the device thread."""
 
     def __init__(self, world: World) -> None:
         """Of several ranks."""
         self._collectives = world.collectives
-        self._has_failed = False
+        # If the last one failed: the error of a message behind it.
+        self._error: type[BatchError] | None = None
 
     def carry_out(self, number: int, work: Callable[[], _T], is_ahead: bool = False) -> _T:
         """What `work` answers. If it fails, no other rank waits for this one in that message.
@@ -36,20 +38,22 @@ class Ranks:
         """
         try:
             self._collectives.begin(number)
-            if is_ahead and self._has_failed:
-                raise BatchError("the step before this one has failed")
+            if is_ahead and self._error is not None:
+                raise self._error(_BEHIND)
             answer = work()
-        except BaseException:
-            self._has_failed = True
-            self._collectives.fail(number)
+        except BaseException as error:
+            is_alike = isinstance(error, BatchError) and not isinstance(error, OwnError)
+            self._error = BatchError if is_alike else OwnError
+            if not is_alike:
+                self._collectives.fail(number)
             raise
-        self._has_failed = False
+        self._error = None
         return answer
 
     def pass_over(self, first: int, end: int) -> None:
         """Messages from `first` on, before `end`, are not carried out here: nobody is to wait for
         this rank in them. The others are in one of the first, if in any."""
-        self._has_failed = True
+        self._error = OwnError
         for number in range(first, min(end, first + _MOST_AHEAD)):
             self._collectives.fail(number)
 
