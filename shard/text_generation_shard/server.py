@@ -56,6 +56,8 @@ def load_engine(config: ShardConfig) -> Engine:
         deterministic=config.deterministic,
         memory_fraction=config.cuda_memory_fraction,
         cuda_graphs=config.cuda_graphs,
+        rank=config.rank,
+        world_size=config.world_size,
     )
     world = World(config.rank, config.world_size)
     return load_on(open_device(config.device, options), config, world)

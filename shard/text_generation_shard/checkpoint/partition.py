@@ -84,12 +84,14 @@ def partition_of(
     size: int,
     quantize: str | None = None,
     form_of: FormOf = all_floats,
+    fills_up: bool = False,
 ) -> Partition:
-    """What rank `rank` of `size` has. ModelError names the counts that work if `size` does not."""
+    """What rank `rank` of `size` has. ModelError names the counts that work if `size` does not.
+    fills_up: also what one rank has are whole fixed parts."""
     if not _divides_heads(config, size) or not _keeps_forms(config, size, quantize, form_of):
         raise ModelError(_refusal(config, size, quantize, form_of))
     own_heads, own_rows = config.num_heads // size, -(-config.vocab_size // size)
-    inner, inner_part = _inner(config, rank, size, quantize, form_of)
+    inner, inner_part = _inner(config, rank, size, quantize, form_of, fills_up)
     return Partition(
         heads=Share(config.num_heads, rank * own_heads, own_heads),
         kv_heads=Share(
@@ -144,7 +146,12 @@ def _products(
 
 
 def _inner(
-    config: DecoderSizes, rank: int, size: int, quantize: str | None, form_of: FormOf
+    config: DecoderSizes,
+    rank: int,
+    size: int,
+    quantize: str | None,
+    form_of: FormOf,
+    fills_up: bool = False,
 ) -> tuple[Share, int]:
     """The rank's features of the feed-forward, and how many make a fixed part."""
     total = config.intermediate_size
@@ -152,7 +159,7 @@ def _inner(
     num_units = -(-total // unit)
     num_parts = min(_PARTS, 1 << (num_units - 1).bit_length())
     part = -(-num_units // num_parts)
-    if size == 1:
+    if size == 1 and not fills_up:
         return whole(total), part * unit
     own = part * num_parts // size if num_parts % size == 0 else -(-num_units // size)
     return Share(total, rank * own * unit, own * unit), part * unit

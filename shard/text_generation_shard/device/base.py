@@ -18,7 +18,7 @@ from torch import Tensor
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
 from text_generation_shard.meeting import Meeting
-from text_generation_shard.parallel import Collectives
+from text_generation_shard.parallel import Collectives, World
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
@@ -151,10 +151,24 @@ class DecoderSizes:
     logits_divisor: float
 
 
+class RankSizes(NamedTuple):
+    """What a rank has of the `DecoderSizes` of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    # Of the vocabulary, filled up to as many for each rank: the first token, and how many.
+    first_token: int
+    num_tokens: int
+
+
 class DecoderWeights(NamedTuple):
-    """A whole model of Llama's shape, for devices that compute it as one."""
+    """A whole model of Llama's shape, for devices that compute it as one; of several ranks each
+    has its part."""
 
     sizes: DecoderSizes
+    own: RankSizes
+    world: World
     embedding: EmbeddingTable
     layers: Sequence[LayerWeights]
     norm: Tensor
@@ -187,7 +201,7 @@ class Model(Protocol):
         """`Angles.table` for the positions below `end`, where no length matters."""
 
     def weights(self) -> DecoderWeights | None:
-        """All of it; None: it is of another shape, or split over several ranks."""
+        """All of it that this rank has; None: it is of another shape."""
 
 
 class Rows(Protocol):
@@ -329,6 +343,9 @@ class Device(Protocol):
     cache_dtype: torch.dtype
     # Products of a row do not depend on the other rows, bit for bit.
     is_deterministic: bool
+    # Sums over inputs that ranks share are taken in fixed parts, which a tree adds: they have the
+    # same bits for every number of ranks that has whole parts.
+    sums_in_parts: bool
     # Whether a step may be launched before the previous one has a result.
     runs_behind: bool
     # Arrays of the host, which must not be changed afterwards, to tensors on the device: what the
@@ -351,9 +368,12 @@ class Device(Protocol):
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> Form:
         """How `matrix` holds a weight [N, K] of this shape."""
 
-    def matrix(self, weight: Tensor, quantize: str | None, columns: slice = ALL) -> Matrix:
+    def matrix(
+        self, weight: Tensor, quantize: str | None, columns: slice = ALL, part: int | None = None
+    ) -> Matrix:
         """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or None.
-        Only these columns are kept, as the numbers that the whole weight has there."""
+        Only these columns are kept, as the numbers that the whole weight has there. part: inputs of
+        a fixed part, where `sums_in_parts` counts."""
 
     def gated_matrix(
         self,

@@ -38,7 +38,8 @@ class SelfAttention:
         hidden = whole(config.hidden_size)
         self.qkv = Linear(parameters, world, outputs, hidden, config.qkv_bias)
         out = {f"{prefix}.o_proj": [hidden]}
-        self.out = Linear(parameters, world, out, query, config.output_bias, is_summed=True)
+        part = own.attended_part
+        self.out = Linear(parameters, world, out, query, config.output_bias, part)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if config.qk_norm:

@@ -26,15 +26,16 @@ class Linear:
         outputs: Sections,
         inputs: Share,
         bias: bool = False,
-        is_summed: bool = False,
+        part: int | None = None,
         gate: Activation | None = None,
     ) -> None:
-        """outputs: by name in the checkpoint. is_summed: each rank has a part of the inputs. With
-        a `gate` the first half of the outputs goes through it and is multiplied with the second."""
+        """outputs: by name in the checkpoint. part: each rank has some of the inputs, and so many
+        are a fixed part, see Partition; None: all ranks have all inputs. With a `gate` the first
+        half of the outputs goes through it and is multiplied with the second."""
         self.matrix: Matrix
         """Once it is loaded."""
         self._world, self._device, self._gate = world, parameters.device, gate
-        self._is_summed = is_summed and world.size > 1
+        self._is_summed, self._part = part is not None and world.size > 1, part
         self.bias: Tensor | None = None
         if bias:
             named = {f"{name}.bias": shares for name, shares in outputs.items()}
@@ -53,7 +54,7 @@ class Linear:
 
     def _receive(self, weight: Tensor) -> Matrix:
         if self._gate is None:
-            self.matrix = self._device.matrix(weight, self._quantize, self._columns)
+            self.matrix = self._device.matrix(weight, self._quantize, self._columns, self._part)
         else:
             has_bias = self.bias is not None
             self.matrix = self._device.gated_matrix(weight, self._quantize, self._gate, has_bias)

@@ -31,8 +31,10 @@ class GatedMLP:
         world: World,
         config: ModelConfig,
         inner: Share,
+        part: int,
         prefix: str,
     ) -> None:
+        """part: features that make a fixed part, see Partition."""
         if config.hidden_act not in _ACTIVATIONS:
             raise ModelError(
                 f"the activation {config.hidden_act} is not supported; supported are "
@@ -48,7 +50,7 @@ class GatedMLP:
         hidden = whole(config.hidden_size)
         self.gate_up = Linear(parameters, world, outputs, hidden, bias, gate=gate)
         down = {f"{prefix}.down_proj": [hidden]}
-        self.down = Linear(parameters, world, down, inner, bias, is_summed=True)
+        self.down = Linear(parameters, world, down, inner, bias, part)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""

@@ -33,7 +33,9 @@ class Block:
         self._attention = SelfAttention(
             *(parameters, world, config, own), f"{prefix}.self_attn", layer, attention
         )
-        self._mlp = GatedMLP(parameters, world, config, own.inner, f"{prefix}.mlp")
+        self._mlp = GatedMLP(
+            *(parameters, world, config, own.inner, own.inner_part), f"{prefix}.mlp"
+        )
         self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
@@ -76,6 +78,7 @@ class LlamaModel:
         self.partition = own = partition_of(
             *(config, world.rank, world.size, quantize),
             lambda shape, asked: device.quantized_form(shape, asked).kind,
+            fills_up=device.sums_in_parts,
         )
         """What this rank has."""
         self.attention = device.attention(
@@ -134,8 +137,11 @@ class LlamaModel:
 
     def weights(self) -> base.DecoderWeights | None:
         """See Model."""
-        if self._world.size > 1:
-            return None
         layers = [block.weights() for block in self._blocks]
-        own = self._embedding.table, layers, self._norm.weight, self._head.matrix
-        return base.DecoderWeights(self.config, *own)
+        shares = self.partition
+        own = base.RankSizes(
+            *(shares.heads.count, shares.kv_heads.count, shares.inner.count),
+            *(shares.vocabulary.start, shares.vocabulary.count),
+        )
+        matrices = self._embedding.table, layers, self._norm.weight, self._head.matrix
+        return base.DecoderWeights(self.config, own, self._world, *matrices)

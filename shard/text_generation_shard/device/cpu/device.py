@@ -15,7 +15,7 @@ from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
-from text_generation_shard.device.cpu.kernels.compile import prepare
+from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
@@ -108,15 +108,19 @@ class CpuDevice(TorchDevice):
         return base.Form(None, obstacle)
 
     def matrix(
-        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
     ) -> base.Matrix:
-        """See Device."""
-        part = weight[:, columns]
-        kind, obstacle = self.quantized_form((part.shape[0], part.shape[1]), quantize)
+        """See Device; sums are not taken in parts."""
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
         if kind is None:
-            return self._float_matrix(part.to(self.dtype).contiguous(), obstacle)
+            return self._float_matrix(rows.to(self.dtype).contiguous(), obstacle)
         if kind == "int4":
-            return self.int4(part.contiguous(), self.dtype, obstacle)
+            return self.int4(rows.contiguous(), self.dtype, obstacle)
         return self.int8(weight, self.dtype, obstacle, columns=columns)
 
     def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
@@ -171,10 +175,31 @@ class KernelDevice(CpuDevice):
         elif options.quantize is not None:
             self.is_deterministic = False
         super().__init__(dtype, options)
-        prepare(dtype, options.quantize, torch.get_num_threads(), host.free_bytes())
+        has_ranks = options.world_size > 1
+        wanted = Wanted(dtype, options.quantize, options.deterministic or has_ranks, has_ranks)
+        prepare(wanted, torch.get_num_threads(), host.free_bytes())
         # The threads of a pass do not wait for one whose core is taken.
         self.spares_core = num_cores(self._num_ranks) > 1
         self._weights: list[tuple[int, int]] = []
+        self.sums_in_parts = options.deterministic
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
+    ) -> base.Matrix:
+        """See Device."""
+        if part is None or not self.sums_in_parts:
+            return super().matrix(weight, quantize, columns)
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        if kind == "int8":
+            return linear.PackedInt8Matrix(weight, self.dtype, obstacle, columns=columns, part=part)
+        if kind == "int4":
+            return linear.PackedInt4Matrix(rows.contiguous(), self.dtype, obstacle, part=part)
+        return linear.PackedFloatMatrix(rows.to(self.dtype).contiguous(), obstacle, part=part)
 
     def gated_matrix(
         self,

@@ -66,17 +66,21 @@ class TritonDevice(TorchDevice):
         return base.Form(None, obstacle)
 
     def matrix(
-        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
     ) -> base.Matrix:
         """See Device."""
-        part = weight[:, columns]
-        kind, obstacle = self.quantized_form((part.shape[0], part.shape[1]), quantize)
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
         if kind is None:
             make = OneTileMatrix if self.is_deterministic else FloatMatrix
-            return make(part.to(self.dtype).contiguous(), obstacle)
+            return make(rows.to(self.dtype).contiguous(), obstacle)
         given = self.dtype, obstacle, self.is_deterministic
         if kind == "int4":
-            return Int4Matrix(part.contiguous(), *given)
+            return Int4Matrix(rows.contiguous(), *given)
         by_row = Int8Matrix if kind == "int8" else Float8Matrix
         return by_row(weight, *given, columns)
 

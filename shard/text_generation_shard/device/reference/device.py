@@ -41,6 +41,7 @@ class TorchDevice:
     """See `Device`."""
 
     is_deterministic = False
+    sums_in_parts = False
     runs_behind = False
     spares_core = True
     num_spare_blocks = 0
@@ -84,7 +85,11 @@ class TorchDevice:
         return base.Form(None, "")
 
     def matrix(
-        self, weight: Tensor, quantize: str | None, columns: slice = base.ALL
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
     ) -> base.Matrix:
         """See Device; nothing is quantised."""
         return FloatMatrix(weight[:, columns].to(self.dtype).contiguous())

@@ -147,12 +147,8 @@ class GroupedWeight:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""
-        return self._multiplied(hidden, torch.bfloat16)
-
-    def _multiplied(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """dtype: of what comes out."""
         outputs, inputs = self._size
-        out = torch.empty((hidden.shape[0], outputs), dtype=dtype)
+        out = torch.empty((hidden.shape[0], outputs), dtype=torch.bfloat16)
         groups = inputs // GROUP
         input_sums = torch.empty(hidden.shape[0] * sums_bytes.py_func(groups), dtype=torch.uint8)
         product = Product(
@@ -165,7 +161,7 @@ class GroupedWeight:
             num_outputs=outputs,
             is_gated=self._is_gated,
             num_parts=self._num_parts,
-            is_partial=dtype != torch.bfloat16,
+            is_partial=False,
         )
         multiply_grouped(self._code, product)
         return out

@@ -177,14 +177,10 @@ class PackedWeight:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K], contiguous → [T, N] of the same type."""
-        return self._multiplied(hidden, self._dtype)
-
-    def _multiplied(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-        """dtype: of what comes out."""
         if self._padding:
             hidden = torch.nn.functional.pad(hidden, (0, self._padding))
         rows, outputs = hidden.shape[0], self._num_outputs
-        out = torch.empty((rows, outputs), dtype=dtype)
+        out = torch.empty((rows, outputs), dtype=self._dtype)
         product = Product(
             weights=self._address,
             beside=self._beside_address,
@@ -195,7 +191,7 @@ class PackedWeight:
             num_outputs=outputs,
             is_gated=self._is_gated,
             num_parts=self._num_parts,
-            is_partial=dtype != self._dtype,
+            is_partial=False,
         )
         multiply(self._code, self._weight_kind, self._kind, product)
         return out

@@ -85,14 +85,15 @@ _LEVEL_BYTES: Final = _LEVEL_VECTORS * VECTOR_BYTES
 _ALL_LEVELS: Final = _LEVELS * _LEVEL_VECTORS
 
 
-def num_parts(num_inputs: int, unit: int, world_size: int) -> int:
-    """Parts of the sum over a rank's inputs, of `num_inputs` for all ranks, none of which cuts a
-    unit: 8 for all ranks, or as many as the inputs allow; 1 where these are fewer than ranks, or
-    ranks are no power of two."""
-    units, parts = num_inputs // unit, MOST_PARTS
-    while units % parts:
-        parts //= 2
-    return parts // world_size if parts % world_size == 0 else 1
+def num_parts(num_inputs: int, part: int, kind: Any) -> int:
+    """In how many parts sums are taken over a rank's inputs, if a part is so many of them, or the
+    least multiple by a power of two that weights of this kind can be cut into; 1 where the inputs
+    are not as many parts as a tree has branches."""
+    while part % unit_of(kind):
+        part *= 2
+    count = num_inputs // part
+    is_branch = num_inputs % part == 0 and count in (1, 2, 4, MOST_PARTS)
+    return count if is_branch else 1
 
 
 def unit_of(kind: Any) -> int:
@@ -103,44 +104,34 @@ def unit_of(kind: Any) -> int:
         return 4
     if type(kind) is type(BFLOAT12):
         return NARROW_STEPS * numbers_per_step(torch.bfloat16)
-    return STEP_BYTES // kind.itemsize
+    return STEP_BYTES // int(kind.itemsize)
 
 
 class PartedWeight(PackedWeight):
-    """`PackedWeight` whose sums are taken in parts."""
+    """`PackedWeight` whose sums are taken in parts of so many inputs, see `num_parts`."""
 
-    def __init__(self, weight: Tensor, scales: Tensor | None = None, num_parts: int = 1) -> None:
-        """No part cuts a unit, see `unit_of`; the rest is as in PackedWeight."""
+    def __init__(self, weight: Tensor, part: int, scales: Tensor | None = None) -> None:
+        """The rest is as in PackedWeight."""
         kind = INT8 if scales is not None else weights_marker(weight.dtype)
-        assert num_parts == 1 or weight.shape[1] % (num_parts * unit_of(kind)) == 0
-        self._num_parts = num_parts
+        self._num_parts = num_parts(weight.shape[1], part, kind)
         super().__init__(weight, scales)
 
     @staticmethod
     def _item() -> Any:
         return multiply_parts_item
 
-    def partial(self, hidden: Tensor) -> Tensor:
-        """hidden [T, K], contiguous → [T, N] in float32, not rounded to the type of the rows."""
-        return self._multiplied(hidden, torch.float32)
-
 
 class PartedGroupedWeight(GroupedWeight):
-    """`GroupedWeight` whose sums are taken in parts."""
+    """`GroupedWeight` whose sums are taken in parts of so many inputs, see `num_parts`."""
 
-    def __init__(self, numbers: Tensor, scale: Tensor, zero: Tensor, num_parts: int = 1) -> None:
-        """No part cuts a unit, see `unit_of`; the rest is as in GroupedWeight."""
-        assert num_parts == 1 or numbers.shape[1] % (num_parts * unit_of(INT4)) == 0
-        self._num_parts = num_parts
+    def __init__(self, numbers: Tensor, part: int, scale: Tensor, zero: Tensor) -> None:
+        """The rest is as in GroupedWeight."""
+        self._num_parts = num_parts(numbers.shape[1], part, INT4)
         super().__init__(numbers, scale, zero)
 
     @staticmethod
     def _item() -> Any:
         return multiply_grouped_parts_item
-
-    def partial(self, hidden: Tensor) -> Tensor:
-        """See PartedWeight."""
-        return self._multiplied(hidden, torch.float32)
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
