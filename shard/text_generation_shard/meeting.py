@@ -111,8 +111,8 @@ class Meeting:
         self._announce(f"shard {self.rank} has failed: {sentence}")
 
     def close(self) -> None:
-        """All have loaded: from here on no sign of life is given, nor missed. What uses `store`
-        goes on."""
+        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on, for
+        as long as rank 0 has this object; others may still read there what all gave."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

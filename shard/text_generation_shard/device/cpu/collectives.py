@@ -114,6 +114,7 @@ class SharedMemoryCollectives:
         rows = memory[slots - memory.data_ptr() :][: 2 * size * slot_bytes]
         self._slots = rows.view(size, 2, slot_bytes)
         self._number, self._count = 0, 0
+        self._meeting: Meeting | None = None
 
     @classmethod
     def meet(cls, meeting: Meeting, slot_bytes: int) -> "SharedMemoryCollectives":
@@ -122,6 +123,8 @@ class SharedMemoryCollectives:
         memory = SharedMemory(meeting, memory_bytes(meeting.size, slot_bytes))
         deadline_s = min(JOIN_S, meeting.deadline_s)
         found = cls(memory.bytes, meeting.rank, meeting.size, slot_bytes, deadline_s)
+        # What rank 0 keeps for all is gone with its meeting.
+        found._meeting = meeting
         try_out(found, meeting)
         found.wait_at_most(meeting.deadline_s)
         return found

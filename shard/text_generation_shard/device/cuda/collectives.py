@@ -31,6 +31,8 @@ class NcclCollectives:
         self.rank, self.size, self._device = meeting.rank, meeting.size, device
         self._group: Any = nccl(meeting.store, meeting.rank, meeting.size, options)
         self._number = 0
+        # What rank 0 keeps for all is gone with its meeting.
+        self._meeting = meeting
 
     @classmethod
     def meet(cls, meeting: Meeting, device: torch.device) -> "NcclCollectives":

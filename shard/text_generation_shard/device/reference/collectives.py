@@ -30,12 +30,15 @@ class GlooCollectives:
         self.rank, self.size, self.deadline_s = rank, size, deadline_s
         self._group: Any = gloo(store, rank, size, options)
         self._number = 0
+        self._meeting: Meeting | None = None
 
     @classmethod
     def meet(cls, meeting: Meeting) -> "GlooCollectives":
         """Of all ranks that meet; they have been tried out."""
         deadline_s = min(JOIN_S, meeting.deadline_s)
         found = cls(meeting.store, meeting.rank, meeting.size, deadline_s, meeting.address)
+        # What rank 0 keeps for all is gone with its meeting.
+        found._meeting = meeting
         try_out(found, meeting)
         found.wait_at_most(meeting.deadline_s)
         return found
