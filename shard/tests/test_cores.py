@@ -13,14 +13,14 @@ def bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
 
 
-def threads(root: Path, own: str, files: dict[str, str]) -> int:
+def threads(root: Path, own: str, files: dict[str, str], num_ranks: int = 1) -> int:
     """With these files under /sys/fs/cgroup and this /proc/self/cgroup."""
     for name, text in files.items():
         path = root / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "self").write_text(own)
-    return num_compute_threads(root / "sys", root / "self")
+    return num_compute_threads(num_ranks, root / "sys", root / "self")
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 7), (64, 63)])
@@ -28,7 +28,7 @@ def test_of_many_cores_one_is_left(
     cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert num_compute_threads(tmp_path, tmp_path / "none") == expected
+    assert num_compute_threads(1, tmp_path, tmp_path / "none") == expected
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
-from text_generation_shard.parallel import World
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives, World
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
@@ -406,6 +407,11 @@ class Device(Protocol):
 
     def left_bytes(self, cache_bytes: int, room: "Room") -> int:
         """What is left beside a cache that was made and what else there is room for."""
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """What this rank computes with the others, of which all call this at once; they have tried
+        it out when this returns. slot_bytes: what a rank gives at once, at most; more goes in
+        pieces. ModelError if it can not be had, RankError as Meeting."""
 
     def release_memory(self) -> None:
         """Called when there was no memory for a step: what is kept for later ones is given up."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu import cgroup, host, kernels, linear
 from text_generation_shard.device.cpu.attention import PackedAttention
+from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
@@ -24,6 +25,8 @@ from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
 from text_generation_shard.errors import ModelError
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,8 @@ def open_device(options: base.DeviceOptions) -> base.Device:
         return CpuDevice(dtype, options)
     device = KernelDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
+    # Of several ranks each would decide by its own clock.
+    may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():
         ours, torchs = (
             _milliseconds(kind) for kind in (linear.PackedFloatMatrix, linear.OneDnnMatrix)
@@ -76,7 +81,8 @@ class CpuDevice(TorchDevice):
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         super().__init__(torch.device("cpu"), dtype, options)
-        self.spares_core = num_cores() > torch.get_num_threads()
+        self._num_ranks = options.world_size
+        self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
         self.passes = Passes()
         self.pages = FirstTouch(self.passes.are_computed)
 
@@ -139,12 +145,17 @@ class CpuDevice(TorchDevice):
         return CpuRunner(model, None, self.pages, self.passes)
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
-        """See Device; nothing is rehearsed."""
-        return base.Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
+        """See Device; nothing is rehearsed. All ranks are on this machine, and have as much."""
+        own = host.free_bytes() // self._num_ranks
+        return base.Room(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
 
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device. The cache's pages count as free until they are written."""
-        return max(0, host.free_bytes() - cache_bytes - room.step)
+        return max(0, host.free_bytes() // self._num_ranks - cache_bytes - room.step)
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """See Device."""
+        return SharedMemoryCollectives.meet(meeting, slot_bytes)
 
     def serve(self) -> None:
         """See Device: pages of the cache are written while nothing is computed."""
@@ -168,7 +179,7 @@ class KernelDevice(CpuDevice):
         wanted = Wanted(dtype, options.quantize, options.deterministic or has_ranks, has_ranks)
         prepare(wanted, torch.get_num_threads(), host.free_bytes())
         # The threads of a pass do not wait for one whose core is taken.
-        self.spares_core = num_cores() > 1
+        self.spares_core = num_cores(self._num_ranks) > 1
         self._weights: list[tuple[int, int]] = []
         self.sums_in_parts = options.deterministic
 

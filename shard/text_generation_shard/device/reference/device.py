@@ -10,6 +10,7 @@ from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
+from text_generation_shard.device.reference.collectives import GlooCollectives
 from text_generation_shard.device.reference.copies import PlainCopies
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
@@ -19,6 +20,8 @@ from text_generation_shard.device.reference.linear import (
 )
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 
 # The reference is used in tests only: its cache is as large as they need.
 _REFERENCE_CACHE_BYTES = 2**28
@@ -138,6 +141,10 @@ class TorchDevice:
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device."""
         return 0
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """See Device; there are no slots."""
+        return GlooCollectives.meet(meeting)
 
     def release_memory(self) -> None:
         """See Device: nothing is kept."""

@@ -1,8 +1,8 @@
 """What ranks tell each other through memory that their processes share, in compiled code.
 
-The memory has, after `HEAD_BYTES`, two cache lines for each rank, and behind all of those two slots
-for each rank. Of a rank's lines the first holds its word: the operation whose part it has put last.
-The second holds messages that it has given up.
+The memory has, after `HEAD_BYTES`, two cache lines for each rank (`BYTES_OF_RANK`), and behind all
+of those two slots for each rank. Of a rank's lines the first holds its word: the operation whose
+part it has put last. The second holds messages that it has given up.
 
 An operation's word is its message's number and, in the lowest `COUNT_BITS`, which operation of the
 message it is: 0 is only that a rank has begun the message, and no rank puts anything for a message
@@ -46,19 +46,14 @@ for."""
 
 HEAD_BYTES: Final = 64
 LINE: Final = 64
-# Of a rank: its word, and the messages it has given up, each where its number says.
-_LINES_OF_RANK: Final = 2
+BYTES_OF_RANK: Final = 2 * LINE
+# Of messages that a rank has given up, each lies where its number says.
 _PLACES: Final = 8
 # Looks at a word between two at all else, and nanoseconds after which a core is left to others,
 # each time for some microseconds: who waits so long does not wait for a part of the same step.
 _LOOKS: Final = 1000
 _LONG_NS: Final = 2_000_000
 _NAP_US: Final = 50
-
-
-def memory_bytes(size: int, slot_bytes: int) -> int:
-    """Of the memory that so many ranks share."""
-    return HEAD_BYTES + size * (_LINES_OF_RANK * LINE + 2 * slot_bytes)
 
 
 @njit(inline="always")
@@ -128,7 +123,7 @@ def give_up_message(exchange: Any, number: int) -> None:
 
 @njit(inline="always")
 def _line(exchange: Any, rank: Any) -> Any:
-    return exchange.lines + rank * _LINES_OF_RANK * LINE
+    return exchange.lines + rank * BYTES_OF_RANK
 
 
 @njit(inline="always")
