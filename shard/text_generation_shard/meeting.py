@@ -25,6 +25,8 @@ _BEAT_S = 1.0
 _LOOK_S = 0.02
 # How long a rank that ends because of an error waits until the others know.
 _LAST_WORDS_S = 1.0
+# Longer than a process takes to end.
+_NEVER = timedelta(hours=1)
 # Of a rank's settings, what may be its own.
 _OWN_SETTINGS = {"rank", "master_addr", "enable_reflection"}
 
@@ -46,7 +48,7 @@ class Meeting:
         self._place = f"{config.master_addr}:{config.master_port}"
         self._changed = threading.Condition()
         now = time.monotonic()
-        self._answered = now
+        self._answered, self._noted = now, now
         # Of each rank: how many signs of life it has given, and when the last was new.
         self._signs, self._heard = [0] * self.size, [now] * self.size
         # What all ranks give now, and all that they gave.
@@ -74,6 +76,10 @@ class Meeting:
                 raise ModelError(sentence)
         except ModelError as error:
             meeting.fail(str(error))
+            meeting.close()
+            raise
+        except RankError:
+            meeting.close()
             raise
         return meeting
 
@@ -116,6 +122,8 @@ class Meeting:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        # A thread that comes back from torch while Python ends would abort this process.
+        self._thread.join(_LAST_WORDS_S)
 
     def _come(self) -> None:
         """ModelError if a process has come as this rank already."""
@@ -137,7 +145,7 @@ class Meeting:
 
     def _reason(self, what: str) -> str:
         """Why this rank can not wait any longer; empty: it can."""
-        now = time.monotonic()
+        now = self._now()
         if self._failure:
             return self._failure
         if now - self._answered > self.deadline_s:
@@ -153,6 +161,15 @@ class Meeting:
                     f"shard {rank} shows no sign of life for {silent_s:.0f} s (waiting for: {what})"
                 )
         return ""
+
+    def _now(self) -> float:
+        """The time. While this process stood still itself, it has missed no sign of others."""
+        now = time.monotonic()
+        gap, self._noted = now - self._noted, now
+        if gap > _BEAT_S:
+            self._answered += gap
+            self._heard = [heard + gap for heard in self._heard]
+        return now
 
     def _announce(self, sentence: str) -> None:
         """Have all others end with this sentence, unless there is one already. Rank 0 waits until
@@ -182,6 +199,7 @@ class Meeting:
                 with self._changed:
                     if self._is_closed:
                         return
+                    self._now()
                     asked, wanted, self._asked = self._asked, self._wanted, []
                 for one in asked:
                     one()
@@ -251,11 +269,11 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
     stores: list[TCPStore] = []
 
     def connect() -> None:
-        rest = timedelta(seconds=max(1.0, end - time.monotonic()))
         with suppress(DistError):
-            stores.append(TCPStore(address, port, None, False, rest, False))
+            stores.append(TCPStore(address, port, None, False, _NEVER, False))
 
-    # What listens there may be something else, which never answers.
+    # What listens there may be something else, which does not answer: torch waits for it, whatever
+    # its timeout is. This process ends then; that thread must not come back to Python meanwhile.
     thread = threading.Thread(target=connect, name="join", daemon=True)
     if is_there:
         thread.start()
