@@ -117,13 +117,14 @@ class Meeting:
         self._announce(f"shard {self.rank} has failed: {sentence}")
 
     def close(self) -> None:
-        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on, for
-        as long as rank 0 has this object; others may still read there what all gave."""
+        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on for
+        as long as rank 0 has this object. Rank 0 waits until all have closed, for a while: others
+        may still read what all gave."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         # A thread that comes back from torch while Python ends would abort this process.
-        self._thread.join(_LAST_WORDS_S)
+        self._thread.join(2 * _LAST_WORDS_S)
 
     def _come(self) -> None:
         """ModelError if a process has come as this rank already."""
@@ -179,11 +180,7 @@ class Meeting:
         def tell() -> None:
             said = self._store.compare_set("failed", "", sentence).decode()
             self._failure = self._failure or said
-            end = time.monotonic() + _LAST_WORDS_S
-            while self.rank == 0 and time.monotonic() < end:
-                if self._store.add("read", 0) >= self.size - 1:
-                    break
-                time.sleep(_LOOK_S)
+            self._linger("read", self.size - 1)
             done.set()
 
         with self._changed:
@@ -192,17 +189,29 @@ class Meeting:
         if self._thread.is_alive():
             done.wait(2 * _LAST_WORDS_S)
 
+    def _linger(self, name: str, count: int) -> None:
+        """Rank 0 waits until so many have said a thing, or for a while."""
+        end = time.monotonic() + _LAST_WORDS_S
+        while self.rank == 0 and time.monotonic() < end:
+            if self._store.add(name, 0) >= count:
+                return
+            time.sleep(_LOOK_S)
+
     def _run(self) -> None:
         next_beat = 0.0
         try:
             while True:
                 with self._changed:
-                    if self._is_closed:
-                        return
                     self._now()
                     asked, wanted, self._asked = self._asked, self._wanted, []
+                    is_closed = self._is_closed
                 for one in asked:
                     one()
+                if is_closed:
+                    self._store.add("closed", 1)
+                    if not self._failure:
+                        self._linger("closed", self.size)
+                    return
                 if time.monotonic() >= next_beat:
                     self._beat()
                     next_beat = time.monotonic() + min(_BEAT_S, self.deadline_s / 4)
