@@ -75,9 +75,9 @@ def describe_how(end: End, was_ready: bool = False) -> str:
     return f"{how} while serving" if was_ready else how
 
 
-def describe_end(end: End, was_ready: bool = False, cause: str = "") -> str:
-    """How it ended, the cause if it is known, and its last words."""
-    how = describe_how(end, was_ready) + cause
+def describe_end(end: End, was_ready: bool = False) -> str:
+    """How it ended, and its last words."""
+    how = describe_how(end, was_ready)
     if not end.words:
         return f"{how} and printed nothing"
     if len(end.words) == 1:

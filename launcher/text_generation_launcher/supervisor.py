@@ -77,7 +77,7 @@ class ChildDied(Exception):
     """A child that should run has ended; says which, how, and its last words."""
 
     def __init__(self, end: End, was_ready: bool = False, cause: str = "") -> None:
-        super().__init__(describe_end(end, was_ready, cause))
+        super().__init__(describe_end(end, was_ready) + cause)
         self.how = describe_how(end, was_ready) + cause
         """The same without the words."""
 

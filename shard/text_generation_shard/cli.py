@@ -82,7 +82,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _serve(arguments: argparse.Namespace) -> int:
     # Compiled kernels are read at the next start, and run: nobody else may have written them.
     os.umask(os.umask(0o022) | 0o022)
-    prepare_process(os.environ)
+    prepare_process(os.environ, arguments.rank, arguments.world_size, arguments.device)
     # Importing torch takes seconds; `--help` and downloads do without. It makes half a million
     # objects that stay: looked through again and again for garbage among them, a third of a second
     # more until the server is ready, and 60 ms in the middle of some step.

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import grpc
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_router.client import translate
+from text_generation_router.client import answers, translate
 from text_generation_router.client.shard_socket import ShardSocket, path_of
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
@@ -33,18 +33,27 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0
+# Once a rank has failed, the others fail at once, too, or have computed all the same; who has not
+# said so within this is not waited for: it hangs.
+OTHERS_S = 0.5
 
 
 class ShardedClient:
-    """Owns one channel per rank; implements `scheduler.shards.Shards`.
+    """Owns one channel per rank and the numbers of messages; implements `scheduler.shards.Shards`.
 
-    A call returns when all ranks have answered, so that no rank is still busy with a failed step
-    when the next one begins. Failures are GenerationError in TGI's words.
+    What all ranks must take in one order is numbered, one more each time, in the order in which it
+    is sent. A call returns when all ranks have answered, so that no rank is still busy with a
+    failed step when the next one begins; but for one that is dead, or hangs when another has
+    failed, nobody waits. Failures are GenerationError in TGI's words.
     """
 
-    def __init__(self, channels: list[grpc.aio.Channel], sockets: list[ShardSocket]) -> None:
+    def __init__(
+        self, channels: list[grpc.aio.Channel], sockets: list[ShardSocket], last_number: int = 0
+    ) -> None:
+        """No rank has taken a message of a number above `last_number`."""
         self._channels = channels
         self._sockets = sockets
+        self._last_number = last_number
         self._stubs = [_stub(channel) for channel in channels]
         self._decodes = [DecodeCall(stub) for stub in self._stubs]
 
@@ -52,30 +61,25 @@ class ShardedClient:
     async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
         """Asks the shard that listens on `master_uds_path` for the others and connects to all.
 
-        Raises GenerationError, with a sentence for the user, if they are not there in time, or are
-        another user's.
+        The first numbered call must be `clear_cache` or `warmup`: the last router may have ended
+        before all ranks had taken its last messages, and only there numbers may be missing. Raises
+        GenerationError, with a sentence for the user, if they are not there in time, or are another
+        user's.
         """
-        client = cls(channels := [], sockets := [])
+        channels, sockets = list[grpc.aio.Channel](), list[ShardSocket]()
+        path, last_numbers = master_uds_path, list[int]()
         try:
             async with asyncio.timeout(timeout_s):
-                sockets.append(await ShardSocket.wait_for(master_uds_path))
-                channels.append(_open(sockets[0]))
-                await channels[0].channel_ready()
-                request = pb.ServiceDiscoveryRequest()
-                urls = (await _stub(channels[0]).ServiceDiscovery(request)).urls
-                for url in urls[1:]:
-                    sockets.append(await ShardSocket.wait_for(path_of(url)))
-                    channels.append(_open(sockets[-1]))
-                await asyncio.gather(*(channel.channel_ready() for channel in channels))
+                last_numbers.append(await _reach(path, channels, sockets))
+                found = await _stub(channels[0]).ServiceDiscovery(pb.ServiceDiscoveryRequest())
+                for path in map(path_of, found.urls[1:]):
+                    last_numbers.append(await _reach(path, channels, sockets))
         except BaseException as error:
-            await client.close()
+            await cls(channels, sockets).close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
-            raise GenerationError(
-                f"no answer from the shards at {master_uds_path} within {timeout_s:g} s; "
-                "start text-generation-server first, or give its --master-shard-uds-path"
-            ) from error
-        return cls(channels, sockets)
+            raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
+        return cls(channels, sockets, max(last_numbers))
 
     async def close(self) -> None:
         """Closes the channels; calls under way fail. May be repeated."""
@@ -84,9 +88,9 @@ class ShardedClient:
             self._sockets.pop().close()
 
     async def info(self) -> ShardInfo:
-        """What rank 0 says about itself."""
-        [response, *_] = await _all(stub.Info(pb.InfoRequest()) for stub in self._stubs)
-        return translate.from_info(response)
+        """What the shards say about themselves; GenerationError if they contradict each other."""
+        responses = await _all(stub.Info(pb.InfoRequest()) for stub in self._stubs)
+        return answers.merge_infos([translate.from_info(response) for response in responses])
 
     async def warmup(
         self,
@@ -103,6 +107,7 @@ class ShardedClient:
             max_input_tokens=max_input_tokens,
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=max_batch_total_tokens,
+            number=self._next_number(),
         )
         return translate.from_warmup(await _all(stub.Warmup(request) for stub in self._stubs))
 
@@ -120,14 +125,16 @@ class ShardedClient:
     ) -> StepResult:
         """See `Shards.prefill`."""
         request = translate.to_prefill(batch_id, entries, cached_batch_id, advance)
-        [response, *_] = await _all(stub.Prefill(request) for stub in self._stubs)
-        return translate.from_step(response)
+        request.number = self._next_number()
+        responses = await _all(stub.Prefill(request) for stub in self._stubs)
+        return answers.merge_steps(request.number, responses)
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
         request = translate.to_decode(batch_ids, advance)
-        [response, *_] = await _all(decode(request) for decode in self._decodes)
-        return translate.from_step(response)
+        request.number = self._next_number()
+        responses = await _all(decode(request) for decode in self._decodes)
+        return answers.merge_steps(request.number, responses)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
@@ -138,14 +145,21 @@ class ShardedClient:
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
-        request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids)
+        request = pb.FilterBatchRequest(
+            batch_id=batch_id, request_ids=request_ids, number=self._next_number()
+        )
         [response, *_] = await _all(stub.FilterBatch(request) for stub in self._stubs)
         return translate.from_cached_batch(response.batch)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
-        request = pb.ClearCacheRequest(id=batch_id)
+        request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
         await _all(stub.ClearCache(request) for stub in self._stubs)
+
+    def _next_number(self) -> int:
+        """For a message that is sent before another one asks for its number."""
+        self._last_number += 1
+        return self._last_number
 
 
 class DecodeCall:
@@ -163,7 +177,9 @@ class DecodeCall:
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
-        """One step. A call that has failed, or was given up, is not used again."""
+        """One step. A call that has failed, or was given up, is not used again: nobody knows
+        whether the shard has taken the steps behind the one that failed, so that what is sent next
+        must be a `clear_cache`, for which a number may be missing."""
         if self._call is None or self._call.done():
             self._call = self._stub.Decode()
         call = self._call
@@ -188,8 +204,30 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
     return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
+async def _reach(path: str, channels: list[grpc.aio.Channel], sockets: list[ShardSocket]) -> int:
+    """Connects to one more shard, as soon as it listens; the number of its last message."""
+    sockets.append(await ShardSocket.wait_for(path))
+    channels.append(_open(sockets[-1]))
+    await channels[-1].channel_ready()
+    info: pb.InfoResponse = await _stub(channels[-1]).Info(pb.InfoRequest())
+    return info.last_number
+
+
+def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
+    if path == master_uds_path:
+        return (
+            f"no answer from the shards at {path} within {timeout_s:g} s; "
+            "start text-generation-server first, or give its --master-shard-uds-path"
+        )
+    return (
+        f"no answer from the shard at {path} within {timeout_s:g} s, though that at "
+        f"{master_uds_path} is there; its log says what became of it, and all shards must be "
+        "started anew"
+    )
+
+
 async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
-    """The answers of all ranks in order, or the failure of the first that failed."""
+    """The answers of all ranks in order, or the failure of one of them."""
     first, *others = calls
     if not others:
         # Gathering one would make a task of it, and every step would wait for a turn more.
@@ -199,29 +237,23 @@ async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # it is we who are cancelled
-            raise _generation_error(error, is_lost=False) from error
-    answers = await asyncio.gather(first, *others, return_exceptions=True)
-    responses = [answer for answer in answers if not isinstance(answer, BaseException)]
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise _generation_error(answer, is_lost=bool(responses)) from answer
-    return responses
+            raise answers.generation_error(error, is_lost=False) from error
+    tasks = [asyncio.ensure_future(call) for call in (first, *others)]
+    try:
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting and not any(answers.is_gone(_outcome(task)) for task in tasks):
+            await asyncio.wait(waiting, timeout=OTHERS_S)
+    finally:
+        outcomes = [_outcome(task) for task in tasks]
+        for task in tasks:
+            task.cancel()
+    if (failure := answers.failure(outcomes)) is not None:
+        raise failure
+    return [task.result() for task in tasks]
 
 
-def _generation_error(error: BaseException, is_lost: bool) -> BaseException:
-    """What a failed call means to a client; failures that are no RPC's stay as they are.
-
-    `is_lost`: other ranks have done what this one has not.
-    """
-    if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
-        return LostStepError("Could not connect to Text Generation server: channel closed")
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return error
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return LostStepError("Could not connect to Text Generation server", _detail(error))
-    return (LostStepError if is_lost else GenerationError)("Server error", _detail(error))
-
-
-def _detail(error: grpc.aio.AioRpcError) -> str:
-    """What gRPC or the shard says, which may name sockets and files."""
-    return error.details() or error.code().name
+def _outcome(task: asyncio.Future[Any]) -> Any:
+    """An answer or an exception; None: it is still waited for."""
+    if not task.done():
+        return None
+    return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()
