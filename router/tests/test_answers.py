@@ -22,6 +22,7 @@ def error(status: str, details: str) -> grpc.aio.AioRpcError:
 
 OWN = error("INTERNAL", "out of memory")
 OF_1 = error("INTERNAL", "shard 1 has given up message 7")
+OF_SOMEBODY = error("INTERNAL", "another shard has given up, or did not come")
 DEAD = error("UNAVAILABLE", "Socket closed")
 
 
@@ -31,6 +32,7 @@ DEAD = error("UNAVAILABLE", "Socket closed")
         ([OWN, OWN], "Server error: shard 0: out of memory", False),
         # The reason, not what it has done to others.
         ([OF_1, OWN], "Server error: shard 1: out of memory", False),
+        ([OF_SOMEBODY, OWN], "Server error: shard 1: out of memory", False),
         ([OF_1, OF_1], "Server error: shard 1: shard 1 has given up message 7", False),
         ([OF_1, DEAD], "Could not connect to Text Generation server: shard 1: Socket closed", True),
         # It hangs, and nobody has waited for it.

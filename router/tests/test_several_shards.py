@@ -132,7 +132,7 @@ async def test_a_rank_that_hangs_when_another_has_failed(tmp_path: Path) -> None
         ranks[1].delay_s = 3600
         started = time.perf_counter()
         with pytest.raises(LostStepError, match="Server error: shard 0: shard 1 did not come"):
-            await client.decode([3], Advance())
+            await asyncio.wait_for(client.decode([3], Advance()), 10)
         assert time.perf_counter() - started < 2 * client_shards.OTHERS_S + 1
 
 

@@ -17,7 +17,7 @@ from text_generation_router.scheduler.shards import LostStepError, StepResult
 # What ranks may say differently: who they are, how far they have come, and what their cores allow.
 _OF_A_RANK = {"rank", "last_number", "spares_core"}
 # How a rank speaks of another one, because of which it has failed.
-_OF_ANOTHER = re.compile(r"shard (\d+) ")
+_OF_ANOTHER = re.compile(r"shard (\d+) |another shard ")
 
 
 def merge_infos(infos: Sequence[ShardInfo]) -> ShardInfo:
@@ -118,7 +118,7 @@ def _is_about_another(rank: int, error: BaseException) -> bool:
     if not isinstance(error, grpc.aio.AioRpcError):
         return False
     named = _OF_ANOTHER.match(error.details() or "")
-    return named is not None and int(named[1]) != rank
+    return named is not None and named[1] != str(rank)
 
 
 def _shards(ranks: Sequence[int]) -> str:
