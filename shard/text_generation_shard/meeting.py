@@ -25,6 +25,8 @@ _BEAT_S = 1.0
 _LOOK_S = 0.02
 # How long a rank that ends because of an error waits until the others know.
 _LAST_WORDS_S = 1.0
+# Longer than a process takes to end.
+_NEVER = timedelta(hours=1)
 # Of a rank's settings, what may be its own.
 _OWN_SETTINGS = {"rank", "master_addr", "enable_reflection"}
 
@@ -46,7 +48,7 @@ class Meeting:
         self._place = f"{config.master_addr}:{config.master_port}"
         self._changed = threading.Condition()
         now = time.monotonic()
-        self._answered = now
+        self._answered, self._noted = now, now
         # Of each rank: how many signs of life it has given, and when the last was new.
         self._signs, self._heard = [0] * self.size, [now] * self.size
         # What all ranks give now, and all that they gave.
@@ -74,6 +76,10 @@ class Meeting:
                 raise ModelError(sentence)
         except ModelError as error:
             meeting.fail(str(error))
+            meeting.close()
+            raise
+        except RankError:
+            meeting.close()
             raise
         return meeting
 
@@ -111,11 +117,14 @@ class Meeting:
         self._announce(f"shard {self.rank} has failed: {sentence}")
 
     def close(self) -> None:
-        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on, for
-        as long as rank 0 has this object; others may still read there what all gave."""
+        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on for
+        as long as rank 0 has this object. Rank 0 waits until all have closed, for a while: others
+        may still read what all gave."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        # A thread that comes back from torch while Python ends would abort this process.
+        self._thread.join(2 * _LAST_WORDS_S)
 
     def _come(self) -> None:
         """ModelError if a process has come as this rank already."""
@@ -137,7 +146,7 @@ class Meeting:
 
     def _reason(self, what: str) -> str:
         """Why this rank can not wait any longer; empty: it can."""
-        now = time.monotonic()
+        now = self._now()
         if self._failure:
             return self._failure
         if now - self._answered > self.deadline_s:
@@ -154,6 +163,15 @@ class Meeting:
                 )
         return ""
 
+    def _now(self) -> float:
+        """The time. While this process stood still itself, it has missed no sign of others."""
+        now = time.monotonic()
+        gap, self._noted = now - self._noted, now
+        if gap > _BEAT_S:
+            self._answered += gap
+            self._heard = [heard + gap for heard in self._heard]
+        return now
+
     def _announce(self, sentence: str) -> None:
         """Have all others end with this sentence, unless there is one already. Rank 0 waits until
         they have read it: with its process, all is gone."""
@@ -162,11 +180,7 @@ class Meeting:
         def tell() -> None:
             said = self._store.compare_set("failed", "", sentence).decode()
             self._failure = self._failure or said
-            end = time.monotonic() + _LAST_WORDS_S
-            while self.rank == 0 and time.monotonic() < end:
-                if self._store.add("read", 0) >= self.size - 1:
-                    break
-                time.sleep(_LOOK_S)
+            self._linger("read", self.size - 1)
             done.set()
 
         with self._changed:
@@ -175,16 +189,29 @@ class Meeting:
         if self._thread.is_alive():
             done.wait(2 * _LAST_WORDS_S)
 
+    def _linger(self, name: str, count: int) -> None:
+        """Rank 0 waits until so many have said a thing, or for a while."""
+        end = time.monotonic() + _LAST_WORDS_S
+        while self.rank == 0 and time.monotonic() < end:
+            if self._store.add(name, 0) >= count:
+                return
+            time.sleep(_LOOK_S)
+
     def _run(self) -> None:
         next_beat = 0.0
         try:
             while True:
                 with self._changed:
-                    if self._is_closed:
-                        return
+                    self._now()
                     asked, wanted, self._asked = self._asked, self._wanted, []
+                    is_closed = self._is_closed
                 for one in asked:
                     one()
+                if is_closed:
+                    self._store.add("closed", 1)
+                    if not self._failure:
+                        self._linger("closed", self.size)
+                    return
                 if time.monotonic() >= next_beat:
                     self._beat()
                     next_beat = time.monotonic() + min(_BEAT_S, self.deadline_s / 4)
@@ -251,11 +278,11 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
     stores: list[TCPStore] = []
 
     def connect() -> None:
-        rest = timedelta(seconds=max(1.0, end - time.monotonic()))
         with suppress(DistError):
-            stores.append(TCPStore(address, port, None, False, rest, False))
+            stores.append(TCPStore(address, port, None, False, _NEVER, False))
 
-    # What listens there may be something else, which never answers.
+    # What listens there may be something else, which does not answer: torch waits for it, whatever
+    # its timeout is. This process ends then; that thread must not come back to Python meanwhile.
     thread = threading.Thread(target=connect, name="join", daemon=True)
     if is_there:
         thread.start()

@@ -190,27 +190,28 @@ class SharedMemoryCollectives:
     def all_gather(self, part: Tensor) -> Tensor:
         """See Collectives."""
         flat = part.contiguous().view(-1).view(torch.uint8)
-        found = torch.empty(self.size, len(flat), dtype=torch.uint8)
+        found = torch.empty(self.size, *part.shape, dtype=part.dtype)
+        taken = found.view(self.size, part.numel()).view(torch.uint8)
         for first in range(0, len(flat), self._slots.shape[2]):
             piece = flat[first : first + self._slots.shape[2]]
             word = self.reserve(1)
             parts = self._slots[:, word & 1, : len(piece)]
             parts[self.rank].copy_(piece)
             self._exchange(word)
-            found[:, first : first + len(piece)] = parts
-        return torch.cat(list(found.view(part.dtype).view(self.size, *part.shape)), dim=-1)
+            taken[:, first : first + len(piece)] = parts
+        return torch.cat(list(found), dim=-1)
 
     def broadcast(self, values: Ints) -> Ints:
         """See Collectives."""
-        flat = torch.from_numpy(np.ascontiguousarray(values)).view(-1).view(torch.uint8)
-        for piece in torch.split(flat, self._slots.shape[2]):
+        flat = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
+        for piece in torch.split(flat, self._slots.shape[2] // 8):
             word = self.reserve(1)
-            given = self._slots[0, word & 1, : len(piece)]
+            given = self._slots[0, word & 1, : 8 * len(piece)].view(torch.int64)
             if self.rank == 0:
                 given.copy_(piece)
             self._exchange(word)
             piece.copy_(given)
-        values[...] = flat.view(torch.int64).numpy().reshape(values.shape)
+        values[...] = flat.numpy().reshape(values.shape)
         return values
 
     def fail(self, number: int) -> None:

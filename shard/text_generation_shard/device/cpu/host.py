@@ -56,10 +56,11 @@ def prepare_process(
     if num_ranks > 1:
         # What torch says of a lost connection is a page of addresses; the error says it, too.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        if device != "cpu":
-            _choose_gpu(environment, rank)
-        if device == "cpu" or (device is None and not _NVIDIA.exists()):
+        is_hidden = environment.get("CUDA_VISIBLE_DEVICES") == ""
+        if device == "cpu" or (device is None and (is_hidden or not _NVIDIA.exists())):
             _choose_cores(environment, rank, num_ranks)
+        elif not is_hidden:
+            _choose_gpu(environment, rank)
     # A thread that waits for another gives up its core after so many spins, not after milliseconds.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     # OpenMP knows neither of a container's quota, nor of the router.
