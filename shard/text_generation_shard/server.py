@@ -7,6 +7,7 @@ import signal
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import grpc
 import uvloop
@@ -46,13 +47,26 @@ def serve(config: ShardConfig) -> int:
     # OpenMP keeps a pool of workers for each thread that ever computed, and more of them than cores
     # slow each other down: everything that computes, loading too, happens in one thread.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-    engine = device_thread.submit(load_engine, config).result()
-    return uvloop.run(_serve(engine, device_thread, config))
+    loaded = device_thread.submit(_load, config).result()
+    return uvloop.run(_serve(loaded.engine, device_thread, config))
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on the device that is asked for; ModelError says in one sentence why it can not be
-    served."""
+    """The model on the device that is asked for, of one shard alone; ModelError says in one
+    sentence why it can not be served."""
+    assert config.world_size == 1, "what several ranks keep while they serve is lost here"
+    return _load(config).engine
+
+
+class _Loaded(NamedTuple):
+    """What is kept as long as this process serves."""
+
+    engine: Engine
+    # None: there is one rank. With that of rank 0 ends what all ranks read, some of them later.
+    meeting: Meeting | None = None
+
+
+def _load(config: ShardConfig) -> _Loaded:
     options = DeviceOptions(
         dtype=config.dtype,
         checkpoint_dtype=_model_config(config).dtype,
@@ -66,12 +80,12 @@ def load_engine(config: ShardConfig) -> Engine:
     )
     device = open_device(config.device, options)
     if config.world_size == 1:
-        return load_on(device, config, World())
+        return _Loaded(load_on(device, config, World()))
     return _load_together(device, config)
 
 
-def _load_together(device: Device, config: ShardConfig) -> Engine:
-    """The same with the other ranks: none goes on before all have loaded. RankError: another one
+def _load_together(device: Device, config: ShardConfig) -> _Loaded:
+    """The model with the other ranks: none goes on before all have loaded. RankError: another one
     has failed; then, too, the others are told of this one's own failure."""
     dtype = str(device.dtype).removeprefix("torch.")
     meeting = Meeting.join(config, device.name, dtype)
@@ -91,7 +105,7 @@ def _load_together(device: Device, config: ShardConfig) -> Engine:
         raise
     finally:
         meeting.close()
-    return engine
+    return _Loaded(engine, meeting)
 
 
 def _slot_bytes(config: ShardConfig) -> int:
