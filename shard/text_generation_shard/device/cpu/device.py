@@ -47,6 +47,8 @@ def open_device(options: base.DeviceOptions) -> base.Device:
         return CpuDevice(dtype, options)
     device = KernelDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
+    # Of several ranks each would find out by itself, and they must compute alike.
+    may_choose = may_choose and options.world_size == 1
     # Of several ranks each would decide by its own clock.
     may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():

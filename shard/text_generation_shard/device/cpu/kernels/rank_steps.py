@@ -70,7 +70,9 @@ def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layer
 
 
 def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
-    return -(-rows // (int(this["slot_bytes"]) // row_bytes))
+    rows_at_once = int(this["slot_bytes"]) // row_bytes
+    assert rows_at_once > 0, "a slot has room for a row"
+    return -(-rows // rows_at_once)
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
