@@ -1,6 +1,7 @@
 """What ranks on one machine compute together, through memory that their processes share."""
 
 import json
+import logging
 import os
 from typing import Final
 from uuid import uuid4
@@ -14,6 +15,8 @@ from text_generation_shard.device.cpu import host
 from text_generation_shard.device.cpu.kernels import exchange
 from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.meeting import JOIN_S, Meeting, try_out
+
+logger = logging.getLogger(__name__)
 
 # Of the head of the memory, what says to which launch it belongs.
 _NAME_BYTES: Final = 32
@@ -220,6 +223,11 @@ class SharedMemoryCollectives:
 
     def stop(self) -> None:
         """See Collectives."""
+        if not self._words[self._stop]:
+            logger.info(
+                "shard %d has waited %.2f s for the others while it computed",
+                *(self.rank, self.waited_ns / 1e9),
+            )
         self._words[self._stop] = 1
 
     def _word(self) -> int:
