@@ -290,8 +290,8 @@ class StepPlan(Protocol):
         """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
         are none. By the definition, in plain torch."""
 
-    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | Choice | None:
-        """The same by another sampler; a Choice, of anything, where another rank chooses."""
+    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
+        """The same by another sampler."""
 
 
 class Launched(Protocol):

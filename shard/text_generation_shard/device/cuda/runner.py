@@ -163,7 +163,7 @@ class StreamStep:
         self._runner, self._scores = runner, scores
         self._moment = runner.stream.mark()
         # What was chosen, or will be at the moment: [3, S], see `sampler.begin`.
-        self._found: Tensor | Choice | None = None
+        self._found: Tensor | None = None
         self._is_chosen = False
         self._error: Exception | None = None
 
@@ -180,7 +180,7 @@ class StreamStep:
     def _choose(self) -> None:
         runner, plan = self._runner, self.plan
         found = plan.choose_by(runner.begin, self._scores)
-        if isinstance(found, Tensor):
+        if found is not None:
             (rows,) = runner.upload([plan.sampled_rows])
             runner.rows(plan.rows).last_tokens.index_copy_(0, rows, found[0].int())
             found = runner.stream.fetch(found)
@@ -201,8 +201,8 @@ class StreamStep:
             raise self._error
         self._moment.synchronize()
         done, found = time.perf_counter_ns(), self._found
-        if isinstance(found, Tensor):
-            token_ids, logprobs, _ = found.numpy()
-            chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
-            return base.StepScores(Choice(*chosen, self._scores), done)
-        return base.StepScores(found, done)
+        if found is None:
+            return base.StepScores(None, done)
+        token_ids, logprobs, _ = found.numpy()
+        chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
+        return base.StepScores(Choice(*chosen, self._scores), done)
