@@ -111,7 +111,13 @@ class RowByRow(FloatMatrix):
 class DeterministicDevice(TritonDevice):
     """Whose products are RowByRow, and attention is deterministic."""
 
-    def matrix(self, weight: Tensor, quantize: str | None, columns: slice = ALL) -> Matrix:
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> Matrix:
         return RowByRow(weight.to(self.dtype))
 
     def attention(
