@@ -156,7 +156,6 @@ def test_the_number_of_shards_and_where_they_meet() -> None:
     assert [note.split()[0] for note in alone.notes] == [
         "--master-addr",
         "--master-port",
-        "--step-deadline",
     ]
 
 

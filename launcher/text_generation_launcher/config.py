@@ -165,7 +165,7 @@ def _master_addr(values: Values) -> str:
 
 def _without_effect(values: Values) -> tuple[str, ...]:
     """What only several shards have a use for."""
-    names = ("master-addr", "master-port", "step-deadline")
+    names = ("master-addr", "master-port")
     return tuple(f"--{name} has no effect with one shard" for name in names if name in values)
 
 

@@ -113,9 +113,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("master-port", "port there; by default one that is free", PORT),
     Option(
         "step-deadline",
-        "seconds that a shard waits for another one in a step before it gives up (default 20)",
+        "seconds that a shard waits for another one in a step, and the router for a shard that has "
+        "just started, before they give up (default 20)",
         number(0),
-        SHARD,
+        (Child.SHARD, Child.ROUTER),
     ),
     Option(
         "shard-uds-path",

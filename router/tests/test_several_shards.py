@@ -1,6 +1,7 @@
 """Several ranks of one model, in real gRPC servers: their numbers, what they agree on, who dies."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -134,6 +135,23 @@ async def test_a_rank_that_hangs_when_another_has_failed(tmp_path: Path) -> None
         with pytest.raises(LostStepError, match="Server error: shard 0: shard 1 did not come"):
             await asyncio.wait_for(client.decode([3], Advance()), 10)
         assert time.perf_counter() - started < 2 * client_shards.OTHERS_S + 1
+
+
+async def test_a_rank_that_is_silent_when_another_has_answered(tmp_path: Path) -> None:
+    """It was stopped when it had computed its part: no other rank waits for it."""
+    async with serving(tmp_path, 2) as (client, ranks):
+        client._answer_s, ranks[1].delay_s = 0.05, 3600
+        with pytest.raises(LostStepError, match="Server error: shard 1 did not answer, though"):
+            await asyncio.wait_for(client.decode([3], Advance()), 5)
+
+
+async def test_a_rank_that_listens_and_does_not_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1):
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.bind(f"{tmp_path}/deaf")
+            deaf.listen()
+            with pytest.raises(GenerationError, match="deaf listens and has not answered for"):
+                await ShardedClient.connect(f"{tmp_path}/deaf", answer_s=0.1)
 
 
 async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:

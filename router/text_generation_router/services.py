@@ -98,7 +98,9 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
                 await load  # if it has failed, nobody needs to wait
             await asyncio.sleep(_POLL_S)
         with _explained("connect to the Python model shards"):
-            shards = await ShardedClient.connect(config.master_shard_uds_path)
+            shards = await ShardedClient.connect(
+                config.master_shard_uds_path, answer_s=config.step_deadline
+            )
         try:
             with _explained("clear the Python model shards cache"):
                 await shards.clear_cache(None)

@@ -33,9 +33,8 @@ _UNLIMITED = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
-# What ranks exchange at once: bytes at least, or rows of float32, of which each goes in so many
-# parts where sums are the same for every number of ranks.
-_LEAST_SLOT_BYTES, _SLOT_ROWS, _SUM_PARTS = 8 << 20, 240, 8
+# What ranks exchange at once: bytes at least, or rows of float32.
+_LEAST_SLOT_BYTES, _SLOT_ROWS = 8 << 20, 240
 # A unix socket's path must fit in sockaddr_un with its closing 0.
 _MAX_PATH_BYTES = 107
 
@@ -110,9 +109,7 @@ def _load_together(device: Device, config: ShardConfig) -> _Loaded:
 
 def _slot_bytes(config: ShardConfig) -> int:
     """What a rank gives the others at once of a pass of many rows; more goes in pieces."""
-    parts = _SUM_PARTS if config.deterministic else 1
-    hidden_bytes = 4 * _model_config(config).hidden_size
-    return max(_LEAST_SLOT_BYTES, _SLOT_ROWS * hidden_bytes * parts)
+    return max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * _model_config(config).hidden_size)
 
 
 def load_on(device: Device, config: ShardConfig, world: World) -> Engine:

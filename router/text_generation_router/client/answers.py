@@ -79,11 +79,16 @@ def check_digests(number: int, digests: Sequence[int | None]) -> None:
 def failure(outcomes: Sequence[object]) -> BaseException | None:
     """Why a call to several ranks has failed, None if it has not.
 
-    Of each rank either its answer or its exception; None: it was not waited for. If only some have
-    failed, or one is gone, it is a LostStepError. Of several errors the first is told that is not
-    about another rank.
+    Of each rank either its answer or its exception; None: it was not waited for any longer. If only
+    some have failed, or one is gone or silent, it is a LostStepError. Of several errors the first
+    is told that is not about another rank.
     """
     errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
+    silent = [rank for rank, one in enumerate(outcomes) if one is None]
+    if not errors and silent:
+        return LostStepError(
+            f"Server error: {_shards(silent)} did not answer, though others have: stopped, or hung"
+        )
     if not errors:
         return None
     is_lost = len(errors) < len(outcomes) or any(map(is_gone, errors.values()))

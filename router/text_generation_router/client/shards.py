@@ -44,13 +44,19 @@ class ShardedClient:
     What all ranks must take in one order is numbered, one more each time, in the order in which it
     is sent. A call returns when all ranks have answered, so that no rank is still busy with a
     failed step when the next one begins; but for one that is dead, or hangs when another has
-    failed, nobody waits. Failures are GenerationError in TGI's words.
+    answered or failed, nobody waits. Failures are GenerationError in TGI's words.
     """
 
     def __init__(
-        self, channels: list[grpc.aio.Channel], sockets: list[ShardSocket], last_number: int = 0
+        self,
+        channels: list[grpc.aio.Channel],
+        sockets: list[ShardSocket],
+        last_number: int = 0,
+        answer_s: float = 20.0,
     ) -> None:
-        """No rank has taken a message of a number above `last_number`."""
+        """No rank has taken a message of a number above `last_number`. answer_s: how long a rank is
+        waited for that has not answered what another one has."""
+        self._answer_s = answer_s
         self._channels = channels
         self._sockets = sockets
         self._last_number = last_number
@@ -58,8 +64,11 @@ class ShardedClient:
         self._decodes = [DecodeCall(stub) for stub in self._stubs]
 
     @classmethod
-    async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
-        """Asks the shard that listens on `master_uds_path` for the others and connects to all.
+    async def connect(
+        cls, master_uds_path: str, timeout_s: float = 60.0, answer_s: float = 20.0
+    ) -> "ShardedClient":
+        """Asks the shard that listens on `master_uds_path` for the others and connects to all. Each
+        answers within `answer_s` once it listens, and the others listen so soon after that one.
 
         The first numbered call must be `clear_cache` or `warmup`: the last router may have ended
         before all ranks had taken its last messages, and only there numbers may be missing. Raises
@@ -70,16 +79,16 @@ class ShardedClient:
         path, last_numbers = master_uds_path, list[int]()
         try:
             async with asyncio.timeout(timeout_s):
-                last_numbers.append(await _reach(path, channels, sockets))
+                last_numbers.append(await _reach(path, channels, sockets, answer_s))
                 found = await _stub(channels[0]).ServiceDiscovery(pb.ServiceDiscoveryRequest())
                 for path in map(path_of, found.urls[1:]):
-                    last_numbers.append(await _reach(path, channels, sockets))
+                    last_numbers.append(await _reach(path, channels, sockets, answer_s))
         except BaseException as error:
             await cls(channels, sockets).close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
             raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
-        return cls(channels, sockets, max(last_numbers))
+        return cls(channels, sockets, max(last_numbers), answer_s)
 
     async def close(self) -> None:
         """Closes the channels; calls under way fail. May be repeated."""
@@ -126,15 +135,18 @@ class ShardedClient:
         """See `Shards.prefill`."""
         request = translate.to_prefill(batch_id, entries, cached_batch_id, advance)
         request.number = self._next_number()
-        responses = await _all(stub.Prefill(request) for stub in self._stubs)
+        responses = await self._all_soon(stub.Prefill(request) for stub in self._stubs)
         return answers.merge_steps(request.number, responses)
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
         request = translate.to_decode(batch_ids, advance)
         request.number = self._next_number()
-        responses = await _all(decode(request) for decode in self._decodes)
+        responses = await self._all_soon(decode(request) for decode in self._decodes)
         return answers.merge_steps(request.number, responses)
+
+    def _all_soon(self, calls: Iterable[Awaitable[_Response]]) -> Awaitable[list[_Response]]:
+        return _all(calls, self._answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
@@ -148,13 +160,13 @@ class ShardedClient:
         request = pb.FilterBatchRequest(
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
-        [response, *_] = await _all(stub.FilterBatch(request) for stub in self._stubs)
+        [response, *_] = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
         return translate.from_cached_batch(response.batch)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
         request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
-        await _all(stub.ClearCache(request) for stub in self._stubs)
+        await self._all_soon(stub.ClearCache(request) for stub in self._stubs)
 
     def _next_number(self) -> int:
         """For a message that is sent before another one asks for its number."""
@@ -204,12 +216,28 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
     return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
-async def _reach(path: str, channels: list[grpc.aio.Channel], sockets: list[ShardSocket]) -> int:
+async def _reach(
+    path: str,
+    channels: list[grpc.aio.Channel],
+    sockets: list[ShardSocket],
+    answer_s: float,
+) -> int:
     """Connects to one more shard, as soon as it listens; the number of its last message."""
-    sockets.append(await ShardSocket.wait_for(path))
-    channels.append(_open(sockets[-1]))
-    await channels[-1].channel_ready()
-    info: pb.InfoResponse = await _stub(channels[-1]).Info(pb.InfoRequest())
+    is_first = not sockets
+    if is_first:
+        sockets.append(await ShardSocket.wait_for(path))
+    try:
+        async with asyncio.timeout(answer_s):
+            if not is_first:
+                sockets.append(await ShardSocket.wait_for(path))
+            channels.append(_open(sockets[-1]))
+            await channels[-1].channel_ready()
+            info: pb.InfoResponse = await _stub(channels[-1]).Info(pb.InfoRequest())
+    except TimeoutError as error:
+        raise GenerationError(
+            f"the shard at {path} listens and has not answered for {answer_s:g} s: it hangs or was "
+            "stopped; start all shards anew"
+        ) from error
     return info.last_number
 
 
@@ -226,8 +254,11 @@ def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
     )
 
 
-async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
-    """The answers of all ranks in order, or the failure of one of them."""
+async def _all(
+    calls: Iterable[Awaitable[_Response]], answer_s: float | None = None
+) -> list[_Response]:
+    """The answers of all ranks in order, or the failure of one of them. answer_s: see
+    ShardedClient; None: without limit."""
     first, *others = calls
     if not others:
         # Gathering one would make a task of it, and every step would wait for a turn more.
@@ -240,8 +271,12 @@ async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
             raise answers.generation_error(error, is_lost=False) from error
     tasks = [asyncio.ensure_future(call) for call in (first, *others)]
     try:
-        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and not any(answers.is_gone(_outcome(task)) for task in tasks):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(
+            tasks, timeout=answer_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        failed = [one for one in map(_outcome, done) if isinstance(one, BaseException)]
+        if waiting and failed and not any(map(answers.is_gone, failed)):
             await asyncio.wait(waiting, timeout=OTHERS_S)
     finally:
         outcomes = [_outcome(task) for task in tasks]
