@@ -137,12 +137,23 @@ async def test_a_rank_that_hangs_when_another_has_failed(tmp_path: Path) -> None
         assert time.perf_counter() - started < 2 * client_shards.OTHERS_S + 1
 
 
-async def test_a_rank_that_is_silent_when_another_has_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.decode([3], Advance()),
+        lambda client: client.clear_cache(None),
+        lambda client: client.info(),
+        lambda client: client.warmup(100, 8),
+    ],
+)
+async def test_a_rank_that_is_silent_when_another_has_answered(
+    tmp_path: Path, call: Callable[[ShardedClient], Any]
+) -> None:
     """It was stopped when it had computed its part: no other rank waits for it."""
     async with serving(tmp_path, 2) as (client, ranks):
         client._answer_s, ranks[1].delay_s = 0.05, 3600
         with pytest.raises(LostStepError, match="Server error: shard 1 did not answer, though"):
-            await asyncio.wait_for(client.decode([3], Advance()), 5)
+            await asyncio.wait_for(call(client), 5)
 
 
 async def test_a_rank_that_listens_and_does_not_answer(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class ShardedClient:
 
     async def info(self) -> ShardInfo:
         """What the shards say about themselves; GenerationError if they contradict each other."""
-        responses = await _all(stub.Info(pb.InfoRequest()) for stub in self._stubs)
+        responses = await self._all_soon(stub.Info(pb.InfoRequest()) for stub in self._stubs)
         return answers.merge_infos([translate.from_info(response) for response in responses])
 
     async def warmup(
@@ -118,7 +118,8 @@ class ShardedClient:
             max_batch_total_tokens=max_batch_total_tokens,
             number=self._next_number(),
         )
-        return translate.from_warmup(await _all(stub.Warmup(request) for stub in self._stubs))
+        responses = await self._all_soon(stub.Warmup(request) for stub in self._stubs)
+        return translate.from_warmup(responses)
 
     async def health(self) -> None:
         """Returns while every shard takes work."""
