@@ -24,6 +24,8 @@ DEADLINE_S = 2
 NUM_CLIENTS = 4
 # A client reads its error so long after the event at the latest.
 NOTICE_S = 2.0
+# As the system calls it.
+MEMORY = "/memfd:text-generation-shards"
 # Of a launcher that starts, what its log says of a rank when a phase has begun; nothing: its
 # process is there.
 STARTING = {"meeting": "", "loading": "all have met", "warming up": "Server started at"}
@@ -85,13 +87,32 @@ def memory_names() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def processes_of(handle: LauncherHandle) -> list[psutil.Process]:
+    """All that the launcher has started and that are there, also those whose parent has ended: each
+    has its folder."""
+    folder, found = str(handle.uds_path.parent), list[psutil.Process]()
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def shares_memory(process: psutil.Process) -> bool:
+    """Whether it holds the memory in which ranks talk, which has no name in any folder."""
+    return MEMORY in Path(f"/proc/{process.pid}/maps").read_text()
+
+
 @contextmanager
 def nothing_left(handle: LauncherHandle) -> Iterator[None]:
-    """Inside the block the launcher ends; then none of its processes is there, and no socket."""
+    """Inside the block the launcher ends; then none of its processes is there, and no socket. With
+    its processes goes the memory that only they have mapped."""
     before, family = memory_names(), handle.family()
+    assert set(family) <= set(processes_of(handle))
     yield
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
+    wait_until(lambda: not processes_of(handle), 10, "none of its processes is there")
     assert not list(handle.uds_path.parent.glob("shard-[0-9]"))
     assert memory_names() == before
 
@@ -100,6 +121,7 @@ def assert_named(handle: LauncherHandle, victim: int, number: signal.Signals) ->
     """The last thing that the launcher says is who has failed first, and how."""
     assert handle.wait_for_exit(40) == 1
     last = handle.log.rpartition(" ERROR text_generation_launcher: ")[2]
+    assert not re.search(r"^\d{4}-\d\d-\d\dT", last, re.MULTILINE), f"said afterwards: {last}"
     if number is signal.SIGKILL:
         assert f"shard {victim} was killed by signal 9" in last, last
     else:
@@ -125,6 +147,7 @@ def end_while_serving(
 ) -> None:
     handle.wait_until_ready()
     process = shard(handle, victim)
+    assert all(shares_memory(shard(handle, rank)) for rank in range(2))
     with ThreadPoolExecutor(NUM_CLIENTS) as pool, nothing_left(handle):
         clients: Sequence[Future[Told]] = [
             pool.submit(read_all, handle, client, phase) for client in range(NUM_CLIENTS)
