@@ -52,7 +52,7 @@ def test_switches_and_paths():
 def test_several_shards_are_the_business_of_the_launcher(given, flags):
     options = sort_options(None, given)
     assert options.shard_flags == flags
-    assert options.router == {}
+    assert options.router == {name: given[name] for name in given if name == "step_deadline"}
     assert set(read_options(flags, {}, Mode.SHARDS)) == {name.replace("_", "-") for name in given}
 
 
