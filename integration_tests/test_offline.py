@@ -290,6 +290,8 @@ def test_nothing_outlives_its_process(tiny_model_path: Path, end: str) -> None:
 INTERRUPTED = """
 import os, signal, sys, threading, time
 from text_generation_router import LLM, SamplingParams
+# A shell that starts the tests in its background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with LLM(sys.argv[1], dtype="float32") as llm:
     def interrupt():
         while "\\ntgi_batch_current_size 1\\n" not in llm.metrics(): time.sleep(0.01)
