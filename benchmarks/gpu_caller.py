@@ -4,8 +4,9 @@ out again where blocks are short, and launches each step before the one in front
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from text_generation_shard.engine.engine import Engine, StepHandle
+from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.errors import BatchError
 
 # One block stays free for this number of rows: else a new request is preempted a step later.

@@ -112,8 +112,8 @@ class RandomParameters(Parameters):
         """Nothing is read."""
         generator = torch.Generator(self.device.torch_device).manual_seed(0)
         for name, stack in list(self._stacks.items()):
-            shape = sum(stack.sections[name]), *stack.tail
-            values = torch.empty(shape, dtype=self.device.dtype, device=self.device.torch_device)
+            shape, where = stack.shape_of(name), self.device.torch_device
+            values = torch.empty(shape, dtype=self.device.dtype, device=where)
             if stack.receive is None:
                 values.fill_(1.0)
             else:
@@ -152,7 +152,7 @@ def load(
     `open_for`."""
     device = open_for(bench, dtype, graphs)
     config = ModelConfig.from_hf(directory)
-    parameters = RandomParameters(device, World())
+    parameters = RandomParameters(device)
     model = LlamaModel(parameters, World(), config)
     parameters.load(directory)
     return Engine(device, model, parameters.nbytes, Watermark(0.5, 2.0))

@@ -7,7 +7,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 from text_generation_launcher.command_line import read_options, split_mode
-from text_generation_launcher.options import Mode
+from text_generation_launcher.option import Mode
 from text_generation_launcher.supervisor import connection_to, reachable_host
 
 TIMEOUT_S = 4.0

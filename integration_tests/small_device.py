@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from text_generation_shard.device.base import Room, StepScores
+from text_generation_shard.device.base import ALL, Form, Room, StepScores
 
 
 class Weight:
@@ -61,14 +61,14 @@ class Runner(NamedTuple):
 
 class SmallDevice:
     name, torch_device, dtype, matrix_dtype = "small", torch.device("cpu"), torch.float32, None
-    cache_dtype, is_deterministic, runs_behind, spares_core, num_spare_blocks = dtype, *[False] * 4
-    matrix = staticmethod(lambda weight, quantize: Weight(weight))
+    cache_dtype, is_deterministic, runs_behind, spares_core, sums_in_parts = dtype, *[False] * 4
+    matrix = staticmethod(lambda weight, _, columns=ALL, part=None: Weight(weight[:, columns]))
     gated_matrix = staticmethod(lambda weight, quantize, gate, has_bias: Weight(weight, gate))
     embedding, attention, runner, copy = matrix, Attention, Runner, staticmethod(torch.Tensor.copy_)
-    upload = staticmethod(lambda arrays: [torch.from_numpy(array) for array in arrays])
+    upload, num_spare_blocks = staticmethod(lambda arrays: [*map(torch.from_numpy, arrays)]), 0
     check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
-    weight_copies, then = (lambda self: nullcontext(self)), staticmethod(lambda action: action())
-    free_bytes = staticmethod(lambda step, rehearse: Room(2**26, step))
+    weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
+    free_bytes, then = (lambda _, step, rehearse: Room(2**26, step)), (lambda _, action: action())
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)

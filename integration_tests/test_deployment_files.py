@@ -232,7 +232,12 @@ def test_servers_may_write_to_data_and_tmp_only() -> None:
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
     assert set(mounts.values()) == volumes.keys()
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    assert container()["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert compose()["services"]["pytgi"]["shm_size"] == "1g"
+    resources = container()["resources"]
+    assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"]
+    # A shard has a GPU of its own.
+    num_gpus = str(resources["limits"]["nvidia.com/gpu"])
+    assert kubernetes_variables()["NUM_SHARD"] == num_gpus
 
 
 def test_what_compose_mounts_is_there_and_where_grafana_looks() -> None:

@@ -108,7 +108,7 @@ def test_a_shard_that_hangs(launch: Launch, tiny_model_path: Path) -> None:
         assert "The shards have not answered for 2" in last["error"]
         assert unary.result(10).status_code == 424
     wait_until(lambda: "the router failed" in handle.log, 20, "the launcher has noticed")
-    shard.send_signal(signal.SIGCONT)  # else it is killed, but only 10 s later
+    shard.send_signal(signal.SIGCONT)  # else it is killed, but only 2 s later
     assert handle.wait_for_exit(40) == 1
     *_, error = [line for line in handle.log.splitlines() if " ERROR " in line]
     assert "the router failed with exit code 1 while serving: The shards have not" in error

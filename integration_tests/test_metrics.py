@@ -34,6 +34,7 @@ TYPES = {
     "tgi_batch_decode_duration": DURATION,
     "tgi_batch_filter_duration": DURATION,
     "tgi_batch_concat_duration": DURATION,
+    "tgi_batch_shard_duration": DURATION,
     "tgi_kv_blocks_used": "gauge",
     "tgi_kv_blocks_free": "gauge",
     "tgi_prefix_cache_blocks": "gauge",

@@ -23,14 +23,20 @@ from pathlib import Path
 from text_generation_launcher import supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import Mode
+from text_generation_launcher.option import Mode
 from text_generation_launcher.process import Command, block_signals, end_with_stdin
 
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
 
 def command(name, program):
-    return Command(name, name, (sys.executable, "-c", program, "{model_path}"), dict(os.environ))
+    argv = (sys.executable, "-c", program, "{model_path}", "{master_port}")
+    return Command(name, name, argv, dict(os.environ))
+
+def shard(rank):
+    program = f"RANK = {rank};" + given["shard"]
+    number = rank if given["num_shards"] > 1 else None
+    return replace(command(f"shard {rank}", program), rank=number)
 
 block_signals()
 if given["mode"] == "shards":
@@ -38,7 +44,7 @@ if given["mode"] == "shards":
 config = LauncherConfig(
     download=command("download", given["download"]) if given["download"] else None,
     model_path=None if given["download"] else Path("/models/some"),
-    shards=(command("shard 0", given["shard"]),),
+    shards=tuple(map(shard, range(given["num_shards"]))),
     router=replace(command("the router", given["router"]), draws=given["mode"] == "batch"),
     mode=Mode(given["mode"]),
     shard_uds_path=given["uds"],
@@ -74,11 +80,12 @@ def sleep():
 def open_socket():
     global shard_socket
     shard_socket = socket.socket(socket.AF_UNIX)
-    shard_socket.bind(UDS + "-0")
+    shard_socket.bind(f"{{UDS}}-{{RANK}}")
 def serve_shard():
-    begin("shard")
+    name = "shard" if RANK == 0 else f"shard-{{RANK}}"
+    begin(name)
     open_socket()
-    note("shard started with " + sys.argv[1])
+    note(name + " started with " + sys.argv[1])
 def serve_router():
     begin("router")
     server = socket.create_server(("127.0.0.1", PORT))
@@ -178,6 +185,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         timeout_s: float = 5,
         json_output: bool = False,
         mode: str = "serve",
+        num_shards: int = 1,
         **popen: object,
     ) -> Launched:
         prelude = PRELUDE.format(folder=str(tmp_path), uds=uds, port=free_port)
@@ -190,6 +198,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
             "timeout_s": timeout_s,
             "json_output": json_output,
             "mode": mode,
+            "num_shards": num_shards,
         }
         process = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, "-c", LAUNCHER, json.dumps(given)],

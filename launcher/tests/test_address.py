@@ -54,7 +54,8 @@ def test_an_address_of_another_machine(hostname, free_port):
     [(errno.EACCES, "port 80 needs privileges"), (errno.ENOBUFS, "cannot listen on h port 80")],
 )
 def test_other_refusals_of_the_system(number, expected):
-    assert expected in address._why_not(OSError(number, os.strerror(number)), "h", 80, "--port")
+    error = OSError(number, os.strerror(number))
+    assert expected in address._why_not(error, "h", 80, "--port", "--hostname")
 
 
 def test_a_socket_path_that_is_too_long(tmp_path: Path):

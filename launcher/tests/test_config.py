@@ -10,7 +10,7 @@ from text_generation_launcher.config import (
     create_config,
     log_level,
 )
-from text_generation_launcher.options import InvalidOptions, Mode
+from text_generation_launcher.option import InvalidOptions, Mode
 
 
 def create(*argv: str, mode: Mode = Mode.SERVE, **environment: str) -> LauncherConfig:
@@ -68,6 +68,23 @@ def test_the_commands_of_a_hub_model():
     ]
 
 
+@pytest.mark.parametrize("mode", [Mode.SERVE, Mode.SHARDS])
+def test_several_shards_know_each_other(mode: Mode) -> None:
+    config = create("--num-shard", "2", "--dtype", "float32", mode=mode)
+    for rank, shard in enumerate(config.shards):
+        assert (shard.name, shard.rank) == (f"shard {rank}", rank)
+        assert arguments(shard.argv)[2:8] == [
+            "--uds-path={shard_uds_path}",
+            f"--rank={rank}",
+            "--world-size=2",
+            "--master-addr=localhost",
+            "--master-port={master_port}",
+            "--dtype=float32",
+        ]
+    assert len(config.shards) == 2 and create().shards[0].rank is None
+    assert config.master_port is None
+
+
 @pytest.mark.parametrize(
     "argv, expected",
     [
@@ -96,6 +113,9 @@ def test_the_old_name_of_the_input_limit():
         (["--max-input-length", "6", "--max-total-tokens", "5"], {}, "must be less than"),
         (["--max-total-tokens", "6", "--max-batch-total-tokens", "5"], {}, "must not be more than"),
         (["--port", "81", "--prometheus-port", "81"], {}, "are both 81"),
+        (["--port", "81", "--master-port", "81"], {}, "--master-port and --port are both 81"),
+        (["--sharded", "true", "--num-shard", "1"], {}, "contradict each other"),
+        (["--sharded", "true", "--device", "cpu"], {}, "--sharded true needs --num-shard on a CPU"),
         (["--max-concurrent-requests-per-key", "1"], {}, "but there are no keys: add --api-key"),
         ([], {"MAX_TOKENS_PER_MINUTE_PER_KEY": "9"}, "but there are no keys: add --api-key"),
         (["--ssl-certfile", __file__], {}, "belong together: give both or neither"),

@@ -3,7 +3,8 @@
 import pytest
 from text_generation_launcher.command_line import read_options
 from text_generation_launcher.config import LauncherConfig, create_config
-from text_generation_launcher.options import InvalidOptions, notes
+from text_generation_launcher.option import InvalidOptions
+from text_generation_launcher.options import notes
 
 from launcher.tests.test_options import TGI_FLAGS
 
@@ -53,8 +54,6 @@ TO_DOWNLOAD = [
     ("HUGGINGFACE_HUB_CACHE", "/data", "--huggingface-hub-cache=/data"),
 ]
 REFUSED = [
-    ("NUM_SHARD", "2"),
-    ("SHARDED", "true"),
     ("QUANTIZE", "awq"),
     ("TRUST_REMOTE_CODE", "true"),
     ("WEIGHTS_CACHE_OVERRIDE", "/w"),
@@ -66,14 +65,12 @@ REFUSED = [
     ("NGROK_EDGE", "x"),
 ]
 WITHOUT_EFFECT = [
-    ("MASTER_ADDR", "x"),
-    ("MASTER_PORT", "29501"),
     ("DISABLE_CUSTOM_KERNELS", "true"),
     ("ENABLE_PREFILL_LOGPROBS", "true"),
     ("USAGE_STATS", "on"),
 ]
 # Each has a test of its own below, but `--env`, which is no variable in TGI either.
-OTHERS = {"API_KEY", "JSON_OUTPUT", "ENV"}
+OTHERS = {"API_KEY", "JSON_OUTPUT", "ENV", "NUM_SHARD", "SHARDED", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def create(**environment: str) -> LauncherConfig:
@@ -143,6 +140,23 @@ def test_what_children_read_themselves_is_inherited(variable: str) -> None:
     assert config.router is not None and config.download is not None
     for command in (config.download, config.router, *config.shards):
         assert command.environment[variable] == "1"
+
+
+def test_the_number_of_shards_and_where_they_meet() -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29501"}
+    config = create(NUM_SHARD="3", **meeting, STEP_DEADLINE="7.5")
+    assert (config.master_addr, config.master_port, config.notes) == ("127.0.0.2", 29501, ())
+    for rank, shard in enumerate(config.shards):
+        expected = {f"--rank={rank}", "--world-size=3", "--step-deadline=7.5"}
+        assert expected | {"--master-addr=127.0.0.2"} <= set(shard.argv)
+    assert len(config.shards) == 3
+    assert len(create(SHARDED="true", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 2
+    assert len(create(SHARDED="0", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 1
+    alone = create(**meeting, STEP_DEADLINE="7.5")
+    assert [note.split()[0] for note in alone.notes] == [
+        "--master-addr",
+        "--master-port",
+    ]
 
 
 def test_logs() -> None:

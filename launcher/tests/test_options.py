@@ -39,7 +39,7 @@ OUR_FLAGS = [
     "device", "deterministic", "chat-format", "input", "output", "end-with-stdin",
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
-    "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection",
+    "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection", "step-deadline",
 ]  # fmt: skip
 
 
@@ -53,6 +53,10 @@ def test_every_option_does_something():
     or is the launcher's own."""
     own = {
         "model-id",
+        "num-shard",
+        "sharded",
+        "master-addr",
+        "master-port",
         "shard-uds-path",
         "max-input-length",
         "aip-http-port",
@@ -137,6 +141,9 @@ def test_flag_and_environment(argv, environment, name, expected):
         (["--dtype", "fp8"], {}, "one of float32, float16, bfloat16, got 'fp8'"),
         (["--kv-cache-dtype", "fp8"], {}, "one of fp8_e4m3fn, fp8_e5m2, got 'fp8'"),
         (["--sharded", "maybe"], {}, "true or false, got 'maybe'"),
+        (["--num-shard", "0"], {}, "a whole number of at least 1, got '0'"),
+        ([], {"NUM_SHARD": "two"}, "NUM_SHARD: expected a whole number of at least 1"),
+        (["--step-deadline", "0"], {}, "a number above 0, got '0'"),
         (["--rope-factor", "nan"], {}, "a number above 0, got 'nan'"),
         (["--rope-factor", "inf"], {}, "a number above 0, got 'inf'"),
         (["--cuda-memory-fraction", "1.1"], {}, "a number above 0 and at most 1"),
@@ -171,8 +178,6 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
         ([], {"QUANTIZE": "awq"}, "--quantize takes int8 or int4"),
         (["--trust-remote-code"], {}, "pytgi never runs code from a model repository"),
         ([], {"TRUST_REMOTE_CODE": "true"}, "pytgi never runs code"),
-        (["--num-shard", "2"], {}, "--num-shard is not supported yet"),
-        (["--sharded", "true"], {}, "--sharded is not supported yet"),
         (["--weights-cache-override", "/w"], {}, "--weights-cache-override"),
         (["--lora-adapters", "a/b"], {}, "--lora-adapters"),
         (["--ngrok"], {}, "--ngrok"),
@@ -190,10 +195,8 @@ def test_what_is_not_supported_is_refused(argv, environment, expected):
 @pytest.mark.parametrize(
     "argv, environment",
     [
-        (["--num-shard", "1"], {}),
-        (["--sharded", "false"], {}),
         (["--speculate", "0"], {}),
-        ([], {"TRUST_REMOTE_CODE": "false", "NGROK": "false", "SHARDED": "0"}),
+        ([], {"TRUST_REMOTE_CODE": "false", "NGROK": "false"}),
     ],
 )
 def test_asking_for_what_is_done_anyway_is_not_refused(argv, environment):
@@ -203,13 +206,10 @@ def test_asking_for_what_is_done_anyway_is_not_refused(argv, environment):
 
 
 def test_options_without_effect_are_said_to_have_none():
-    argv = ["--usage-stats", "on", "--master-port", "1", "--disable-custom-kernels"]
-    argv += ["--enable-prefill-logprobs", "--master-addr", "x"]
+    argv = ["--usage-stats", "on", "--disable-custom-kernels", "--enable-prefill-logprobs"]
     values = read_options(argv, {})
     refuse(values)
     assert [note.split()[0] for note in notes(values)] == [
-        "--master-addr",
-        "--master-port",
         "--disable-custom-kernels",
         "--enable-prefill-logprobs",
         "--usage-stats",

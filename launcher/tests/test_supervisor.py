@@ -12,7 +12,7 @@ import pytest
 from text_generation_launcher.address import AddressError, SocketClaim, claim_port
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import Mode
+from text_generation_launcher.option import Mode
 from text_generation_launcher.process import (
     RECENT_LINES,
     Command,

@@ -16,6 +16,9 @@ MAX_SOCKET_PATH_BYTES = 107
 SOCKET_NAME = "text-generation-server"
 """What the sockets in a folder of their own are called, as those of TGI in /tmp."""
 
+# Of the names with which launchers keep ports from each other.
+_CLAIM = "text-generation-launcher"
+
 
 class AddressError(Exception):
     """An address that can't be used, in one sentence."""
@@ -28,23 +31,63 @@ def claim_port(hostname: str, port: int, flag: str) -> socket.socket:
     the router: the system would let several launchers have it until one of their routers listens,
     which is when its model is loaded. A name can.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror:
-        raise AddressError(
-            f"{hostname} is not an address of this machine: give --hostname an IP address, "
-            "0.0.0.0 for all"
-        ) from None
-    with socket.socket(family, kind, protocol) as probe:
-        # connections of an earlier server that are still closing don't matter
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe, address = _bind(hostname, port, flag, "--hostname")
+    with probe:
+        return _claim_name(f"{_CLAIM}:{address}:{port}", hostname, port, flag)
+
+
+class MeetingPort:
+    """Holds the port where shards meet for those of this launcher alone, until closed.
+
+    It is bound and not listened on, so that the system gives it to nobody who asks for any free
+    port; rank 0 can listen on it all the same, with SO_REUSEADDR. A name keeps other launchers away
+    who could do that, too.
+    """
+
+    def __init__(self, address: str, port: int | None) -> None:
+        """None: one that is free. Raises AddressError."""
+        flag, address_flag = "--master-port", "--master-addr"
+        self._held, self._address = _bind(address, port or 0, flag, address_flag)
+        self.number: int = self._held.getsockname()[1]
+        """The port."""
         try:
-            probe.bind(address)
-        except OSError as error:
-            raise AddressError(_why_not(error, hostname, port, flag)) from error
-        return _claim_name(f"text-generation-launcher:{address[0]}:{port}", hostname, port, flag)
+            name = f"{_CLAIM}:{self._address}:{self.number}"
+            self._claim = _claim_name(name, address, self.number, flag)
+        except AddressError:
+            self._held.close()
+            raise
+
+    def close(self) -> None:
+        """Lets others have it."""
+        self._claim.close()
+        self._held.close()
+
+
+def _bind(hostname: str, port: int, flag: str, address_flag: str) -> tuple[socket.socket, str]:
+    """A bound socket and the address of `hostname`. Raises AddressError, naming the flags that
+    would help."""
+    try:
+        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        everywhere = ", 0.0.0.0 for all" if address_flag == "--hostname" else ""
+        raise AddressError(
+            f"{hostname} is not an address of this machine: give {address_flag} an IP address"
+            f"{everywhere}"
+        ) from None
+    # Shards that meet take an address of version 4 where a name has both.
+    prefers_4 = address_flag == "--master-addr"
+    family, kind, protocol, _, address = (
+        min(found, key=lambda one: one[0]) if prefers_4 else found[0]
+    )
+    bound = socket.socket(family, kind, protocol)
+    # connections of an earlier server that are still closing don't matter
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise AddressError(_why_not(error, hostname, port, flag, address_flag)) from error
+    return bound, str(address[0])
 
 
 def _claim_name(name: str, hostname: str, port: int, flag: str) -> socket.socket:
@@ -61,11 +104,13 @@ def _claim_name(name: str, hostname: str, port: int, flag: str) -> socket.socket
     return claim
 
 
-def private_folder(runtime_folder: Path | None, others: Sequence[Path]) -> PrivateFolder:
+def private_folder(
+    runtime_folder: Path | None, others: Sequence[Path], world_size: int = 1
+) -> PrivateFolder:
     """Where sockets go for which no place was chosen. Raises AddressError if there is none."""
     is_usable = runtime_folder is not None and is_private(runtime_folder)
     candidates = [*((runtime_folder,) if runtime_folder and is_usable else ()), *others]
-    longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-0")
+    longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-{world_size - 1}")
     folder, reasons = make_in_one_of(candidates, longest)
     if folder is None:
         raise AddressError(
@@ -75,13 +120,13 @@ def private_folder(runtime_folder: Path | None, others: Sequence[Path]) -> Priva
     return folder
 
 
-def _why_not(error: OSError, hostname: str, port: int, flag: str) -> str:
+def _why_not(error: OSError, hostname: str, port: int, flag: str, address_flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {hostname} is already in use: choose another with {flag}"
     if error.errno == errno.EACCES:
         return f"port {port} needs privileges: choose one above 1023 with {flag}"
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{hostname} is not an address of this machine: choose another with --hostname"
+        return f"{hostname} is not an address of this machine: choose another with {address_flag}"
     return f"cannot listen on {hostname} port {port}: {error.strerror}"
 
 

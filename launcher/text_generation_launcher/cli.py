@@ -9,7 +9,8 @@ from text_generation_process.descriptors import fill_standard_descriptors, raise
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.config import create_config, log_level
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import InvalidOptions, describe, notes, secrets
+from text_generation_launcher.option import InvalidOptions
+from text_generation_launcher.options import describe, notes, secrets
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         log.info(describe_environment())
     log.info(f"Options: {describe(values)}")
-    for note in notes(values):
+    for note in (*notes(values), *config.notes):
         log.info(note)
     if "end-with-stdin" in values:
         end_with_stdin()

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from text_generation_launcher.options import OPTIONS, Mode, Values
+from text_generation_launcher.option import Mode, Values
+from text_generation_launcher.options import OPTIONS
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,14 +2,16 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from text_generation_launcher import options
+from text_generation_launcher.gpus import count_gpus
 from text_generation_launcher.log import LEVELS, normalize_level
-from text_generation_launcher.options import Child, InvalidOptions, Mode, Values
+from text_generation_launcher.num_shards import find_num_shards
+from text_generation_launcher.option import Child, InvalidOptions, Mode, Values
 from text_generation_launcher.process import Command
 
 EMBEDDED_MODEL_ID = "pytgi/embedded"
@@ -18,6 +20,10 @@ MODEL_PATH = "{model_path}"
 """Stands in a command for the model's directory, which the download step finds out."""
 SOCKETS = "{shard_uds_path}"
 """Stands in a command for the prefix of the shards' sockets, where nobody has chosen one."""
+MEETING_PORT = "{master_port}"
+"""Stands in a command for the port where several shards meet."""
+MASTER_ADDR = "localhost"
+"""Where they meet, if nobody has chosen an address."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
 _SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -43,6 +49,12 @@ class LauncherConfig:
     """Of this user's session, where there is one: the first choice for that folder."""
     temporary_folders: tuple[Path, ...] = (Path("/tmp"),)
     """The other ones, in order."""
+    master_addr: str = MASTER_ADDR
+    """Where several shards meet."""
+    master_port: int | None = None
+    """None: one that is free."""
+    notes: tuple[str, ...] = ()
+    """Sentences about options that were given and change nothing here."""
     hostname: str = "0.0.0.0"
     port: int = 3000
     prometheus_port: int | None = None
@@ -74,7 +86,10 @@ def log_level(environment: Mapping[str, str]) -> str:
 
 
 def create_config(
-    values: Values, environment: Mapping[str, str], mode: Mode = Mode.SERVE
+    values: Values,
+    environment: Mapping[str, str],
+    mode: Mode = Mode.SERVE,
+    count_gpus: Callable[[], int] = count_gpus,
 ) -> LauncherConfig:
     """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
     options.refuse(values)
@@ -87,6 +102,7 @@ def create_config(
     _check_limits(values)
     _check_tls(values)
     model_id = _model_id(values)
+    num_shards = _num_shards(values, environment, count_gpus)
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
     given = values.get("shard-uds-path")
@@ -96,13 +112,19 @@ def create_config(
     config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
         model_path=None if model_id else EMBEDDED_MODEL_PATH,
-        shards=(_shard(values, prefix, inherited, logging),),
+        shards=tuple(
+            _shard(values, prefix, inherited, logging, rank, num_shards)
+            for rank in range(num_shards)
+        ),
         router=_with_router(mode, values, served_id, prefix, inherited, logging),
         mode=mode,
         model_id=served_id,
         shard_uds_path=given[0] if given else None,
         runtime_folder=Path(runtime) if (runtime := environment.get("XDG_RUNTIME_DIR")) else None,
         temporary_folders=tuple(Path(folder) for folder in temporary if folder),
+        master_addr=_master_addr(values),
+        master_port=int(values["master-port"][0]) if "master-port" in values else None,
+        notes=_without_effect(values) if num_shards == 1 else (),
     )
     return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
 
@@ -119,6 +141,32 @@ def _http(values: Values, model_id: str) -> dict[str, Any]:
         "has_tls": "ssl-certfile" in values,
         "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
     }
+
+
+def _num_shards(
+    values: Values, environment: Mapping[str, str], count_gpus: Callable[[], int]
+) -> int:
+    def first(name: str) -> str | None:
+        return values[name][0] if name in values else None
+
+    sharded, num_shard = first("sharded"), first("num-shard")
+    return find_num_shards(
+        sharded=None if sharded is None else sharded == "true",
+        num_shard=None if num_shard is None else int(num_shard),
+        device=first("device"),
+        environment=environment,
+        count_gpus=count_gpus,
+    )
+
+
+def _master_addr(values: Values) -> str:
+    return values["master-addr"][0] if "master-addr" in values else MASTER_ADDR
+
+
+def _without_effect(values: Values) -> tuple[str, ...]:
+    """What only several shards have a use for."""
+    names = ("master-addr", "master-port")
+    return tuple(f"--{name} has no effect with one shard" for name in names if name in values)
 
 
 def _has_api_key(values: Values) -> bool:
@@ -213,6 +261,12 @@ def _check_limits(values: Values) -> None:
             f"--prometheus-port and --port are both {values['port'][0]}: /metrics is on --port "
             "already, start without --prometheus-port or choose another"
         )
+    for name in ("port", "prometheus-port"):
+        if "master-port" in values and values.get(name) == values["master-port"]:
+            raise InvalidOptions(
+                f"--master-port and --{name} are both {values[name][0]}: leave --master-port away, "
+                "and the shards meet on a free one"
+            )
     for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
         if name in values and not _has_api_key(values):
             raise InvalidOptions(
@@ -271,22 +325,29 @@ def _download(
 
 
 def _shard(
-    values: Values, prefix: str, environment: Mapping[str, str], logging: tuple[str, ...]
+    values: Values,
+    prefix: str,
+    environment: Mapping[str, str],
+    logging: tuple[str, ...],
+    rank: int,
+    num_shards: int,
 ) -> Command:
     scaling, factor = values.get("rope-scaling"), values.get("rope-factor")
     rope: Values = {}
     if scaling or factor:
         rope = {"rope-scaling": scaling or ("linear",), "rope-factor": factor or ("1.0",)}
+    meeting = (f"--master-addr={_master_addr(values)}", f"--master-port={MEETING_PORT}")
     return Command(
-        name="shard 0",
+        name=f"shard {rank}",
         target="text_generation_shard",
         argv=(
             *console_script("text-generation-server", "text_generation_shard.cli"),
             "serve",
             MODEL_PATH,
             f"--uds-path={prefix}",
-            "--rank=0",
-            "--world-size=1",
+            f"--rank={rank}",
+            f"--world-size={num_shards}",
+            *(meeting if num_shards > 1 else ()),
             *options.forward({**values, **rope}, Child.SHARD),
             *logging,
         ),
@@ -294,6 +355,7 @@ def _shard(
         # step does not wait for address translation. The layers of the 125 M checkpoint at one row
         # took 5.6 ms instead of 7.6; systems without huge pages on demand lose nothing.
         environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **environment},
+        rank=rank if num_shards > 1 else None,
     )
 
 

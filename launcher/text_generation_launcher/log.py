@@ -26,20 +26,23 @@ class LogLine:
     target: str
     message: str
     timestamp: str = field(default_factory=now)
+    rank: int | None = None
+    """Of several shards the one that said it."""
 
     def format(self, json_output: bool) -> str:
         """The line as it is printed, without its line feed."""
         if not json_output:
-            return f"{self.timestamp} {self.level:>5} {self.target}: {self.message}"
-        return json.dumps(
-            {
-                "timestamp": self.timestamp,
-                "level": self.level,
-                "target": self.target,
-                "message": self.message,
-            },
-            ensure_ascii=False,
-        )
+            rank = "" if self.rank is None else f" rank={self.rank}"
+            return f"{self.timestamp} {self.level:>5} {self.target}{rank}: {self.message}"
+        record: dict[str, object] = {
+            "timestamp": self.timestamp,
+            "level": self.level,
+            "target": self.target,
+            "message": self.message,
+        }
+        if self.rank is not None:
+            record["rank"] = self.rank
+        return json.dumps(record, ensure_ascii=False)
 
 
 def normalize_level(level: str) -> str | None:

@@ -7,94 +7,17 @@ flag that isn't given isn't passed on. Flags and variables that a mode has no us
 there: `shards` has none of the router's, and only `serve` has those of the HTTP server.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-
+from text_generation_launcher.option import Child, InvalidOptions, Mode, Option, Values
 from text_generation_launcher.values import (
-    always,
     choice,
     is_address,
     not_negative,
     number,
     path,
     sizes,
-    text,
     true_or_false,
     whole,
 )
-
-Values = Mapping[str, tuple[str, ...]]
-"""Option name to its values in canonical spelling: one, or several where the flag repeats."""
-
-
-class InvalidOptions(ValueError):
-    """One sentence: what was asked, why it can't be had, what to do. The launcher exits with 1."""
-
-
-class Mode(Enum):
-    """What the launcher is asked to do: the first word on its command line, or none for `serve`."""
-
-    SERVE = "serve"
-    SHARDS = "shards"
-    BATCH = "batch"
-
-
-class Child(Enum):
-    """Who gets a flag."""
-
-    DOWNLOAD = "download"
-    SHARD = "shard"
-    ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One flag: its spelling, who gets it, and what is said when it is given."""
-
-    name: str
-    """Without the dashes; the environment variable is this in capitals, with underscores."""
-    help: str
-    parse: Callable[[str], str] = text
-    """Returns the canonical spelling; its ValueError names what was expected."""
-    to: tuple[Child, ...] = ()
-    """The children that get the flag under the same name; the launcher's own have none."""
-    default: str | None = None
-    """Only for what the launcher itself owns or always passes on."""
-    short: str = ""
-    switch: bool = False
-    """Takes no value on the command line; true or false in the environment."""
-    repeat: bool = False
-    secret: bool = False
-    """Never printed, and handed to a child by its environment, since command lines are for all to
-    see; and empty is an error, so that a lost secret can't open the server."""
-    guards: bool = False
-    """No secret, but empty is an error for the same reason."""
-    has_environment: bool = True
-    environment_applies: Callable[[str], bool] = always
-    refusal: str = ""
-    """The sentence with which every value outside `plain` is refused."""
-    note: str = ""
-    """The sentence that is logged for every value outside `plain`."""
-    plain: tuple[str, ...] = ()
-    modes: tuple[Mode, ...] | None = None
-    """Where it is an option; None: where somebody is started who gets it."""
-
-    @property
-    def flag(self) -> str:
-        """`--max-best-of`."""
-        return f"--{self.name}"
-
-    @property
-    def variable(self) -> str:
-        """`MAX_BEST_OF`."""
-        return self.name.upper().replace("-", "_") if self.has_environment else ""
-
-    def applies_in(self, mode: Mode) -> bool:
-        """Whether it is an option of this mode."""
-        if self.modes is None:
-            return mode is not Mode.SHARDS or self.to != (Child.ROUTER,)
-        return mode in self.modes
 
 
 def refused(name: str, what: str, instead: str, **rest: object) -> Option:
@@ -106,7 +29,6 @@ def refused(name: str, what: str, instead: str, **rest: object) -> Option:
 SHARD, ROUTER, DOWNLOAD = (Child.SHARD,), (Child.ROUTER,), (Child.DOWNLOAD,)
 HTTP = (Mode.SERVE,)
 WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
-ONE_SHARD = "start without it, one shard serves the whole model"
 PORT = whole(1, 65535)
 _NEVER_REMOTE_CODE = (
     "--trust-remote-code is refused: pytgi never runs code from a model repository; start without "
@@ -176,16 +98,25 @@ OPTIONS: tuple[Option, ...] = (
     Option("rope-scaling", "stretch the context", choice("linear", "dynamic"), SHARD),
     Option("rope-factor", "by how much, 1.0 when only --rope-scaling is given", number(0), SHARD),
     # the shards
-    refused("num-shard", "more than one shard", ONE_SHARD, parse=whole(1), plain=("1",)),
-    refused("sharded", "more than one shard", ONE_SHARD, parse=true_or_false, plain=("false",)),
     Option(
-        "master-addr", "no effect with one shard", note="--master-addr has no effect with one shard"
+        "num-shard",
+        "processes that the model is split over; by default one for each GPU that "
+        "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names, and one on a CPU",
+        whole(1),
     ),
     Option(
-        "master-port",
-        "no effect with one shard",
-        PORT,
-        note="--master-port has no effect with one shard",
+        "sharded",
+        "true: over all GPUs, of which there must be several; false: one shard without --num-shard",
+        true_or_false,
+    ),
+    Option("master-addr", "address of this machine where the shards meet (default localhost)"),
+    Option("master-port", "port there; by default one that is free", PORT),
+    Option(
+        "step-deadline",
+        "seconds that a shard waits for another one in a step, and the router for a shard that has "
+        "just started, before they give up (default 20)",
+        number(0),
+        (Child.SHARD, Child.ROUTER),
     ),
     Option(
         "shard-uds-path",

@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +39,8 @@ class Command:
     environment: Mapping[str, str]
     draws: bool = False
     """Its standard error is the launcher's, on which it draws a progress bar."""
+    rank: int | None = None
+    """Said in each of its log lines; None: it is the only one of its kind."""
 
 
 def block_signals() -> None:
@@ -97,6 +99,7 @@ class ManagedProcess:
         self.answer: Mapping[str, object] | None = None
         """The last JSON object the child printed that isn't a log record."""
         self._target = command.target
+        self._rank = command.rank
         self._on_line = on_line
         self._recent: deque[LogLine] = deque(maxlen=RECENT_LINES)
         self._held: LogLine | None = None
@@ -147,17 +150,27 @@ class ManagedProcess:
         with self._lock:
             return self._recent[-1].message if self._recent else ""
 
-    def last_words(self) -> list[str]:
-        """The one sentence if its last line was an ERROR, else its last RECENT_LINES lines.
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it: it does nothing, and has not ended."""
+        try:
+            state = Path(f"/proc/{self._popen.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return False  # it has ended
+        return state in ("T", "t")
+
+    def last_words(self) -> tuple[str, ...]:
+        """Its last ERROR lines if it said nothing after them, the first of them first; else its
+        last RECENT_LINES lines.
 
         Whoever takes them says them: a line that was held isn't logged any more.
         """
         with self._lock:
             self._held = None
             lines = list(self._recent)
-        if lines and lines[-1].level == "ERROR":
-            lines = lines[-1:]
-        return [line.message for line in lines]
+        others = [place for place, line in enumerate(lines) if line.level != "ERROR"]
+        first_error = others[-1] + 1 if others else 0
+        return tuple(line.message for line in lines[first_error:] or lines)
 
     @property
     def pid(self) -> int:
@@ -201,6 +214,8 @@ class ManagedProcess:
         if not isinstance(parsed, LogLine):
             self.answer = parsed
             return
+        if self._rank is not None:
+            parsed = replace(parsed, rank=self._rank)
         with self._lock:
             self._recent.append(parsed)
             due = [self._held] if self._held else []

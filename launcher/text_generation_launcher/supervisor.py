@@ -16,18 +16,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from text_generation_launcher.address import (
     SOCKET_NAME,
     AddressError,
+    MeetingPort,
     SocketClaim,
     claim_port,
     private_folder,
 )
-from text_generation_launcher.config import MODEL_PATH, SOCKETS, LauncherConfig
+from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
+from text_generation_launcher.failures import (
+    End,
+    Kind,
+    describe_end,
+    describe_how,
+    first_failure,
+    kind_of,
+    may_follow_another,
+)
 from text_generation_launcher.log import Log
-from text_generation_launcher.options import Mode
+from text_generation_launcher.option import Mode
 from text_generation_launcher.private_folder import PrivateFolder
 from text_generation_launcher.process import (
     STOP_SIGNALS,
@@ -48,6 +58,10 @@ DOWNLOAD_TERMINATION_S = 10.0
 """Nobody waits for what a download, or a batch, does: both go on where they stopped."""
 FAILURE_TERMINATION_S = 10.0
 """After a failure running requests can't end well, so nobody waits long for them."""
+SHARD_FAILURE_TERMINATION_S = 2.0
+"""Then shards may wait for one that is gone, or be stopped and see no SIGTERM."""
+CULPRIT_S = 0.5
+"""How long after a child's end that of another one may be noticed which is its cause."""
 PROBE_TIMEOUT_S = 2.0
 
 
@@ -62,6 +76,11 @@ class StopRequested(Exception):
 class ChildDied(Exception):
     """A child that should run has ended; says which, how, and its last words."""
 
+    def __init__(self, end: End, was_ready: bool = False, cause: str = "") -> None:
+        super().__init__(describe_end(end, was_ready) + cause)
+        self.how = describe_how(end, was_ready) + cause
+        """The same without the words."""
+
 
 class Supervisor:
     """Owns the children. Used once, from the main thread, after `block_signals()`."""
@@ -75,6 +94,7 @@ class Supervisor:
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
         self._claim: SocketClaim | None = None
+        self._meeting: MeetingPort | None = None
         self._folder: PrivateFolder | None = None
         self._ports: list[socket.socket] = []
         self._is_ready = False
@@ -92,6 +112,8 @@ class Supervisor:
                 child.kill()
             for port in self._ports:
                 port.close()
+            if self._meeting:
+                self._meeting.close()
             if self._claim:
                 self._claim.close()
             if self._folder:
@@ -120,9 +142,15 @@ class Supervisor:
             if self._config.mode is Mode.BATCH:
                 return 128 + request.number  # a batch that was interrupted has not succeeded
             return 0 if is_orderly else 1
-        except (AddressError, ProcessError, ChildDied) as error:
+        except (AddressError, ProcessError) as error:
             self._log.error(str(error))
-            self._shut_down(FAILURE_TERMINATION_S)
+            self._shut_down(FAILURE_TERMINATION_S, SHARD_FAILURE_TERMINATION_S)
+            return 1
+        except ChildDied as error:
+            self._log.info(f"{error.how}: stopping the others")
+            self._shut_down(FAILURE_TERMINATION_S, SHARD_FAILURE_TERMINATION_S)
+            # Behind what the others said while they ended: the last line tells why all did.
+            self._log.error(str(error))
             return 1
 
     def _check_addresses(self) -> None:
@@ -132,14 +160,17 @@ class Supervisor:
         if config.prometheus_port is not None:
             flag = "--prometheus-port"
             self._ports.append(claim_port(config.hostname, config.prometheus_port, flag))
+        if len(config.shards) > 1:
+            self._meeting = MeetingPort(config.master_addr, config.master_port)
         self._claim = self._claim_sockets()
 
     def _claim_sockets(self) -> SocketClaim:
         config = self._config
         if config.shard_uds_path is not None:
             return SocketClaim(config.shard_uds_path, len(config.shards))
-        self._folder = private_folder(config.runtime_folder, config.temporary_folders)
-        return SocketClaim(str(self._folder.path / SOCKET_NAME), len(config.shards))
+        num_shards = len(config.shards)
+        self._folder = private_folder(config.runtime_folder, config.temporary_folders, num_shards)
+        return SocketClaim(str(self._folder.path / SOCKET_NAME), num_shards)
 
     def _find_model(self) -> Path:
         """The model's directory; for a hub model this is where it is downloaded."""
@@ -151,7 +182,7 @@ class Supervisor:
             self._pause(STARTUP_POLL_S)
         download.drain()
         if download.returncode != 0:
-            raise ChildDied(describe_end(download))
+            raise ChildDied(_end_of(download))
         download.settle()
         path = (download.answer or {}).get("model_path")
         if not isinstance(path, str):
@@ -163,13 +194,15 @@ class Supervisor:
         return Path(path)
 
     def _start_shards(self, model_path: Path) -> None:
+        if len(self._config.shards) > 1:
+            self._log.info(f"Splitting the model over {len(self._config.shards)} shards")
         for command in self._config.shards:
             self._shards.append(self._start(command, model_path))
 
     def _wait_for_shards(self) -> None:
         assert self._claim is not None
-        for shard, socket_path in zip(self._shards, self._claim.paths, strict=True):
-            self._wait_for(shard, Path(socket_path).exists)
+        pairs = zip(self._shards, self._claim.paths, strict=True)
+        self._wait_for({shard: Path(path).exists for shard, path in pairs})
 
     def _announce_shards(self, model_path: Path) -> None:
         assert self._claim is not None
@@ -199,7 +232,9 @@ class Supervisor:
         batch.drain()
         code = batch.returncode or 0
         if code < 0:
-            raise ChildDied(describe_end(batch))
+            raise ChildDied(_end_of(batch))
+        if code:
+            self._pause(CULPRIT_S)  # it may have failed because a shard has
         self._shut_down(self._config.termination_timeout_s)
         return code
 
@@ -210,27 +245,34 @@ class Supervisor:
 
     def _wait_for_router(self) -> None:
         assert self._router is not None
-        self._wait_for(self._router, self._is_healthy)
+        self._wait_for({self._router: self._is_healthy})
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
         assert self._claim is not None
         known = {MODEL_PATH: str(model_path), SOCKETS: self._claim.prefix}
+        if self._meeting:
+            known[MEETING_PORT] = str(self._meeting.number)
         argv = command.argv
         for name, value in known.items():
             argv = tuple(part.replace(name, value) for part in argv)
         self._log.debug(f"starting {command.name}: {argv[:3]}")
         return ManagedProcess(replace(command, argv=argv), self._log.write)
 
-    def _wait_for(self, child: ManagedProcess, is_ready: Callable[[], bool]) -> None:
-        """Returns when the child is ready; says what it is doing as long as it isn't."""
+    def _wait_for(self, waiting: dict[ManagedProcess, Callable[[], bool]]) -> None:
+        """Returns when all of the children are ready; says what they are doing as long as they
+        aren't."""
         notice_at = time.monotonic() + WAITING_NOTICE_S
-        while not is_ready():
+        while True:
+            for child in [child for child, is_ready in waiting.items() if is_ready()]:
+                child.settle()
+                del waiting[child]
+            if not waiting:
+                return
             self._pause(STARTUP_POLL_S)
             if time.monotonic() >= notice_at:
-                doing = f": {child.last_message}" if child.last_message else ""
-                self._log.info(f"Waiting for {child.name} to be ready{doing}")
+                said = [(child.name, child.last_message) for child in waiting]
+                self._log.info(f"Waiting for {describe_waiting(said)}")
                 notice_at += WAITING_NOTICE_S
-        child.settle()
 
     def _is_healthy(self) -> bool:
         # imported here because it takes as long as all the rest, and the children load meanwhile
@@ -264,12 +306,51 @@ class Supervisor:
         """Waits that long, less if something happens; every wait of the launcher is here."""
         if stop := self._next_stop_signal(seconds):
             raise StopRequested(stop)
-        # Shards come first: when several ended since the last look, the router's end is taken
-        # for the consequence.
-        for child in (*self._shards, self._router):
-            if child is not None and not child.is_alive:
-                child.drain()
-                raise ChildDied(describe_end(child, self._is_ready))
+        if any(not child.is_alive for child in self._watched()):
+            self._fail()
+
+    def _watched(self) -> list[ManagedProcess]:
+        """Those whose end is a failure."""
+        return [*self._shards, *([self._router] if self._router else [])]
+
+    def _fail(self) -> NoReturn:
+        """Raises ChildDied for the child that failed first."""
+        ends: dict[ManagedProcess, End] = {}
+        deadline = time.monotonic() + CULPRIT_S
+        look = 0
+        while True:
+            for child in self._watched():
+                if child not in ends and not child.is_alive:
+                    ends[child] = self._end_of_watched(child, look)
+            first = first_failure(tuple(ends.values()))
+            remaining_s = deadline - time.monotonic()
+            is_last = all(not shard.is_alive for shard in self._shards)
+            if is_last or remaining_s <= 0 or not may_follow_another(first, len(self._shards)):
+                break
+            if stop := self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
+                raise StopRequested(stop)
+            look += 1
+        told = {child: _with_words(child, end) for child, end in ends.items()}
+        [culprit] = [child for child, end in ends.items() if end is first]
+        blamed = told.pop(culprit)
+        for end in told.values():
+            if end.words != blamed.words:  # of the ranks that say the same one is enough
+                self._log.info(describe_end(end, self._is_ready))
+        raise ChildDied(blamed, self._is_ready, self._who_is_stopped(blamed))
+
+    def _end_of_watched(self, child: ManagedProcess, look: int) -> End:
+        code = child.returncode or 0
+        if child is self._router:
+            return End(child.name, code, seen=look)
+        rank = self._shards.index(child)
+        return End(child.name, code, kind_of(code, len(self._shards)), rank, look)
+
+    def _who_is_stopped(self, first: End) -> str:
+        """When a shard was given up without having ended, why it does not answer."""
+        stopped = [shard.name for shard in self._shards if shard.is_stopped]
+        if not stopped or first.kind not in (Kind.GAVE_UP, Kind.NOT_A_SHARD):
+            return ""
+        return f" ({', '.join(stopped)} was stopped, as SIGSTOP does, and does not run)"
 
     def _next_stop_signal(self, seconds: float) -> signal.Signals | None:
         """Waits for a signal; the one that asks to stop, None for any other end."""
@@ -285,9 +366,9 @@ class Supervisor:
         children = (self._download, self._batch, self._router, *self._shards)
         return [child for child in children if child is not None]
 
-    def _shut_down(self, timeout_s: float) -> bool:
-        """Ends the router, then the shards, each within the timeout; False if a second signal
-        cut it short (`run` then kills what is left)."""
+    def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
+        """Ends the router, then the shards, each within the timeout (the shards' is the same, if
+        none is given); False if a second signal cut it short (`run` then kills what is left)."""
         download = [self._download] if self._download else []
         batch = [self._batch] if self._batch else []
         router = [self._router] if self._router else []
@@ -295,7 +376,7 @@ class Supervisor:
             self._end(download, min(timeout_s, DOWNLOAD_TERMINATION_S))
             and self._end(batch, min(timeout_s, DOWNLOAD_TERMINATION_S))
             and self._end(router, timeout_s)
-            and self._end(self._shards, timeout_s)
+            and self._end(self._shards, timeout_s if shard_timeout_s is None else shard_timeout_s)
         )
 
     def _end(self, children: Sequence[ManagedProcess], timeout_s: float) -> bool:
@@ -336,22 +417,23 @@ def connection_to(host: str, port: int, has_tls: bool, timeout_s: float) -> "HTT
     return HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
 
-def describe_end(child: ManagedProcess, was_ready: bool = False) -> str:
-    """How a child ended that should not have, and its last words."""
-    code = child.returncode or 0
-    if code > 0:
-        how = f"{child.name} failed with exit code {code}"
-    elif code == 0:
-        how = f"{child.name} ended unasked with exit code 0"
-    else:
-        how = f"{child.name} was killed by signal {-code} ({signal.strsignal(-code)})"
-        if code == -signal.SIGKILL:
-            how += ", as the system does when memory runs out,"
-    if was_ready:
-        how += " while serving"
-    words = child.last_words()
-    if not words:
-        return f"{how} and printed nothing"
-    if len(words) == 1:
-        return f"{how}: {words[0]}"
-    return "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in words)])
+def describe_waiting(said: Sequence[tuple[str, str]]) -> str:
+    """Names and what each said last, those together that say the same."""
+    names: dict[str, list[str]] = {}
+    for name, message in said:
+        names.setdefault(message, []).append(name)
+    return "; ".join(
+        f"{', '.join(group)} to be ready" + (f": {message}" if message else "")
+        for message, group in names.items()
+    )
+
+
+def _with_words(child: ManagedProcess, end: End) -> End:
+    """The end, with what the child said last: it is not said by anyone else any more."""
+    child.drain()
+    return replace(end, words=child.last_words())
+
+
+def _end_of(child: ManagedProcess) -> End:
+    """Of one that is no shard."""
+    return _with_words(child, End(child.name, child.returncode or 0))

@@ -220,7 +220,7 @@ class FakeClient:
         self._fails_at = fails_at
         self._warmup = warmup
 
-    async def connect(self, path: str) -> "FakeClient":
+    async def connect(self, path: str, answer_s: float) -> "FakeClient":
         if self._fails_at == "connect":
             raise ConnectionError("nobody there")
         return self
@@ -266,7 +266,7 @@ async def test_shards_that_are_still_loading_are_awaited(
     write_tokenizer(tmp_path)
     path = tmp_path / "shard-0"
 
-    async def connect(path: str) -> FakeClient:
+    async def connect(path: str, answer_s: float) -> FakeClient:
         assert Path(path).exists()
         return client
 

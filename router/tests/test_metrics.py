@@ -37,6 +37,7 @@ FAMILIES = {
     # A summary in TGI, whose dashboard asks for buckets.
     "tgi_request_skipped_tokens_bucket": "counter",
     "tgi_batch_max_total_tokens": "gauge",
+    "tgi_batch_shard_duration": "histogram",
     "tgi_request_preempted": "counter",
     "tgi_request_unauthorized": "counter",
     "tgi_request_key_limit": "counter",
@@ -132,6 +133,15 @@ def test_a_label_has_its_own_histogram() -> None:
     assert value(metrics, "tgi_batch_forward_duration_count", method="prefill") == 0
 
 
+def test_one_shard_is_compared_with_nobody() -> None:
+    assert families(Metrics(100, 200))["tgi_batch_shard_duration"].samples == []
+    metrics = Metrics(100, 200, num_shards=2)
+    assert value(metrics, "tgi_batch_shard_duration_count", rank="1") == 0
+    metrics.batch_shard_duration.observe(0.01, rank="1")
+    assert value(metrics, "tgi_batch_shard_duration_count", rank="1") == 1
+    assert value(metrics, "tgi_batch_shard_duration_count", rank="0") == 0
+
+
 def bounds(metrics: Metrics, name: str) -> list[float]:
     samples = families(metrics)[name].samples
     return sorted({float(sample.labels["le"]) for sample in samples if "le" in sample.labels})
@@ -139,7 +149,7 @@ def bounds(metrics: Metrics, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.endswith("duration")])
 def test_durations_are_bucketed_as_tgi_does(name: str) -> None:
-    limits = bounds(Metrics(100, 200), name)
+    limits = bounds(Metrics(100, 200, num_shards=2), name)
     assert len(limits) == 36 and limits[-1] == math.inf
     assert limits[0] == pytest.approx(0.00015) and limits[34] == pytest.approx(145.6, rel=1e-3)
 

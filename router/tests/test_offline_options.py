@@ -1,6 +1,8 @@
 from pathlib import Path
 
 import pytest
+from text_generation_launcher.command_line import read_options
+from text_generation_launcher.option import Mode
 from text_generation_router.offline.options import sort_options
 from text_generation_router.offline.shards_process import ShardsAddress
 
@@ -37,6 +39,21 @@ def test_switches_and_paths():
     )
     assert options.shard_flags == ("--model-id=/models/x", "--some-switch")
     assert options.router_config(ADDRESS).tokenizer_config_path == "/t.json"
+
+
+@pytest.mark.parametrize(
+    "given, flags",
+    [
+        ({"num_shard": 2, "step_deadline": 7.5}, ("--num-shard=2", "--step-deadline=7.5")),
+        ({"sharded": True, "master_port": 29501}, ("--sharded=true", "--master-port=29501")),
+        ({"sharded": False}, ("--sharded=false",)),
+    ],
+)
+def test_several_shards_are_the_business_of_the_launcher(given, flags):
+    options = sort_options(None, given)
+    assert options.shard_flags == flags
+    assert options.router == {name: given[name] for name in given if name == "step_deadline"}
+    assert set(read_options(flags, {}, Mode.SHARDS)) == {name.replace("_", "-") for name in given}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A launcher of one's own, played by small scripts."""
 
+import json
 import logging
 import sys
 import time
@@ -121,3 +122,11 @@ def test_address_names_are_those_of_the_launcher():
         "model_path",
         "master_shard_uds_path",
     ]
+
+
+def test_a_log_line_says_which_shard_it_is_of(start, caplog):
+    caplog.set_level(logging.INFO)
+    line = dict(level="INFO", target="child", message="loading", rank=1)
+    process = start(f"print({json.dumps(line)!r}); ready(); wait()")
+    process.wait_until_ready()
+    assert [record.getMessage() for record in caplog.records] == ["shard 1: loading"]

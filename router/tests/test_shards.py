@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
     """Answers with its rank, remembers what it was asked, and fails on request."""
 
     def __init__(self, rank: int, urls: list[str]) -> None:
+        self.info = pb.InfoResponse(rank=rank, world_size=len(urls))
         self._rank = rank
         self._urls = urls
         self.asked: list[Any] = []
@@ -49,7 +50,7 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         return pb.ServiceDiscoveryResponse(urls=self._urls)
 
     async def Info(self, request: Any, context: Any) -> Any:
-        return await self._answer(request, context, pb.InfoResponse(rank=self._rank))
+        return await self._answer(request, context, self.info)
 
     async def Health(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context, pb.HealthResponse())
@@ -60,12 +61,13 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def Prefill(self, request: Any, context: Any) -> Any:
-        return await self._answer(request, context, self._step(request.batch.id))
+        return await self._answer(request, context, self._step(request.batch.id, request.number))
 
     async def Decode(self, requests: Any, context: Any) -> Any:
         self.num_decode_calls += 1
         async for request in requests:
-            yield await self._answer(request, context, self._step(request.batch_ids[0]))
+            step = self._step(request.batch_ids[0], request.number)
+            yield await self._answer(request, context, step)
 
     async def FilterBatch(self, request: Any, context: Any) -> Any:
         batch = pb.CachedBatch(id=request.batch_id, request_ids=request.request_ids)
@@ -78,19 +80,28 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
     async def ClearCache(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context, pb.ClearCacheResponse())
 
-    def _step(self, batch_id: int) -> pb.StepResponse:
+    def _step(self, batch_id: int, number: int) -> pb.StepResponse:
+        """Who is alone sends no digest, and who is not rank 0 only that and the times."""
+        digest = number + 1000 if len(self._urls) > 1 else None
+        if self._rank:
+            return pb.StepResponse(digest=digest, forward_ns=self._rank, decode_ns=10)
         return pb.StepResponse(
+            digest=digest,
+            decode_ns=10,
             generations=pb.Generations(
-                request_ids=[11], token_ids=[self._rank], logprobs=[0.0], finish_reasons=[0]
+                request_ids=[11], token_ids=[5], logprobs=[0.0], finish_reasons=[0]
             ),
             batch=pb.CachedBatch(id=batch_id, request_ids=[11]),
         )
 
 
 @asynccontextmanager
-async def serving(directory: Path, num: int) -> AsyncIterator[tuple[ShardedClient, list[Rank]]]:
+async def serving(
+    directory: Path, num: int, kind: type[Rank] = Rank
+) -> AsyncIterator[tuple[ShardedClient, list[Any]]]:
+    """A client and the ranks that it is connected to, of which it has asked nothing else yet."""
     urls = [f"unix://{directory}/shard-{rank}" for rank in range(num)]
-    ranks = [Rank(rank, urls) for rank in range(num)]
+    ranks = [kind(rank, urls) for rank in range(num)]
     servers = []
     for rank, url in zip(ranks, urls, strict=True):
         server = grpc.aio.server()
@@ -100,6 +111,9 @@ async def serving(directory: Path, num: int) -> AsyncIterator[tuple[ShardedClien
         rank.stop = server.stop
         servers.append(server)
     client = await ShardedClient.connect(f"{directory}/shard-0", timeout_s=10)
+    for rank in ranks:
+        rank.asked.clear()
+        rank.num_answered = 0
     try:
         yield client, ranks
     finally:
@@ -126,7 +140,8 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
         assert all(len(rank.asked) == len(CALLS) for rank in ranks)
         assert ranks[0].asked == ranks[1].asked == ranks[2].asked
     prefill, decode, kept, _, _, info, warmup, compiled = answers
-    assert prefill.token_ids == decode.token_ids == (0,) and info.rank == 0
+    assert prefill.token_ids == decode.token_ids == (5,) and info.rank == 0
+    assert prefill.shard_ns == decode.shard_ns == [10, 11, 12]
     assert kept == CachedBatch(3, (11,))
     assert (warmup.num_blocks, warmup.kv_cache_bytes) == (7, 30)
     assert compiled == GrammarResult("no start", 3)
@@ -143,12 +158,12 @@ async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
         await client.warmup(100, 8, 10, 20, 30)
     given = [{field.name for field, _ in request.ListFields()} for request in rank.asked]
     assert given == [
-        {"batch"},
-        {"batch", "cached_batch_id"},
-        {"batch", "cached_batch_id", "advance"},
-        set(),
-        {"id"},
-        {"max_prefill_tokens", "max_batch_size"},
+        {"number", "batch"},
+        {"number", "batch", "cached_batch_id"},
+        {"number", "batch", "cached_batch_id", "advance"},
+        {"number"},
+        {"number", "id"},
+        {"number", "max_prefill_tokens", "max_batch_size"},
         {field.name for field in pb.WarmupRequest.DESCRIPTOR.fields},
     ]
 
@@ -163,7 +178,7 @@ async def test_a_failure_of_any_rank_is_a_generation_error(
         ranks[1 - failing].delay_s = 0.02
         with pytest.raises(GenerationError) as error:
             await call(client)
-        assert str(error.value) == "Server error: out of luck"
+        assert str(error.value) == f"Server error: shard {failing}: out of luck"
         # The call is over for every rank: none of them is still busy with it.
         assert ranks[1 - failing].num_answered == 1
         # One rank has done what the other has not.
@@ -185,7 +200,7 @@ async def test_a_grammar_that_takes_too_long(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             await client.compile_grammar("x", 0.05)
         ranks[1].delay_s = 0
-        assert (await client.prefill(3, [make_entry()], None)).token_ids == (0,)
+        assert (await client.prefill(3, [make_entry()], None)).token_ids == (5,)
 
 
 async def test_a_shard_that_is_gone(tmp_path: Path) -> None:
@@ -214,35 +229,50 @@ async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
             await asyncio.wait_for(call, 1)
 
 
-async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path) -> None:
+class Listener(pb_grpc.TextGenerationServiceServicer):
+    """In a thread of its own: notes each step, whatever the event loop of the client does."""
+
+    def __init__(self, rank: int, urls: list[str]) -> None:
+        self._info = pb.InfoResponse(rank=rank, world_size=len(urls))
+        self._urls = urls
+        self.asked = threading.Event()
+
+    def Info(self, request: Any, context: Any) -> Any:
+        return self._info
+
+    def ServiceDiscovery(self, request: Any, context: Any) -> Any:
+        return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+    def Decode(self, requests: Any, context: Any) -> Any:
+        for _ in requests:
+            self.asked.set()
+            yield pb.StepResponse(digest=1)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path, num: int) -> None:
     """Otherwise the router's text work would delay the shards instead of hiding behind them."""
-    asked = threading.Event()
-
-    class Shard(pb_grpc.TextGenerationServiceServicer):
-        def ServiceDiscovery(self, request: Any, context: Any) -> Any:
-            return pb.ServiceDiscoveryResponse(urls=["unix:unused"])
-
-        def Decode(self, requests: Any, context: Any) -> Any:
-            for _ in requests:
-                asked.set()
-                yield pb.StepResponse()
-
-    with ThreadPoolExecutor(1) as threads:
-        server = grpc.server(threads)
-        pb_grpc.add_TextGenerationServiceServicer_to_server(Shard(), server)
-        server.add_insecure_port(f"unix://{tmp_path}/shard")
-        server.start()
-        client = await ShardedClient.connect(f"{tmp_path}/shard", timeout_s=10)
+    urls = [f"unix://{tmp_path}/shard-{rank}" for rank in range(num)]
+    shards = [Listener(rank, urls) for rank in range(num)]
+    with ExitStack() as stack:
+        for shard, url in zip(shards, urls, strict=True):
+            server = grpc.server(stack.enter_context(ThreadPoolExecutor(1)))
+            pb_grpc.add_TextGenerationServiceServicer_to_server(shard, server)
+            server.add_insecure_port(url)
+            server.start()
+            stack.callback(lambda server=server: server.stop(None).wait())
+        client = await ShardedClient.connect(f"{tmp_path}/shard-0", timeout_s=10)
         # The first step opens the call.
         await client.decode([3], Advance())
-        asked.clear()
+        for shard in shards:
+            shard.asked.clear()
         call = asyncio.create_task(client.decode([3], Advance()))
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)
-        assert asked.wait(5), "the loop stands still, and the call is not there"
+        for shard in shards:
+            assert shard.asked.wait(5), "the loop stands still, and the call is not there"
         await call
         await client.close()
-        server.stop(None).wait()
 
 
 async def test_steps_go_through_one_call_until_it_fails(tmp_path: Path) -> None:

@@ -194,6 +194,7 @@ def test_info() -> None:
         prompt_scaled_at=8192,
         spares_core=True,
         records_steps=True,
+        last_number=17,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()

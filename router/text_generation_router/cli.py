@@ -116,7 +116,8 @@ async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int
         logger.info("Connected")
         await server.serve(sockets=sockets)
     if services.watch.verdict is not None:
-        logger.error("%s; the server ends, so that it is started anew", services.watch.verdict)
+        why = ": ".join(filter(None, (services.watch.verdict, services.watch.detail)))
+        logger.error("%s; the server ends, so that it is started anew", why)
         return 1
     return int(server.force_exit)
 

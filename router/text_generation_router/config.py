@@ -35,6 +35,9 @@ class RouterConfig:
     await_shards: bool = _option(
         False, "Wait for that socket without limit: for whoever starts both, and watches the shard."
     )
+    step_deadline: float = _option(
+        20.0, "Seconds in which a shard that listens answers while the router starts.", 0
+    )
     hostname: str = _option("0.0.0.0", "Address to listen on.")
     port: int = _option(3000, "Port to listen on; 0 takes a free one.", 0)
     prometheus_port: int | None = _option(None, "Serve /metrics on this port as well.", 0)

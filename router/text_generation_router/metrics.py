@@ -19,7 +19,8 @@ _DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The one label a metric may have and the values it is known to take."""
+    """The one label a metric may have and the values it is known to take; without any there are no
+    series, only the family."""
 
     name: str
     values: tuple[str, ...]
@@ -247,7 +248,7 @@ class Metrics:
     Changed from the event loop only, read (`render`) from any thread.
     """
 
-    def __init__(self, max_input_tokens: int, max_total_tokens: int) -> None:
+    def __init__(self, max_input_tokens: int, max_total_tokens: int, num_shards: int = 1) -> None:
         self.request_count = Counter("Requests that arrived")
         self.request_success = Counter("Generations that were completed")
         self.request_failure = Counter("Requests that failed", _ERR)
@@ -275,7 +276,7 @@ class Metrics:
             [float(n) for n in range(17)],
         )
         self.connections_refused = Counter("Connections that were refused or cut off", _REFUSED)
-        self._add_batches()
+        self._add_batches(num_shards)
         # What every Prometheus client tells of its process: CPU, memory, file descriptors, start.
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -283,7 +284,7 @@ class Metrics:
         for name, metric in self._families():
             metric.name = f"tgi_{name}"
 
-    def _add_batches(self) -> None:
+    def _add_batches(self, num_shards: int) -> None:
         """Of the queue, the steps of the shards, and the KV blocks."""
         self.queue_size = Gauge("Requests waiting for a place in the batch")
         self.batch_next_size = Histogram(
@@ -301,6 +302,9 @@ class Metrics:
         self.batch_decode_duration = _duration("Choosing the tokens of a step", _METHOD)
         self.batch_filter_duration = _duration("Delivering a step and dropping what ended", _METHOD)
         self.batch_concat_duration = _duration("Joining new requests to a batch", _JOINING)
+        # One shard has nobody to be compared with.
+        ranks = Label("rank", tuple(map(str, range(num_shards))) if num_shards > 1 else ())
+        self.batch_shard_duration = _duration("A step as each shard of several sees it", ranks)
         self.kv_blocks_used = Gauge("KV blocks held by requests")
         self.kv_blocks_free = Gauge("KV blocks that can be given out")
         self.prefix_cache_blocks = Gauge("KV blocks whose tokens are known, in use or idle")

@@ -24,7 +24,12 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
-from text_generation_router.scheduler.watch import WatchedShards, longest_call_s
+from text_generation_router.scheduler.watch import (
+    NUM_QUESTIONS,
+    NUM_QUESTIONS_TO_SEVERAL,
+    WatchedShards,
+    longest_call_s,
+)
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
@@ -93,7 +98,9 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
                 await load  # if it has failed, nobody needs to wait
             await asyncio.sleep(_POLL_S)
         with _explained("connect to the Python model shards"):
-            shards = await ShardedClient.connect(config.master_shard_uds_path)
+            shards = await ShardedClient.connect(
+                config.master_shard_uds_path, answer_s=config.step_deadline
+            )
         try:
             with _explained("clear the Python model shards cache"):
                 await shards.clear_cache(None)
@@ -136,10 +143,11 @@ def assemble(
     scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config)
     _tell_pace(config, scheduler_limits.costs)
-    metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens)
+    metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     watch = WatchedShards(
         shards,
         longest_call_s(scheduler_limits.costs, config.batch_rows, config.max_batch_prefill_tokens),
+        NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL,
     )
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits)
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)

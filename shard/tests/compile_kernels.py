@@ -20,12 +20,13 @@ import numpy as np
 import torch
 import triton
 from text_generation_shard.arrays import plain_upload
-from text_generation_shard.device.base import Activation, Angles, CacheShape, DeviceOptions
+from text_generation_shard.device.base import Activation, DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE, FIRST_WITH_FLOAT8
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
+from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import TokenHistory
 from text_generation_shard.sampling.table import SamplingTable, Watermark

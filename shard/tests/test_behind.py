@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ from text_generation_proto import pb
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.base import Device, Model, StepPlan, StepScores
 from text_generation_shard.device.cuda.runner import StreamStep
-from text_generation_shard.engine.engine import Engine, StepHandle
+from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
+from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.service import Batch, Begun, ShardService
 
 from shard.tests.driver import Driver, load_engine, open_cpu
@@ -297,13 +299,14 @@ async def test_a_step_whose_call_ended_is_collected(stream: Driver, tiny_model_p
     batch, is_collected = service._batch, threading.Event()
     finish = batch.finish
 
-    def tell(begun: Begun | None) -> pb.StepResponse:
-        answer = finish(begun)
+    def tell(begun: Begun | None, number: int = 0) -> pb.StepResponse:
+        answer = finish(begun, number)
         is_collected.set()
         return answer
 
     batch.finish = tell  # type: ignore[method-assign]
-    call = service._compute(batch.prefill, 7, None, StepInput([request], runs_on=False))
+    step = StepInput([request], runs_on=False)
+    call = service._compute(0, partial(batch.prefill, 7, None, step), step)
     await asyncio.sleep(0)
     call.cancel()
     assert await asyncio.to_thread(is_collected.wait, 20)

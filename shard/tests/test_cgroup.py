@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from text_generation_shard.checkpoint.weights import Parameters, Split
+from text_generation_shard.checkpoint.partition import whole
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.cpu import cgroup
 from text_generation_shard.device.cpu.cgroup import MemoryLimit, memory_limit
 from text_generation_shard.errors import ModelError
-from text_generation_shard.parallel import World
 
 from shard.tests.driver import open_cpu
 
@@ -65,9 +65,9 @@ def half_a_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parameters(quantize: str | None, rows: int) -> Parameters:
     """Of one matrix, read in two parts; rows x 1000 numbers."""
-    made = Parameters(open_cpu("bfloat16"), World(), quantize)
-    sections = {"a": (rows // 2,), "b": (rows // 2,)}
-    made.add_matrix(sections, 1000, Split.NONE, made.device.matrix)  # type: ignore[arg-type]
+    made = Parameters(open_cpu("bfloat16"), quantize)
+    sections = {"a": [whole(rows // 2)], "b": [whole(rows // 2)]}
+    made.add_matrix(sections, whole(1000), made.device.matrix)  # type: ignore[arg-type]
     return made
 
 

@@ -160,11 +160,11 @@ def test_kernels_are_compiled_by_other_processes_first(
 ) -> None:
     paths = [directory / name for name in ("deadly", "usual", "another")]
     functions = [compile.Kernel(Function(path, path == paths[0]), [()]) for path in paths]
-    monkeypatch.setattr(compile, "_kernels", lambda kind, quantize: functions)
+    monkeypatch.setattr(compile, "_kernels", lambda wanted: functions)
     for helpers_now in (helpers, 0):
         for path in paths:
             path.unlink(missing_ok=True)
-        compile.compile_all(torch.float32, None, processes, free_bytes)
+        compile.compile_all(compile.Wanted(torch.float32, None), processes, free_bytes)
         # This process looks at all of them, and so compiles what a child did not.
         assert [pids(path)[-1] for path in paths] == [os.getpid()] * 3
         assert [len(pids(path)) for path in paths] == [1, 1 + helpers_now, 1 + helpers_now]

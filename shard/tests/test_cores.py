@@ -1,10 +1,17 @@
 """How many threads compute, from affinity and from the quotas of both versions of cgroups."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from text_generation_shard.device.cpu.cores import num_compute_threads
+from text_generation_shard.device.cpu import host
+from text_generation_shard.device.cpu.cores import (
+    num_compute_threads,
+    processors_of,
+    read_cores,
+)
+from text_generation_shard.errors import ModelError
 
 
 @pytest.fixture
@@ -13,14 +20,14 @@ def bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
 
 
-def threads(root: Path, own: str, files: dict[str, str]) -> int:
+def threads(root: Path, own: str, files: dict[str, str], num_ranks: int = 1) -> int:
     """With these files under /sys/fs/cgroup and this /proc/self/cgroup."""
     for name, text in files.items():
         path = root / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (root / "self").write_text(own)
-    return num_compute_threads(root / "sys", root / "self")
+    return num_compute_threads(num_ranks, root / "sys", root / "self")
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 7), (64, 63)])
@@ -28,7 +35,7 @@ def test_of_many_cores_one_is_left(
     cores: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert num_compute_threads(tmp_path, tmp_path / "none") == expected
+    assert num_compute_threads(1, tmp_path, tmp_path / "none") == expected
 
 
 @pytest.mark.parametrize(
@@ -65,3 +72,114 @@ def test_in_a_container_only_the_root_is_seen(tmp_path: Path) -> None:
     own = "0::/kubepods/pod1/container1\n"
     assert threads(tmp_path, own, {"cpu.max": "300000 100000"}) == 3
     assert threads(tmp_path, "0::/../../else\n", {"cpu.max": "300000 100000"}) == 3
+
+
+@pytest.mark.usefixtures("bound_to")
+def test_ranks_share_a_quota(tmp_path: Path) -> None:
+    assert threads(tmp_path, "0::/\n", {"cpu.max": "600000 100000"}, num_ranks=2) == 3
+    assert threads(tmp_path, "0::/\n", {"cpu.max": "600000 100000"}, num_ranks=4) == 1
+
+
+def machine(root: Path, nodes: int, cores: int, threads: int) -> Path:
+    """Made-up /sys/devices/system: so many nodes of so many cores, numbered as Linux does: the
+    first threads of all cores, then the second ones."""
+    total = nodes * cores
+    for number in range(total * threads):
+        core = number % total
+        siblings = ",".join(str(core + total * thread) for thread in range(threads))
+        folder = root / f"cpu/cpu{number}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    for node in range(nodes):
+        first = [node * cores + total * thread for thread in range(threads)]
+        folder = root / f"node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(",".join(f"{one}-{one + cores - 1}" for one in first))
+    (root / "node").mkdir(exist_ok=True)
+    (root / "node/online").write_text("0")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("shape", "allowed", "expected"),
+    [
+        # Of one node without and with second threads of cores.
+        ((1, 4, 1), range(4), [{0, 1}, {2, 3}]),
+        ((1, 4, 2), range(8), [{0, 4, 1, 5}, {2, 6, 3, 7}]),
+        ((1, 4, 2), range(8), [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        # What is left over is nobody's: all wait for the slowest.
+        ((1, 5, 1), range(5), [{0, 1}, {2, 3}]),
+        # A node each, nodes each, a part of a node each.
+        ((2, 2, 2), range(8), [{0, 4, 1, 5}, {2, 6, 3, 7}]),
+        ((4, 1, 1), range(4), [{0, 1}, {2, 3}]),
+        ((2, 2, 1), range(4), [{0}, {1}, {2}, {3}]),
+        # Three ranks on two nodes: as if there were none.
+        ((2, 3, 1), range(6), [{0, 1}, {2, 3}, {4, 5}]),
+        # Only what this process may use counts.
+        ((2, 4, 1), [1, 2, 6, 7], [{1, 2}, {6, 7}]),
+        ((1, 4, 2), [0, 1, 4], [{0, 4}, {1}]),
+        # Fewer cores than ranks, but as many threads of them; and fewer of those, too.
+        ((1, 2, 2), range(4), [{0}, {1}, {2}, {3}]),
+        ((1, 2, 1), range(2), [set(), set(), set()]),
+        # A system that does not say.
+        ((0, 0, 0), range(4), [{0, 1}, {2, 3}]),
+    ],
+)
+def test_ranks_have_cores_of_their_own(
+    shape: tuple[int, int, int], allowed: Iterable[int], expected: list[set[int]], tmp_path: Path
+) -> None:
+    cores = read_cores(list(allowed), machine(tmp_path, *shape))
+    found = [processors_of(rank, len(expected), cores) for rank in range(len(expected))]
+    assert found == expected
+
+
+@pytest.fixture
+def no_nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[set[int]]:
+    """Of a process without a GPU on two cores: what it is bound to, last."""
+    bound: list[set[int]] = [{0, 1}]
+    monkeypatch.setattr(host, "_NVIDIA", tmp_path / "none")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, own: bound.append(set(own)))
+    return bound
+
+
+def test_a_rank_of_a_processor_is_bound_before_its_threads_start(
+    no_nvidia: list[set[int]],
+) -> None:
+    environment: dict[str, str] = {}
+    host.prepare_process(environment, rank=1, num_ranks=2, device="cpu")
+    assert no_nvidia[-1] == {1} and environment["OMP_NUM_THREADS"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_more_ranks_than_cores_are_warned_of(
+    no_nvidia: list[set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(3):
+        environment: dict[str, str] = {}
+        host.prepare_process(environment, rank, num_ranks=3, device="cpu")
+        assert no_nvidia == [{0, 1}] and environment["OMP_NUM_THREADS"] == "1"
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 shards share 2 cores, and wait for each other: use fewer shards"
+    ]
+
+
+def test_one_rank_is_left_alone(no_nvidia: list[set[int]]) -> None:
+    host.prepare_process({}, 0, 1, "cpu")
+    assert no_nvidia == [{0, 1}]
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "expected"),
+    [(None, 1, "1"), ("", 1, ""), ("4,7", 1, "7"), ("GPU-a, GPU-b", 0, "GPU-a")],
+)
+@pytest.mark.usefixtures("no_nvidia")
+def test_a_rank_sees_one_gpu(visible: str | None, rank: int, expected: str) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    host.prepare_process(environment, rank, 2, "cuda")
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_a_rank_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"shard 2 has no GPU: CUDA_VISIBLE_DEVICES names 2 \(0,1"):
+        host.prepare_process({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 3, "cuda")

@@ -11,10 +11,11 @@ import pytest
 import torch
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
-from text_generation_shard.device.base import CacheShape, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import Processor
 from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
@@ -85,12 +86,11 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
     device = operators.TritonDevice(torch.device("meta"), torch.bfloat16, options)
     device.capability = 90
     device.upload = Uploads(device.torch_device, LateBuffer)
-    parameters = Parameters(device, World(), quantize)
+    parameters = Parameters(device, quantize)
     found = LlamaModel(parameters, World(), config)
     with device.weight_copies() as copies:
         for name, stack in list(parameters._stacks.items()):
-            shape = sum(stack.sections[name]), *stack.tail
-            tensor = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            tensor = torch.empty(stack.shape_of(name), dtype=torch.bfloat16, device="meta")
             parameters._fill(name, tensor, tmp_path, copies)
     for action in parameters._after_load:
         action()

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Activation, Angles, CacheShape, Device, DeviceOptions
+from text_generation_shard.device.base import Activation, Device, DeviceOptions
+from text_generation_shard.device.forward import Angles, CacheShape
 from torch import Tensor
 
 from shard.tests import interpreted

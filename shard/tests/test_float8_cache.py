@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from text_generation_shard.device import open_device
-from text_generation_shard.device.base import Angles, CacheShape, DeviceOptions
+from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.device import check_cache_dtype
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.forward import Angles, CacheShape
 from text_generation_shard.device.reference.kv_cache import KVCache
 from text_generation_shard.engine import engine as own_engine
 from text_generation_shard.engine.warmup import Costs

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from text_generation_shard.checkpoint.config import RopeConfig
-from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.first_touch import FirstTouch
@@ -15,6 +14,7 @@ from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, p
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
+from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.reference.rotation import TorchRotation
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from torch import Tensor

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard.device.base import ForwardBatch, Launched, ScheduledTokens, StepPlan
+from text_generation_shard.device.base import Launched, ScheduledTokens, StepPlan
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine import out_of_memory
 from text_generation_shard.engine.engine import Engine

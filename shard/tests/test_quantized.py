@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from text_generation_shard.checkpoint.partition import whole
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import Matrix
 from text_generation_shard.device.cpu import kernels
@@ -158,8 +159,8 @@ def test_parts_from_several_files_are_one_matrix_and_nothing_keeps_the_floats(
     parts = {name: weight_of(16, 48, seed) for seed, name in enumerate("abc")}
     for name, weight in parts.items():
         save_file({f"{name}.weight": weight}, tmp_path / f"{name}.safetensors")
-    parameters, world = Parameters(open_cpu("float32", "int4"), World(), "int4"), World()
-    linear = Linear(parameters, world, dict.fromkeys("bca", (16,)), 48)
+    parameters = Parameters(open_cpu("float32", "int4"), "int4")
+    linear = Linear(parameters, World(), {name: [whole(16)] for name in "bca"}, whole(48))
     with caplog.at_level(logging.INFO):
         parameters.load(tmp_path)
     assert parameters.nbytes == 48 * (48 + 4)

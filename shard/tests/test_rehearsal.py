@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from text_generation_shard.device.base import (
-    Launched,
-    Model,
-    Room,
-    ScheduledTokens,
-)
+from text_generation_shard.device.base import Launched, Model, Room, ScheduledTokens
 from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner

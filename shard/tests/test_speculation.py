@@ -12,6 +12,7 @@ from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
 from tokenizers import Tokenizer
 
@@ -45,7 +46,7 @@ def table_of(*rows: list[int]) -> RowTable:
 
 
 def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[list[int]]:
-    guesser, rows = Guesser(len(limits)), np.arange(len(limits))
+    guesser, rows = Guesser(len(limits), World().broadcast), np.arange(len(limits))
     # Trusted fully, so that only the limits count.
     for _ in range(30):
         guesser.learn(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.int64))
@@ -67,7 +68,7 @@ def guess_of(guesser: Guesser, table: RowTable, limit: int, price: float) -> int
 
 
 def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
-    table, guesser, asked = table_of(list(range(3, 100))), Guesser(1), 0
+    table, guesser, asked = table_of(list(range(3, 100))), Guesser(1, World().broadcast), 0
 
     def limits_of(rows: Ints) -> Ints:
         nonlocal asked
@@ -108,7 +109,7 @@ def test_rows_do_not_read_each_other_and_keep_to_their_limits() -> None:
 
 
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
-    table, guesser, rows = table_of([5] * 100), Guesser(1), np.array([0])
+    table, guesser, rows = table_of([5] * 100), Guesser(1, World().broadcast), np.array([0])
     for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
         guesser.forget(0)
         assert int(guess_of(guesser, table, 9, price)) == most
@@ -123,7 +124,7 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
 
 def test_wrong_guesses_become_rare_and_right_ones_come_back() -> None:
     """Of a text whose pairs recur without meaning, and then of one that repeats itself."""
-    table, guesser, rows = table_of([5] * 100), Guesser(1), np.array([0])
+    table, guesser, rows = table_of([5] * 100), Guesser(1, World().broadcast), np.array([0])
     steps_with_guesses = 0
     for _ in range(500):
         counts = np.array([guess_of(guesser, table, 4, 0.01)])

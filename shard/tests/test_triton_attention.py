@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from text_generation_shard.arrays import plain_upload
-from text_generation_shard.device.base import Angles, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.rows import HeadShape, Prompts
+from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
 from shard.tests import interpreted

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_generation_shard.device.base import Attention, CacheShape, DeviceOptions, Matrix
+from text_generation_shard.device.base import ALL, DeviceOptions, Matrix
 from text_generation_shard.device.cuda import attention as own_attention
 from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.forward import Attention, CacheShape
 from text_generation_shard.device.reference.linear import FloatMatrix
 from text_generation_shard.engine import engine as own_engine
 from text_generation_shard.engine.warmup import Costs
@@ -110,7 +111,13 @@ class RowByRow(FloatMatrix):
 class DeterministicDevice(TritonDevice):
     """Whose products are RowByRow, and attention is deterministic."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> Matrix:
         return RowByRow(weight.to(self.dtype))
 
     def attention(

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.device.base import (
+    ALL,
     Activation,
-    CacheShape,
     DeviceOptions,
     EmbeddingTable,
     Matrix,
@@ -21,6 +21,7 @@ from text_generation_shard.device.base import (
 from text_generation_shard.device.cuda import matrices, operators
 from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
 from text_generation_shard.device.cuda.matrices import quantized_float8
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.quantized import (
@@ -328,7 +329,13 @@ class Spelled:
 class SpellingDevice(TorchDevice):
     """The reference, whose weights are what int8, int4 and fp8 make of them."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> Matrix:
         assert quantize is not None
         return Spelled(weight, "int8" if quantize == "int4" and weight.shape[1] % 32 else quantize)
 

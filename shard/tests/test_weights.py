@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.checkpoint.weights import Parameters, Split
+from text_generation_shard.checkpoint.partition import Share, whole
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions, Matrix, WeightCopies
 from text_generation_shard.device.cuda.device import dtype_of
@@ -38,7 +39,7 @@ SHAPES = {
     "v.bias": (8,),
     "down.bias": (20,),
 }
-HEADS = {"q": (24,), "k": (8,), "v": (8,)}
+HEADS = {"q": 24, "k": 8, "v": 8}
 
 
 class LateBuffer:
@@ -101,9 +102,10 @@ def write(folder: Path, dtype: torch.dtype, num_files: int = 3) -> None:
         save_file({name: tensors[name] for name in names}, folder / f"part-{index}.safetensors")
 
 
-def loaded(device: Device, world: World, folder: Path) -> dict[str, Tensor]:
-    """Everything that a model could ask for, as its layers get it."""
-    parameters = Parameters(device, world)
+def loaded(device: Device, rank: int, size: int, folder: Path) -> dict[str, Tensor]:
+    """Everything that a model could ask for, as the layers of a rank get it. The inputs of `down`
+    are filled up where they can not be divided."""
+    parameters = Parameters(device)
     found: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[Tensor], Matrix]:
@@ -113,15 +115,18 @@ def loaded(device: Device, world: World, folder: Path) -> dict[str, Tensor]:
 
         return receive
 
-    parameters.add_matrix(HEADS, 20, Split.OUTPUTS, keep("qkv"))
-    parameters.add_matrix({"gate_up": (32, 32)}, 20, Split.OUTPUTS, keep("gate_up"))
-    parameters.add_matrix({"down": (20,)}, 32, Split.INPUTS, keep("down"))
+    def own(total: int) -> Share:
+        count = -(-total // size)
+        return Share(total, rank * count, count)
+
+    heads = {name: [own(total)] for name, total in HEADS.items()}
+    parameters.add_matrix(heads, whole(20), keep("qkv"))
+    parameters.add_matrix({"gate_up": [own(32), own(32)]}, whole(20), keep("gate_up"))
+    parameters.add_matrix({"down": [whole(20)]}, own(32), keep("down"))
     vectors = {
         "norm": parameters.add("norm", (20,)),
-        "qkv.bias": parameters.add_bias(
-            {f"{name}.bias": sizes for name, sizes in HEADS.items()}, Split.OUTPUTS
-        ),
-        "down.bias": parameters.add_bias({"down.bias": (20,)}, Split.INPUTS),
+        "qkv.bias": parameters.add_bias({f"{name}.bias": heads[name] for name in HEADS}),
+        "down.bias": parameters.add_bias({"down.bias": [whole(20)]}),
     }
     parameters.load(folder)
     found |= vectors
@@ -130,7 +135,7 @@ def loaded(device: Device, world: World, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("buffer_bytes", [16, 64, 4096, 2**20])
-@pytest.mark.parametrize("rank", [(0, 1), (0, 2), (1, 2), (3, 4)])
+@pytest.mark.parametrize("rank", [(0, 1), (1, 2), (4, 5), (3, 4)])
 @pytest.mark.parametrize(
     ("stored", "kept"),
     [
@@ -149,16 +154,17 @@ def test_through_buffers_every_bit_is_as_by_plain_copies(
 ) -> None:
     """Rows larger than a buffer too; and no buffer is filled before what it held has gone."""
     write(tmp_path, stored)
-    plain = loaded(reference_device(dtype=kept), World(*rank), tmp_path)
+    plain = loaded(reference_device(dtype=kept), *rank, tmp_path)
     device = reference_device(StagingDevice, kept)
     assert isinstance(device, StagingDevice)
     device.buffer_bytes = buffer_bytes
-    staged = loaded(device, World(*rank), tmp_path)
+    staged = loaded(device, *rank, tmp_path)
     assert list(plain) == list(staged)
     for name, tensor in plain.items():
         assert tensor.dtype == staged[name].dtype == kept
         assert torch.equal(tensor, staged[name]), name
-    size = sum(tensor.nbytes for tensor in staged.values())
+    # What the parts of the last ranks are filled up with is not copied.
+    size = sum(int(tensor.count_nonzero()) * kept.itemsize for tensor in staged.values())
     assert sum(buffer.num_sent for buffer in device.buffers) >= size / buffer_bytes
 
 
@@ -166,13 +172,13 @@ def test_a_matrix_is_never_held_in_the_type_of_the_checkpoint(tmp_path: Path) ->
     write(tmp_path, torch.float32)
     seen = []
     for kind in (TorchDevice, StagingDevice):
-        parameters = Parameters(reference_device(kind, torch.bfloat16), World())
+        parameters = Parameters(reference_device(kind, torch.bfloat16))
 
         def receive(weight: Tensor, parameters: Parameters = parameters) -> Matrix:
             seen.append(weight.dtype)
             return parameters.device.matrix(weight, None)
 
-        parameters.add_matrix({"down": (20,)}, 32, Split.NONE, receive)
+        parameters.add_matrix({"down": [whole(20)]}, whole(32), receive)
         for name in SHAPES:
             parameters.ignore(name)
         parameters.load(tmp_path)
@@ -209,7 +215,7 @@ def test_an_error_in_a_thread_is_the_callers(tmp_path: Path) -> None:
     device = reference_device(FailingDevice)
     for _ in range(5):
         with pytest.raises(RuntimeError, match="the device is gone"):
-            loaded(device, World(), tmp_path)
+            loaded(device, 0, 1, tmp_path)
 
 
 class FullBuffer(LateBuffer):
@@ -266,7 +272,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_alike(
     if change is None:
         (tmp_path / "part-1.safetensors").write_bytes(b"nothing")
     with pytest.raises(ModelError, match=message):
-        loaded(reference_device(kind), World(), tmp_path)
+        loaded(reference_device(kind), 0, 1, tmp_path)
 
 
 def test_actions_are_called_in_order_by_the_thread_that_loads() -> None:
@@ -322,9 +328,9 @@ def test_a_gpu_gets_the_same_bits_both_ways(
     plain = TorchDevice(device.torch_device, device.dtype, options)
     for rank in ((0, 1), (1, 2)):
         with caplog.at_level(logging.INFO):
-            staged = loaded(device, World(*rank), tmp_path)
+            staged = loaded(device, *rank, tmp_path)
         assert "GB/s" in caplog.text
-        for name, tensor in loaded(plain, World(*rank), tmp_path).items():
+        for name, tensor in loaded(plain, *rank, tmp_path).items():
             assert torch.equal(tensor, staged[name]), name
 
 
@@ -335,13 +341,13 @@ def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> Non
     big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
     save_file({"big": big}, tmp_path / "model.safetensors")
     device = open_device("cuda", DeviceOptions(dtype, "float32"))
-    parameters, found = Parameters(device, World()), []
+    parameters, found = Parameters(device), []
 
     def receive(weight: Tensor) -> Matrix:
         found.append(weight)
         return device.matrix(weight, None)
 
-    parameters.add_matrix({"big": (12_000,)}, 4096, Split.NONE, receive)
+    parameters.add_matrix({"big": [whole(12_000)]}, whole(4096), receive)
     torch.cuda.reset_peak_memory_stats()
     before, pinned = torch.cuda.memory_allocated(), pinned_bytes()
     parameters.load(tmp_path)
@@ -358,14 +364,14 @@ def test_a_gpu_quantises_what_the_checkpoint_holds(quantize: str, tmp_path: Path
     big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
     save_file({"big": big}, tmp_path / "model.safetensors")
     device = open_device("cuda", DeviceOptions(None, "float32", quantize))
-    parameters, found = Parameters(device, World(), quantize), []
+    parameters, found = Parameters(device, quantize), []
 
     def receive(weight: Tensor) -> Matrix:
         assert torch.equal(weight.cpu(), big)
         found.append(device.matrix(weight, quantize))
         return found[0]
 
-    parameters.add_matrix({"big": (12_000,)}, 4096, Split.NONE, receive)
+    parameters.add_matrix({"big": [whole(12_000)]}, whole(4096), receive)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     parameters.load(tmp_path)

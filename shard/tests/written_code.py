@@ -33,7 +33,7 @@ def main(triple: str, folder: str, dtype: str, names: Sequence[str]) -> None:
     # What loops in threads call is known from then on.
     _launch_threads()
     count = 0
-    for kernel in compile._kernels(getattr(torch, dtype), None):
+    for kernel in compile._kernels(compile.Wanted(getattr(torch, dtype), None, True, True)):
         name = kernel.function.__name__
         if names and name not in names:
             continue

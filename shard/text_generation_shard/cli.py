@@ -13,12 +13,14 @@ from text_generation_process.descriptors import Output, raise_file_limit
 from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import prepare_process
+from text_generation_shard.errors import OTHER_RANK_FAILED, RankError
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; what the user can mend is one ERROR line and exit code 1."""
+    """Run the command; what the user can mend is one ERROR line and exit code 1, and that another
+    shard has failed one and exit code 3."""
     arguments = build_parser().parse_args(argv)
     raise_file_limit()
     output = logs.set_up(arguments.logger_level, arguments.json_output)
@@ -29,6 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return 1
+    except RankError as error:
+        logger.error("%s", error)
+        return OTHER_RANK_FAILED
     except KeyboardInterrupt:
         return 0
 
@@ -41,7 +46,10 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("model_path", type=Path, help="directory with config.json and weights")
     serve.add_argument("--uds-path", default=ShardConfig.uds_path)
     serve.add_argument("--rank", type=int, default=ShardConfig.rank)
-    serve.add_argument("--world-size", type=int, choices=[1], default=ShardConfig.world_size)
+    serve.add_argument("--world-size", type=int, default=ShardConfig.world_size)
+    serve.add_argument("--master-addr", default=ShardConfig.master_addr)
+    serve.add_argument("--master-port", type=int, default=ShardConfig.master_port)
+    serve.add_argument("--step-deadline", type=float, default=ShardConfig.step_deadline)
     serve.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     serve.add_argument("--quantize", choices=["int8", "int4", "fp8"])
     serve.add_argument("--kv-cache-dtype", choices=["fp8_e4m3fn", "fp8_e5m2"])
@@ -74,7 +82,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _serve(arguments: argparse.Namespace) -> int:
     # Compiled kernels are read at the next start, and run: nobody else may have written them.
     os.umask(os.umask(0o022) | 0o022)
-    prepare_process(os.environ)
+    prepare_process(os.environ, arguments.rank, arguments.world_size, arguments.device)
     # Importing torch takes seconds; `--help` and downloads do without. It makes half a million
     # objects that stay: looked through again and again for garbage among them, a third of a second
     # more until the server is ready, and 60 ms in the middle of some step.

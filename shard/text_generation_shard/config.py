@@ -16,6 +16,11 @@ class ShardConfig:
     rank: int = 0
     # Number of shards the model is split over.
     world_size: int = 1
+    # Where rank 0 listens for the other ranks.
+    master_addr: str = "localhost"
+    master_port: int = 29500
+    # Seconds that a rank waits for another one in a step before it gives up.
+    step_deadline: float = 20.0
     # float32, float16 or bfloat16; None: float32 on cpu (bfloat16 when weights are quantised), the
     # checkpoint's own on cuda.
     dtype: str | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import torch
 
-from text_generation_shard.errors import BatchError, ModelError
+from text_generation_shard.errors import BatchError, ModelError, RankError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ class ExceptionInterceptor(_Interceptor):
         if isinstance(error, BatchError | ModelError):
             # The caller reports it as an error; one ERROR line for one failure.
             logger.warning("%s: %s", method, error)
+        elif isinstance(error, RankError):
+            # The rank that has failed says why; one that can not go on ends, and says so then.
+            if not error.is_final:
+                logger.warning("%s: %s", method, error)
         else:
             logger.error("%s failed", method, exc_info=error)
             if _is_fatal(error):

@@ -7,6 +7,7 @@ import signal
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import grpc
 import uvloop
@@ -17,8 +18,9 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.errors import ModelError
+from text_generation_shard.errors import OTHER_RANK_FAILED, ModelError, RankError
 from text_generation_shard.interceptor import ExceptionInterceptor
+from text_generation_shard.meeting import Meeting
 from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
@@ -31,23 +33,39 @@ _UNLIMITED = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
+# What ranks exchange at once: bytes at least, or rows of float32.
+_LEAST_SLOT_BYTES, _SLOT_ROWS = 8 << 20, 240
 # A unix socket's path must fit in sockaddr_un with its closing 0.
 _MAX_PATH_BYTES = 107
 
 
 def serve(config: ShardConfig) -> int:
-    """Serve until SIGTERM or SIGINT (exit code 0) or a fatal device error (1)."""
+    """Serve until SIGTERM or SIGINT (exit code 0), a fatal device error (1), or until another shard
+    is lost (3)."""
     _check_path(config.socket_path)
     # OpenMP keeps a pool of workers for each thread that ever computed, and more of them than cores
     # slow each other down: everything that computes, loading too, happens in one thread.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
-    engine = device_thread.submit(load_engine, config).result()
-    return uvloop.run(_serve(engine, device_thread, config))
+    loaded = device_thread.submit(_load, config).result()
+    return uvloop.run(_serve(loaded.engine, device_thread, config))
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on the device that is asked for; ModelError says in one sentence why it can not be
-    served."""
+    """The model on the device that is asked for, of one shard alone; ModelError says in one
+    sentence why it can not be served."""
+    assert config.world_size == 1, "what several ranks keep while they serve is lost here"
+    return _load(config).engine
+
+
+class _Loaded(NamedTuple):
+    """What is kept as long as this process serves."""
+
+    engine: Engine
+    # None: there is one rank. With that of rank 0 ends what all ranks read, some of them later.
+    meeting: Meeting | None = None
+
+
+def _load(config: ShardConfig) -> _Loaded:
     options = DeviceOptions(
         dtype=config.dtype,
         checkpoint_dtype=_model_config(config).dtype,
@@ -56,9 +74,42 @@ def load_engine(config: ShardConfig) -> Engine:
         deterministic=config.deterministic,
         memory_fraction=config.cuda_memory_fraction,
         cuda_graphs=config.cuda_graphs,
+        rank=config.rank,
+        world_size=config.world_size,
     )
-    world = World(config.rank, config.world_size)
-    return load_on(open_device(config.device, options), config, world)
+    device = open_device(config.device, options)
+    if config.world_size == 1:
+        return _Loaded(load_on(device, config, World()))
+    return _load_together(device, config)
+
+
+def _load_together(device: Device, config: ShardConfig) -> _Loaded:
+    """The model with the other ranks: none goes on before all have loaded. RankError: another one
+    has failed; then, too, the others are told of this one's own failure."""
+    dtype = str(device.dtype).removeprefix("torch.")
+    meeting = Meeting.join(config, device.name, dtype)
+    try:
+        collectives = device.collectives(meeting, _slot_bytes(config))
+        logger.info(
+            "shard %d of %d: all have met, and talk by %s",
+            *(config.rank, config.world_size, collectives.name),
+        )
+        engine = load_on(device, config, World(config.rank, config.world_size, collectives))
+        logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
+        meeting.all_here("all have loaded")
+    except RankError:
+        raise
+    except BaseException as error:
+        meeting.fail(str(error) or type(error).__name__)
+        raise
+    finally:
+        meeting.close()
+    return _Loaded(engine, meeting)
+
+
+def _slot_bytes(config: ShardConfig) -> int:
+    """What a rank gives the others at once of a pass of many rows; more goes in pieces."""
+    return max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * _model_config(config).hidden_size)
 
 
 def load_on(device: Device, config: ShardConfig, world: World) -> Engine:
@@ -142,10 +193,18 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
         logger.error("the device can not go on after this error, the shard stops")
         stopped.set()
 
+    def on_final(error: RankError) -> None:
+        """Another rank is lost, or this one is stopping, which its operations then say, too."""
+        nonlocal exit_code
+        if not stopped.is_set():
+            exit_code = OTHER_RANK_FAILED
+            logger.error("%s; this shard can not go on without it", error)
+            stopped.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    service = ShardService(engine, device_thread, config)
+    service = ShardService(engine, device_thread, config, on_final)
     server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     if config.enable_reflection:
@@ -155,7 +214,8 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     engine.device.serve()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
-    # A prompt of many pieces ends between two of them; what is asked for then fails.
+    # A prompt of many pieces ends between two of them, and no other rank is waited for; what is
+    # asked for then fails.
     engine.stop()
     await server.stop(grace=0.5)
     service.close()

@@ -3,20 +3,29 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine.engine import Engine, StepHandle
-from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
-from text_generation_shard.errors import BatchError
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.ranks import Ranks, digest
+from text_generation_shard.engine.step import (
+    NewRequest,
+    StepInput,
+    StepOutput,
+    WarmupLimits,
+    WarmupResult,
+)
+from text_generation_shard.engine.step_handle import StepHandle
+from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Grammar
+from text_generation_shard.grammars.elsewhere import GrammarElsewhere
+from text_generation_shard.messages import Messages, NumberedMessages
 from text_generation_shard.sampling.params import SamplingParams
-
-_T = TypeVar("_T")
 
 
 class Batch:
@@ -70,18 +79,34 @@ class Batch:
         if batch_id != self.id:
             raise BatchError(f"Batch ID {batch_id} not found in cache.")
 
-    def finish(self, begun: "Begun | None") -> pb.StepResponse:
-        """What became of a step; waits for it."""
+    def finish(self, begun: "Begun | None", number: int = 0) -> pb.StepResponse:
+        """What became of a step, which the message of this number has asked for; waits for it."""
         if begun is None:
-            return pb.StepResponse(generations=pb.Generations())
+            return self._answer(StepOutput([], []), number)
         try:
             output = begun.handle.result()
         finally:
             if self.id == begun.batch_id and not self._engine.num_rows_taken:
                 self.id = None
-        response = _to_response(output, begun.batch_id)
+        response = self._answer(output, number)
+        if output.running_ids and not self._engine.world.rank:
+            response.batch.CopyFrom(
+                pb.CachedBatch(id=begun.batch_id, request_ids=output.running_ids)
+            )
         if begun.joins:
             response.concat_ns = output.admit_ns
+        return response
+
+    def _answer(self, output: StepOutput, number: int) -> pb.StepResponse:
+        """Of several ranks the first answers everything, the others prove that they have chosen the
+        same."""
+        world = self._engine.world
+        response = pb.StepResponse() if world.rank else _to_response(output)
+        response.forward_ns = output.forward_ns
+        response.decode_ns = output.decode_ns
+        response.total_ns = output.total_ns
+        if world.size > 1:
+            response.digest = digest(number, output)
         return response
 
 
@@ -97,53 +122,66 @@ class Begun(NamedTuple):
 class ShardService(pb_grpc.TextGenerationServiceServicer):
     """Answers the calls of TextGenerationService.
 
-    Whatever touches the engine runs in one thread, in order of arrival; Info, Health and
-    ServiceDiscovery answer from the event loop while that thread is busy.
+    Whatever touches the engine runs in one thread, in the order that `Messages` keeps; Info, Health
+    and ServiceDiscovery answer from the event loop while that thread is busy.
     """
 
     def __init__(
-        self, engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig
+        self,
+        engine: Engine,
+        device_thread: ThreadPoolExecutor,
+        config: ShardConfig,
+        on_final: Callable[[RankError], None] | None = None,
     ) -> None:
-        """`device_thread` has one worker, which has loaded the engine; `close` shuts it down."""
+        """`device_thread` has one worker, which has loaded the engine; `close` shuts it down.
+        `on_final`, needed with several ranks: see `Messages`."""
         self._engine, self._batch = engine, Batch(engine)
         self._config = config
         self._device_thread = device_thread
+        self._messages = Messages(device_thread)
+        if engine.world.size > 1:
+            assert on_final is not None, "somebody ends a rank that can not go on"
+            self._messages = NumberedMessages(
+                *(device_thread, Ranks(engine.world), config.step_deadline),
+                *(partial(self._batch.clear, None), on_final),
+            )
+        # The others are told what rank 0 has chosen by its grammars.
+        self._follows_grammars = engine.world.rank == 0
         # Waits where a device computes while this process does other things.
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
         model = engine.model.config
         self._grammars = GrammarCompiler(config.model_path, model.vocab_size, model.eos_token_ids)
 
-    async def _on_device(self, call: Callable[..., _T], *args: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._device_thread, call, *args)
-
     def close(self) -> None:
         """Let the running step end and take no more."""
+        self._messages.close()
         self._grammars.close()
         self._device_thread.shutdown(wait=True, cancel_futures=True)
         self._waiter.shutdown(wait=True, cancel_futures=True)
 
     def _compute(
-        self, begin: Callable[..., "Begun | None"], *args: Any
+        self, number: int, begin: Callable[[], "Begun | None"], step: StepInput
     ) -> "asyncio.Future[pb.StepResponse]":
         """Begin with a step in the device thread, which computes it there and then; a device that
         runs behind is not waited for there, and the thread is free for the next step."""
-        if self._engine.device.runs_behind:
+        if self._engine.runs_behind:
             # A step that was launched is collected, though its call may have ended.
-            return asyncio.shield(self._compute_behind(begin, *args))
+            return asyncio.shield(self._compute_behind(number, begin))
 
         def compute() -> pb.StepResponse:
-            return self._batch.finish(begin(*args))
+            return self._batch.finish(begin(), number)
 
-        return asyncio.get_running_loop().run_in_executor(self._device_thread, compute)
+        undo = partial(self._engine.even_out, step)
+        return self._messages.run(number, compute, step.is_ahead, undo)
 
     async def _compute_behind(
-        self, begin: Callable[..., "Begun | None"], *args: Any
+        self, number: int, begin: Callable[[], "Begun | None"]
     ) -> pb.StepResponse:
-        begun = await self._on_device(begin, *args)
+        begun = await self._messages.run(number, begin)
         if begun is not None:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._waiter, begun.handle.wait)
-        return await self._on_device(self._batch.finish, begun)
+        return await self._messages.run(number, partial(self._batch.finish, begun))
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         """What this shard is."""
@@ -164,6 +202,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             quantize=self._config.quantize or "",
             deterministic=engine.is_deterministic,
             records_steps=engine.records_steps,
+            last_number=self._messages.last_number,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
@@ -181,21 +220,23 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         self, request: pb.ClearCacheRequest, context: Any
     ) -> pb.ClearCacheResponse:
         """Forget one batch, or all."""
-        await self._on_device(self._batch.clear, request.id if request.HasField("id") else None)
+        self._messages.take(request.number, may_skip=True)
+        batch_id = request.id if request.HasField("id") else None
+        await self._messages.run(request.number, partial(self._batch.clear, batch_id))
         return pb.ClearCacheResponse()
 
     async def FilterBatch(
         self, request: pb.FilterBatchRequest, context: Any
     ) -> pb.FilterBatchResponse:
         """Keep some requests of a batch."""
-        kept = await self._on_device(
-            self._batch.filter, request.batch_id, list(request.request_ids)
-        )
+        self._messages.take(request.number)
+        keep = partial(self._batch.filter, request.batch_id, list(request.request_ids))
+        kept = await self._messages.run(request.number, keep)
         return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id, request_ids=kept))
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         """Allocate the cache and run a first pass."""
-        self._grammars.prepare()
+        self._messages.take(request.number, may_skip=True)
         limits = WarmupLimits(
             max_prefill_tokens=request.max_prefill_tokens,
             max_batch_size=request.max_batch_size,
@@ -203,9 +244,16 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             max_total_tokens=_given(request, "max_total_tokens"),
             max_batch_total_tokens=_given(request, "max_batch_total_tokens"),
         )
-        await self._on_device(self._batch.clear, None)
-        result = await self._on_device(self._engine.warmup, limits)
-        self._grammars.start()
+        if self._follows_grammars:
+            self._grammars.prepare()
+
+        def warm_up() -> WarmupResult:
+            self._batch.clear(None)
+            return self._engine.warmup(limits)
+
+        result = await self._messages.run(request.number, warm_up)
+        if self._follows_grammars:
+            self._grammars.start()
         return pb.WarmupResponse(
             num_blocks=result.num_blocks,
             max_input_tokens=result.max_input_tokens,
@@ -219,15 +267,24 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
         """Take requests in, compute their prompts, and advance the batch they join."""
+        number = request.number
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
-        requests = [await self._to_new_request(item) for item in request.batch.requests]
-        step = _to_step(request.advance, request.HasField("advance"), requests)
-        return await self._compute(self._batch.prefill, request.batch.id, cached, step)
+        self._messages.take(number)
+        try:
+            requests = [await self._to_new_request(item) for item in request.batch.requests]
+            step = _to_step(request.advance, request.HasField("advance"), requests)
+        except BaseException as error:
+            self._messages.give_up(number, error)
+            raise
+        begin = partial(self._batch.prefill, request.batch.id, cached, step)
+        return await self._compute(number, begin, step)
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
     ) -> pb.CompileGrammarResponse:
         """Compile a grammar that requests will carry."""
+        if not self._follows_grammars:
+            return pb.CompileGrammarResponse()
         grammar = await self._grammars.compile(request.grammar)
         return pb.CompileGrammarResponse(
             error=grammar.error,
@@ -236,9 +293,13 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def _to_new_request(self, message: pb.Request) -> NewRequest:
-        # Compiled and remembered since CompileGrammar, unless many others came between; then it is
-        # tried again.
-        grammar = await self._grammars.compile(message.grammar) if message.grammar else None
+        grammar: Grammar | None = None
+        if message.grammar and self._follows_grammars:
+            # Compiled and remembered since CompileGrammar, unless many others came between; then it
+            # is tried again.
+            grammar = await self._grammars.compile(message.grammar)
+        elif message.grammar:
+            grammar = GrammarElsewhere()
         return _to_new_request(message, grammar)
 
     async def Decode(
@@ -270,8 +331,15 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         """Queues a step for each message, and None behind the last."""
         try:
             async for request in requests:
-                batch_ids, step = list(request.batch_ids), _to_step(request.advance, True)
-                steps.put_nowait(self._compute(self._batch.decode, batch_ids, step))
+                number = request.number
+                self._messages.take(number)
+                try:
+                    step = _to_step(request.advance, True)
+                except ValueError as error:
+                    self._messages.give_up(number, error)
+                    raise
+                begin = partial(self._batch.decode, list(request.batch_ids), step)
+                steps.put_nowait(self._compute(number, begin, step))
         finally:
             steps.put_nowait(None)
 
@@ -331,8 +399,8 @@ def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
     )
 
 
-def _to_response(result: StepOutput, batch_id: int) -> pb.StepResponse:
-    response = pb.StepResponse(
+def _to_response(result: StepOutput) -> pb.StepResponse:
+    return pb.StepResponse(
         generations=pb.Generations(
             request_ids=result.request_ids,
             token_ids=result.token_ids,
@@ -351,10 +419,4 @@ def _to_response(result: StepOutput, batch_id: int) -> pb.StepResponse:
             pb.RequestError(request_id=request_id, message=message)
             for request_id, message in result.errors
         ],
-        forward_ns=result.forward_ns,
-        decode_ns=result.decode_ns,
-        total_ns=result.total_ns,
     )
-    if result.running_ids:
-        response.batch.CopyFrom(pb.CachedBatch(id=batch_id, request_ids=result.running_ids))
-    return response

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'text_generation_proto/v1/generate.proto\x12\x12text_generation.v1\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"\r\n\x0bInfoRequest\"\xf1\x02\n\x0cInfoResponse\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x16\n\x0e\x61ttention_impl\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x19\n\x0crecompute_at\x18\n \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08quantize\x18\x0b \x01(\t\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\x1d\n\x10prompt_scaled_at\x18\r \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bspares_core\x18\x0e \x01(\x08\x12\x15\n\rrecords_steps\x18\x0f \x01(\x08\x42\x0f\n\r_recompute_atB\x13\n\x11_prompt_scaled_at\"\x19\n\x17ServiceDiscoveryRequest\"(\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\"+\n\x11\x43learCacheRequest\x12\x0f\n\x02id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x05\n\x03_id\"\x14\n\x12\x43learCacheResponse\"(\n\x15\x43ompileGrammarRequest\x12\x0f\n\x07grammar\x18\x01 \x01(\t\"R\n\x16\x43ompileGrammarResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x15\n\rretry_after_s\x18\x03 \x01(\r\"\x9a\x02\n\x1aNextTokenChooserParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x11\n\ttypical_p\x18\x04 \x01(\x02\x12\x11\n\tdo_sample\x18\x05 \x01(\x08\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x11\n\twatermark\x18\n \x01(\x08\x12\x16\n\x0elogit_bias_ids\x18\x0b \x03(\r\x12\x19\n\x11logit_bias_values\x18\x0c \x03(\x02\"f\n\x1aStoppingCriteriaParameters\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x10ignore_eos_token\x18\x03 \x01(\x08\"\xd8\x02\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tinput_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12\x42\n\nparameters\x18\x06 \x01(\x0b\x32..text_generation.v1.NextTokenChooserParameters\x12K\n\x13stopping_parameters\x18\x07 \x01(\x0b\x32..text_generation.v1.StoppingCriteriaParameters\x12\x18\n\x10prefill_logprobs\x18\x08 \x01(\x08\x12\x14\n\x0ctop_n_tokens\x18\t \x01(\r\x12\x0f\n\x07grammar\x18\n \x01(\t\x12\x11\n\tchunk_len\x18\x0b \x01(\r\"B\n\x05\x42\x61tch\x12\n\n\x02id\x18\x01 \x01(\x04\x12-\n\x08requests\x18\x02 \x03(\x0b\x32\x1b.text_generation.v1.Request\".\n\x0b\x43\x61\x63hedBatch\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x04\";\n\x12\x46ilterBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x04\"E\n\x13\x46ilterBatchResponse\x12.\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1f.text_generation.v1.CachedBatch\"\xeb\x01\n\rWarmupRequest\x12\x1a\n\x12max_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1d\n\x10max_input_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"\xd5\x01\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x10max_input_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x04 \x01(\x04\x12\x15\n\rweights_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_step_ns\x18\x06 \x01(\x04\x12\x18\n\x10prefill_token_ns\x18\x07 \x01(\x04\x12\x1a\n\x12prefill_context_ns\x18\x08 \x01(\x04\"\x91\x01\n\x07\x41\x64vance\x12\x19\n\x11grown_request_ids\x18\x01 \x03(\x04\x12\x17\n\x0fgrown_block_ids\x18\x02 \x03(\r\x12\x19\n\x11\x63hunk_request_ids\x18\x03 \x03(\x04\x12\x12\n\nchunk_lens\x18\x04 \x03(\r\x12\x11\n\tspeculate\x18\x05 \x01(\r\x12\x10\n\x08is_ahead\x18\x06 \x01(\x08\"\xab\x01\n\x0ePrefillRequest\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x19.text_generation.v1.Batch\x12\x1c\n\x0f\x63\x61\x63hed_batch_id\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x1b.text_generation.v1.AdvanceH\x01\x88\x01\x01\x42\x12\n\x10_cached_batch_idB\n\n\x08_advance\"P\n\rDecodeRequest\x12\x11\n\tbatch_ids\x18\x01 \x03(\x04\x12,\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x1b.text_generation.v1.Advance\"\xe4\x01\n\x0bGenerations\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x38\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32 .text_generation.v1.FinishReason\x12\x18\n\x10top_token_counts\x18\x05 \x03(\r\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x1a\n\x12top_token_logprobs\x18\x07 \x03(\x02\x12\x14\n\x0ctoken_counts\x18\x08 \x03(\r\"7\n\x0fPrefillLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"3\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xd3\x02\n\x0cStepResponse\x12\x34\n\x0bgenerations\x18\x01 \x01(\x0b\x32\x1f.text_generation.v1.Generations\x12\x33\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.text_generation.v1.CachedBatchH\x00\x88\x01\x01\x12=\n\x10prefill_logprobs\x18\x03 \x03(\x0b\x32#.text_generation.v1.PrefillLogprobs\x12\x12\n\nforward_ns\x18\x04 \x01(\x04\x12\x11\n\tdecode_ns\x18\x05 \x01(\x04\x12\x10\n\x08total_ns\x18\x06 \x01(\x04\x12\x16\n\tconcat_ns\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x30\n\x06\x65rrors\x18\x08 \x03(\x0b\x32 .text_generation.v1.RequestErrorB\x08\n\x06_batchB\x0c\n\n_concat_ns*v\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x03\x32\xbd\x06\n\x15TextGenerationService\x12I\n\x04Info\x12\x1f.text_generation.v1.InfoRequest\x1a .text_generation.v1.InfoResponse\x12m\n\x10ServiceDiscovery\x12+.text_generation.v1.ServiceDiscoveryRequest\x1a,.text_generation.v1.ServiceDiscoveryResponse\x12[\n\nClearCache\x12%.text_generation.v1.ClearCacheRequest\x1a&.text_generation.v1.ClearCacheResponse\x12^\n\x0b\x46ilterBatch\x12&.text_generation.v1.FilterBatchRequest\x1a\'.text_generation.v1.FilterBatchResponse\x12O\n\x06Warmup\x12!.text_generation.v1.WarmupRequest\x1a\".text_generation.v1.WarmupResponse\x12O\n\x07Prefill\x12\".text_generation.v1.PrefillRequest\x1a .text_generation.v1.StepResponse\x12Q\n\x06\x44\x65\x63ode\x12!.text_generation.v1.DecodeRequest\x1a .text_generation.v1.StepResponse(\x01\x30\x01\x12g\n\x0e\x43ompileGrammar\x12).text_generation.v1.CompileGrammarRequest\x1a*.text_generation.v1.CompileGrammarResponse\x12O\n\x06Health\x12!.text_generation.v1.HealthRequest\x1a\".text_generation.v1.HealthResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'text_generation_proto/v1/generate.proto\x12\x12text_generation.v1\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"\r\n\x0bInfoRequest\"\x86\x03\n\x0cInfoResponse\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_type\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x16\n\x0e\x61ttention_impl\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x12\n\nworld_size\x18\t \x01(\r\x12\x19\n\x0crecompute_at\x18\n \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08quantize\x18\x0b \x01(\t\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\x1d\n\x10prompt_scaled_at\x18\r \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bspares_core\x18\x0e \x01(\x08\x12\x15\n\rrecords_steps\x18\x0f \x01(\x08\x12\x13\n\x0blast_number\x18\x10 \x01(\x04\x42\x0f\n\r_recompute_atB\x13\n\x11_prompt_scaled_at\"\x19\n\x17ServiceDiscoveryRequest\"(\n\x18ServiceDiscoveryResponse\x12\x0c\n\x04urls\x18\x01 \x03(\t\";\n\x11\x43learCacheRequest\x12\x0f\n\x02id\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06number\x18\x02 \x01(\x04\x42\x05\n\x03_id\"\x14\n\x12\x43learCacheResponse\"(\n\x15\x43ompileGrammarRequest\x12\x0f\n\x07grammar\x18\x01 \x01(\t\"R\n\x16\x43ompileGrammarResponse\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x15\n\rretry_after_s\x18\x03 \x01(\r\"\x9a\x02\n\x1aNextTokenChooserParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x11\n\ttypical_p\x18\x04 \x01(\x02\x12\x11\n\tdo_sample\x18\x05 \x01(\x08\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x11\n\twatermark\x18\n \x01(\x08\x12\x16\n\x0elogit_bias_ids\x18\x0b \x03(\r\x12\x19\n\x11logit_bias_values\x18\x0c \x03(\x02\"f\n\x1aStoppingCriteriaParameters\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x18\n\x10ignore_eos_token\x18\x03 \x01(\x08\"\xd8\x02\n\x07Request\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\tinput_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12\x42\n\nparameters\x18\x06 \x01(\x0b\x32..text_generation.v1.NextTokenChooserParameters\x12K\n\x13stopping_parameters\x18\x07 \x01(\x0b\x32..text_generation.v1.StoppingCriteriaParameters\x12\x18\n\x10prefill_logprobs\x18\x08 \x01(\x08\x12\x14\n\x0ctop_n_tokens\x18\t \x01(\r\x12\x0f\n\x07grammar\x18\n \x01(\t\x12\x11\n\tchunk_len\x18\x0b \x01(\r\"B\n\x05\x42\x61tch\x12\n\n\x02id\x18\x01 \x01(\x04\x12-\n\x08requests\x18\x02 \x03(\x0b\x32\x1b.text_generation.v1.Request\".\n\x0b\x43\x61\x63hedBatch\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x04\"K\n\x12\x46ilterBatchRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\x13\n\x0brequest_ids\x18\x02 \x03(\x04\x12\x0e\n\x06number\x18\x03 \x01(\x04\"E\n\x13\x46ilterBatchResponse\x12.\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1f.text_generation.v1.CachedBatch\"\xfb\x01\n\rWarmupRequest\x12\x1a\n\x12max_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1d\n\x10max_input_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10max_total_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12#\n\x16max_batch_total_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06number\x18\x06 \x01(\x04\x42\x13\n\x11_max_input_tokensB\x13\n\x11_max_total_tokensB\x19\n\x17_max_batch_total_tokens\"\xd5\x01\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x18\n\x10max_input_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x04 \x01(\x04\x12\x15\n\rweights_bytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_step_ns\x18\x06 \x01(\x04\x12\x18\n\x10prefill_token_ns\x18\x07 \x01(\x04\x12\x1a\n\x12prefill_context_ns\x18\x08 \x01(\x04\"\x91\x01\n\x07\x41\x64vance\x12\x19\n\x11grown_request_ids\x18\x01 \x03(\x04\x12\x17\n\x0fgrown_block_ids\x18\x02 \x03(\r\x12\x19\n\x11\x63hunk_request_ids\x18\x03 \x03(\x04\x12\x12\n\nchunk_lens\x18\x04 \x03(\r\x12\x11\n\tspeculate\x18\x05 \x01(\r\x12\x10\n\x08is_ahead\x18\x06 \x01(\x08\"\xbb\x01\n\x0ePrefillRequest\x12(\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x19.text_generation.v1.Batch\x12\x1c\n\x0f\x63\x61\x63hed_batch_id\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x31\n\x07\x61\x64vance\x18\x03 \x01(\x0b\x32\x1b.text_generation.v1.AdvanceH\x01\x88\x01\x01\x12\x0e\n\x06number\x18\x04 \x01(\x04\x42\x12\n\x10_cached_batch_idB\n\n\x08_advance\"`\n\rDecodeRequest\x12\x11\n\tbatch_ids\x18\x01 \x03(\x04\x12,\n\x07\x61\x64vance\x18\x02 \x01(\x0b\x32\x1b.text_generation.v1.Advance\x12\x0e\n\x06number\x18\x03 \x01(\x04\"\xe4\x01\n\x0bGenerations\x12\x13\n\x0brequest_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x38\n\x0e\x66inish_reasons\x18\x04 \x03(\x0e\x32 .text_generation.v1.FinishReason\x12\x18\n\x10top_token_counts\x18\x05 \x03(\r\x12\x15\n\rtop_token_ids\x18\x06 \x03(\r\x12\x1a\n\x12top_token_logprobs\x18\x07 \x03(\x02\x12\x14\n\x0ctoken_counts\x18\x08 \x03(\r\"7\n\x0fPrefillLogprobs\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"3\n\x0cRequestError\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xf3\x02\n\x0cStepResponse\x12\x34\n\x0bgenerations\x18\x01 \x01(\x0b\x32\x1f.text_generation.v1.Generations\x12\x33\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x1f.text_generation.v1.CachedBatchH\x00\x88\x01\x01\x12=\n\x10prefill_logprobs\x18\x03 \x03(\x0b\x32#.text_generation.v1.PrefillLogprobs\x12\x12\n\nforward_ns\x18\x04 \x01(\x04\x12\x11\n\tdecode_ns\x18\x05 \x01(\x04\x12\x10\n\x08total_ns\x18\x06 \x01(\x04\x12\x16\n\tconcat_ns\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x30\n\x06\x65rrors\x18\x08 \x03(\x0b\x32 .text_generation.v1.RequestError\x12\x13\n\x06\x64igest\x18\t \x01(\x06H\x02\x88\x01\x01\x42\x08\n\x06_batchB\x0c\n\n_concat_nsB\t\n\x07_digest*v\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x03\x32\xbd\x06\n\x15TextGenerationService\x12I\n\x04Info\x12\x1f.text_generation.v1.InfoRequest\x1a .text_generation.v1.InfoResponse\x12m\n\x10ServiceDiscovery\x12+.text_generation.v1.ServiceDiscoveryRequest\x1a,.text_generation.v1.ServiceDiscoveryResponse\x12[\n\nClearCache\x12%.text_generation.v1.ClearCacheRequest\x1a&.text_generation.v1.ClearCacheResponse\x12^\n\x0b\x46ilterBatch\x12&.text_generation.v1.FilterBatchRequest\x1a\'.text_generation.v1.FilterBatchResponse\x12O\n\x06Warmup\x12!.text_generation.v1.WarmupRequest\x1a\".text_generation.v1.WarmupResponse\x12O\n\x07Prefill\x12\".text_generation.v1.PrefillRequest\x1a .text_generation.v1.StepResponse\x12Q\n\x06\x44\x65\x63ode\x12!.text_generation.v1.DecodeRequest\x1a .text_generation.v1.StepResponse(\x01\x30\x01\x12g\n\x0e\x43ompileGrammar\x12).text_generation.v1.CompileGrammarRequest\x1a*.text_generation.v1.CompileGrammarResponse\x12O\n\x06Health\x12!.text_generation.v1.HealthRequest\x1a\".text_generation.v1.HealthResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'text_generation_proto.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=3272
-  _globals['_FINISHREASON']._serialized_end=3390
+  _globals['_FINISHREASON']._serialized_start=3405
+  _globals['_FINISHREASON']._serialized_end=3523
   _globals['_HEALTHREQUEST']._serialized_start=63
   _globals['_HEALTHREQUEST']._serialized_end=78
   _globals['_HEALTHRESPONSE']._serialized_start=80
@@ -40,51 +40,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFOREQUEST']._serialized_start=98
   _globals['_INFOREQUEST']._serialized_end=111
   _globals['_INFORESPONSE']._serialized_start=114
-  _globals['_INFORESPONSE']._serialized_end=483
-  _globals['_SERVICEDISCOVERYREQUEST']._serialized_start=485
-  _globals['_SERVICEDISCOVERYREQUEST']._serialized_end=510
-  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_start=512
-  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_end=552
-  _globals['_CLEARCACHEREQUEST']._serialized_start=554
-  _globals['_CLEARCACHEREQUEST']._serialized_end=597
-  _globals['_CLEARCACHERESPONSE']._serialized_start=599
-  _globals['_CLEARCACHERESPONSE']._serialized_end=619
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=621
-  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=661
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=663
-  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=745
-  _globals['_NEXTTOKENCHOOSERPARAMETERS']._serialized_start=748
-  _globals['_NEXTTOKENCHOOSERPARAMETERS']._serialized_end=1030
-  _globals['_STOPPINGCRITERIAPARAMETERS']._serialized_start=1032
-  _globals['_STOPPINGCRITERIAPARAMETERS']._serialized_end=1134
-  _globals['_REQUEST']._serialized_start=1137
-  _globals['_REQUEST']._serialized_end=1481
-  _globals['_BATCH']._serialized_start=1483
-  _globals['_BATCH']._serialized_end=1549
-  _globals['_CACHEDBATCH']._serialized_start=1551
-  _globals['_CACHEDBATCH']._serialized_end=1597
-  _globals['_FILTERBATCHREQUEST']._serialized_start=1599
-  _globals['_FILTERBATCHREQUEST']._serialized_end=1658
-  _globals['_FILTERBATCHRESPONSE']._serialized_start=1660
-  _globals['_FILTERBATCHRESPONSE']._serialized_end=1729
-  _globals['_WARMUPREQUEST']._serialized_start=1732
-  _globals['_WARMUPREQUEST']._serialized_end=1967
-  _globals['_WARMUPRESPONSE']._serialized_start=1970
-  _globals['_WARMUPRESPONSE']._serialized_end=2183
-  _globals['_ADVANCE']._serialized_start=2186
-  _globals['_ADVANCE']._serialized_end=2331
-  _globals['_PREFILLREQUEST']._serialized_start=2334
-  _globals['_PREFILLREQUEST']._serialized_end=2505
-  _globals['_DECODEREQUEST']._serialized_start=2507
-  _globals['_DECODEREQUEST']._serialized_end=2587
-  _globals['_GENERATIONS']._serialized_start=2590
-  _globals['_GENERATIONS']._serialized_end=2818
-  _globals['_PREFILLLOGPROBS']._serialized_start=2820
-  _globals['_PREFILLLOGPROBS']._serialized_end=2875
-  _globals['_REQUESTERROR']._serialized_start=2877
-  _globals['_REQUESTERROR']._serialized_end=2928
-  _globals['_STEPRESPONSE']._serialized_start=2931
-  _globals['_STEPRESPONSE']._serialized_end=3270
-  _globals['_TEXTGENERATIONSERVICE']._serialized_start=3393
-  _globals['_TEXTGENERATIONSERVICE']._serialized_end=4222
+  _globals['_INFORESPONSE']._serialized_end=504
+  _globals['_SERVICEDISCOVERYREQUEST']._serialized_start=506
+  _globals['_SERVICEDISCOVERYREQUEST']._serialized_end=531
+  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_start=533
+  _globals['_SERVICEDISCOVERYRESPONSE']._serialized_end=573
+  _globals['_CLEARCACHEREQUEST']._serialized_start=575
+  _globals['_CLEARCACHEREQUEST']._serialized_end=634
+  _globals['_CLEARCACHERESPONSE']._serialized_start=636
+  _globals['_CLEARCACHERESPONSE']._serialized_end=656
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_start=658
+  _globals['_COMPILEGRAMMARREQUEST']._serialized_end=698
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_start=700
+  _globals['_COMPILEGRAMMARRESPONSE']._serialized_end=782
+  _globals['_NEXTTOKENCHOOSERPARAMETERS']._serialized_start=785
+  _globals['_NEXTTOKENCHOOSERPARAMETERS']._serialized_end=1067
+  _globals['_STOPPINGCRITERIAPARAMETERS']._serialized_start=1069
+  _globals['_STOPPINGCRITERIAPARAMETERS']._serialized_end=1171
+  _globals['_REQUEST']._serialized_start=1174
+  _globals['_REQUEST']._serialized_end=1518
+  _globals['_BATCH']._serialized_start=1520
+  _globals['_BATCH']._serialized_end=1586
+  _globals['_CACHEDBATCH']._serialized_start=1588
+  _globals['_CACHEDBATCH']._serialized_end=1634
+  _globals['_FILTERBATCHREQUEST']._serialized_start=1636
+  _globals['_FILTERBATCHREQUEST']._serialized_end=1711
+  _globals['_FILTERBATCHRESPONSE']._serialized_start=1713
+  _globals['_FILTERBATCHRESPONSE']._serialized_end=1782
+  _globals['_WARMUPREQUEST']._serialized_start=1785
+  _globals['_WARMUPREQUEST']._serialized_end=2036
+  _globals['_WARMUPRESPONSE']._serialized_start=2039
+  _globals['_WARMUPRESPONSE']._serialized_end=2252
+  _globals['_ADVANCE']._serialized_start=2255
+  _globals['_ADVANCE']._serialized_end=2400
+  _globals['_PREFILLREQUEST']._serialized_start=2403
+  _globals['_PREFILLREQUEST']._serialized_end=2590
+  _globals['_DECODEREQUEST']._serialized_start=2592
+  _globals['_DECODEREQUEST']._serialized_end=2688
+  _globals['_GENERATIONS']._serialized_start=2691
+  _globals['_GENERATIONS']._serialized_end=2919
+  _globals['_PREFILLLOGPROBS']._serialized_start=2921
+  _globals['_PREFILLLOGPROBS']._serialized_end=2976
+  _globals['_REQUESTERROR']._serialized_start=2978
+  _globals['_REQUESTERROR']._serialized_end=3029
+  _globals['_STEPRESPONSE']._serialized_start=3032
+  _globals['_STEPRESPONSE']._serialized_end=3403
+  _globals['_TEXTGENERATIONSERVICE']._serialized_start=3526
+  _globals['_TEXTGENERATIONSERVICE']._serialized_end=4355
 # @@protoc_insertion_point(module_scope)

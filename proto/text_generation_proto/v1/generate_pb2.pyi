@@ -31,7 +31,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps", "last_number")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class InfoResponse(_message.Message):
     PROMPT_SCALED_AT_FIELD_NUMBER: _ClassVar[int]
     SPARES_CORE_FIELD_NUMBER: _ClassVar[int]
     RECORDS_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -62,7 +63,8 @@ class InfoResponse(_message.Message):
     prompt_scaled_at: int
     spares_core: bool
     records_steps: bool
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ...) -> None: ...
+    last_number: int
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ..., last_number: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -75,10 +77,12 @@ class ServiceDiscoveryResponse(_message.Message):
     def __init__(self, urls: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClearCacheRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "number")
     ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     id: int
-    def __init__(self, id: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, id: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ClearCacheResponse(_message.Message):
     __slots__ = ()
@@ -181,12 +185,14 @@ class CachedBatch(_message.Message):
     def __init__(self, id: _Optional[int] = ..., request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FilterBatchRequest(_message.Message):
-    __slots__ = ("batch_id", "request_ids")
+    __slots__ = ("batch_id", "request_ids", "number")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     request_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, batch_id: _Optional[int] = ..., request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    number: int
+    def __init__(self, batch_id: _Optional[int] = ..., request_ids: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class FilterBatchResponse(_message.Message):
     __slots__ = ("batch",)
@@ -195,18 +201,20 @@ class FilterBatchResponse(_message.Message):
     def __init__(self, batch: _Optional[_Union[CachedBatch, _Mapping]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
-    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens")
+    __slots__ = ("max_prefill_tokens", "max_batch_size", "max_input_tokens", "max_total_tokens", "max_batch_total_tokens", "number")
     MAX_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     max_prefill_tokens: int
     max_batch_size: int
     max_input_tokens: int
     max_total_tokens: int
     max_batch_total_tokens: int
-    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
     __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns", "prefill_context_ns")
@@ -245,22 +253,26 @@ class Advance(_message.Message):
     def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ..., is_ahead: bool = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch_id", "advance")
+    __slots__ = ("batch", "cached_batch_id", "advance", "number")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     cached_batch_id: int
     advance: Advance
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_ids", "advance")
+    __slots__ = ("batch_ids", "advance", "number")
     BATCH_IDS_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     batch_ids: _containers.RepeatedScalarFieldContainer[int]
     advance: Advance
-    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Generations(_message.Message):
     __slots__ = ("request_ids", "token_ids", "logprobs", "finish_reasons", "top_token_counts", "top_token_ids", "top_token_logprobs", "token_counts")
@@ -299,7 +311,7 @@ class RequestError(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors")
+    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors", "digest")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +320,7 @@ class StepResponse(_message.Message):
     TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
     CONCAT_NS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     generations: Generations
     batch: CachedBatch
     prefill_logprobs: _containers.RepeatedCompositeFieldContainer[PrefillLogprobs]
@@ -316,4 +329,5 @@ class StepResponse(_message.Message):
     total_ns: int
     concat_ns: int
     errors: _containers.RepeatedCompositeFieldContainer[RequestError]
-    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ...) -> None: ...
+    digest: int
+    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ..., digest: _Optional[int] = ...) -> None: ...

@@ -80,7 +80,7 @@ def create_parser() -> argparse.ArgumentParser:
     add(
         "-o", "--output", type=Path, action="append", default=[], help="a .json or .csv; repeatable"
     )
-    add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="as --dtype bfloat16")
+    add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="as --num-shard 2")
     return parser
 
 

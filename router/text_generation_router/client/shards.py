@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import grpc
 from text_generation_proto import pb, pb_grpc
 
-from text_generation_router.client import translate
+from text_generation_router.client import answers, translate
 from text_generation_router.client.shard_socket import ShardSocket, path_of
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
@@ -33,49 +33,62 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0
+# Once a rank has failed, the others fail at once, too, or have computed all the same; who has not
+# said so within this is not waited for: it hangs.
+OTHERS_S = 0.5
 
 
 class ShardedClient:
-    """Owns one channel per rank; implements `scheduler.shards.Shards`.
+    """Owns one channel per rank and the numbers of messages; implements `scheduler.shards.Shards`.
 
-    A call returns when all ranks have answered, so that no rank is still busy with a failed step
-    when the next one begins. Failures are GenerationError in TGI's words.
+    What all ranks must take in one order is numbered, one more each time, in the order in which it
+    is sent. A call returns when all ranks have answered, so that no rank is still busy with a
+    failed step when the next one begins; but for one that is dead, or hangs when another has
+    answered or failed, nobody waits. Failures are GenerationError in TGI's words.
     """
 
-    def __init__(self, channels: list[grpc.aio.Channel], sockets: list[ShardSocket]) -> None:
+    def __init__(
+        self,
+        channels: list[grpc.aio.Channel],
+        sockets: list[ShardSocket],
+        last_number: int = 0,
+        answer_s: float = 20.0,
+    ) -> None:
+        """No rank has taken a message of a number above `last_number`. answer_s: how long a rank is
+        waited for that has not answered what another one has."""
+        self._answer_s = answer_s
         self._channels = channels
         self._sockets = sockets
+        self._last_number = last_number
         self._stubs = [_stub(channel) for channel in channels]
         self._decodes = [DecodeCall(stub) for stub in self._stubs]
 
     @classmethod
-    async def connect(cls, master_uds_path: str, timeout_s: float = 60.0) -> "ShardedClient":
-        """Asks the shard that listens on `master_uds_path` for the others and connects to all.
+    async def connect(
+        cls, master_uds_path: str, timeout_s: float = 60.0, answer_s: float = 20.0
+    ) -> "ShardedClient":
+        """Asks the shard that listens on `master_uds_path` for the others and connects to all. Each
+        answers within `answer_s` once it listens, and the others listen so soon after that one.
 
-        Raises GenerationError, with a sentence for the user, if they are not there in time, or are
-        another user's.
+        The first numbered call must be `clear_cache` or `warmup`: the last router may have ended
+        before all ranks had taken its last messages, and only there numbers may be missing. Raises
+        GenerationError, with a sentence for the user, if they are not there in time, or are another
+        user's.
         """
-        client = cls(channels := [], sockets := [])
+        channels, sockets = list[grpc.aio.Channel](), list[ShardSocket]()
+        path, last_numbers = master_uds_path, list[int]()
         try:
             async with asyncio.timeout(timeout_s):
-                sockets.append(await ShardSocket.wait_for(master_uds_path))
-                channels.append(_open(sockets[0]))
-                await channels[0].channel_ready()
-                request = pb.ServiceDiscoveryRequest()
-                urls = (await _stub(channels[0]).ServiceDiscovery(request)).urls
-                for url in urls[1:]:
-                    sockets.append(await ShardSocket.wait_for(path_of(url)))
-                    channels.append(_open(sockets[-1]))
-                await asyncio.gather(*(channel.channel_ready() for channel in channels))
+                last_numbers.append(await _reach(path, channels, sockets, answer_s))
+                found = await _stub(channels[0]).ServiceDiscovery(pb.ServiceDiscoveryRequest())
+                for path in map(path_of, found.urls[1:]):
+                    last_numbers.append(await _reach(path, channels, sockets, answer_s))
         except BaseException as error:
-            await client.close()
+            await cls(channels, sockets).close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
-            raise GenerationError(
-                f"no answer from the shards at {master_uds_path} within {timeout_s:g} s; "
-                "start text-generation-server first, or give its --master-shard-uds-path"
-            ) from error
-        return cls(channels, sockets)
+            raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
+        return cls(channels, sockets, max(last_numbers), answer_s)
 
     async def close(self) -> None:
         """Closes the channels; calls under way fail. May be repeated."""
@@ -84,9 +97,9 @@ class ShardedClient:
             self._sockets.pop().close()
 
     async def info(self) -> ShardInfo:
-        """What rank 0 says about itself."""
-        [response, *_] = await _all(stub.Info(pb.InfoRequest()) for stub in self._stubs)
-        return translate.from_info(response)
+        """What the shards say about themselves; GenerationError if they contradict each other."""
+        responses = await self._all_soon(stub.Info(pb.InfoRequest()) for stub in self._stubs)
+        return answers.merge_infos([translate.from_info(response) for response in responses])
 
     async def warmup(
         self,
@@ -103,8 +116,10 @@ class ShardedClient:
             max_input_tokens=max_input_tokens,
             max_total_tokens=max_total_tokens,
             max_batch_total_tokens=max_batch_total_tokens,
+            number=self._next_number(),
         )
-        return translate.from_warmup(await _all(stub.Warmup(request) for stub in self._stubs))
+        responses = await self._all_soon(stub.Warmup(request) for stub in self._stubs)
+        return translate.from_warmup(responses)
 
     async def health(self) -> None:
         """Returns while every shard takes work."""
@@ -120,14 +135,19 @@ class ShardedClient:
     ) -> StepResult:
         """See `Shards.prefill`."""
         request = translate.to_prefill(batch_id, entries, cached_batch_id, advance)
-        [response, *_] = await _all(stub.Prefill(request) for stub in self._stubs)
-        return translate.from_step(response)
+        request.number = self._next_number()
+        responses = await self._all_soon(stub.Prefill(request) for stub in self._stubs)
+        return answers.merge_steps(request.number, responses)
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
         request = translate.to_decode(batch_ids, advance)
-        [response, *_] = await _all(decode(request) for decode in self._decodes)
-        return translate.from_step(response)
+        request.number = self._next_number()
+        responses = await self._all_soon(decode(request) for decode in self._decodes)
+        return answers.merge_steps(request.number, responses)
+
+    def _all_soon(self, calls: Iterable[Awaitable[_Response]]) -> Awaitable[list[_Response]]:
+        return _all(calls, self._answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
@@ -138,14 +158,21 @@ class ShardedClient:
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
-        request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids)
-        [response, *_] = await _all(stub.FilterBatch(request) for stub in self._stubs)
+        request = pb.FilterBatchRequest(
+            batch_id=batch_id, request_ids=request_ids, number=self._next_number()
+        )
+        [response, *_] = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
         return translate.from_cached_batch(response.batch)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
-        request = pb.ClearCacheRequest(id=batch_id)
-        await _all(stub.ClearCache(request) for stub in self._stubs)
+        request = pb.ClearCacheRequest(id=batch_id, number=self._next_number())
+        await self._all_soon(stub.ClearCache(request) for stub in self._stubs)
+
+    def _next_number(self) -> int:
+        """For a message that is sent before another one asks for its number."""
+        self._last_number += 1
+        return self._last_number
 
 
 class DecodeCall:
@@ -163,7 +190,9 @@ class DecodeCall:
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
-        """One step. A call that has failed, or was given up, is not used again."""
+        """One step. A call that has failed, or was given up, is not used again: nobody knows
+        whether the shard has taken the steps behind the one that failed, so that what is sent next
+        must be a `clear_cache`, for which a number may be missing."""
         if self._call is None or self._call.done():
             self._call = self._stub.Decode()
         call = self._call
@@ -188,8 +217,49 @@ def _stub(channel: grpc.aio.Channel) -> pb_grpc.TextGenerationServiceStub:
     return pb_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
-async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
-    """The answers of all ranks in order, or the failure of the first that failed."""
+async def _reach(
+    path: str,
+    channels: list[grpc.aio.Channel],
+    sockets: list[ShardSocket],
+    answer_s: float,
+) -> int:
+    """Connects to one more shard, as soon as it listens; the number of its last message."""
+    is_first = not sockets
+    if is_first:
+        sockets.append(await ShardSocket.wait_for(path))
+    try:
+        async with asyncio.timeout(answer_s):
+            if not is_first:
+                sockets.append(await ShardSocket.wait_for(path))
+            channels.append(_open(sockets[-1]))
+            await channels[-1].channel_ready()
+            info: pb.InfoResponse = await _stub(channels[-1]).Info(pb.InfoRequest())
+    except TimeoutError as error:
+        raise GenerationError(
+            f"the shard at {path} listens and has not answered for {answer_s:g} s: it hangs or was "
+            "stopped; start all shards anew"
+        ) from error
+    return info.last_number
+
+
+def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
+    if path == master_uds_path:
+        return (
+            f"no answer from the shards at {path} within {timeout_s:g} s; "
+            "start text-generation-server first, or give its --master-shard-uds-path"
+        )
+    return (
+        f"no answer from the shard at {path} within {timeout_s:g} s, though that at "
+        f"{master_uds_path} is there; its log says what became of it, and all shards must be "
+        "started anew"
+    )
+
+
+async def _all(
+    calls: Iterable[Awaitable[_Response]], answer_s: float | None = None
+) -> list[_Response]:
+    """The answers of all ranks in order, or the failure of one of them. answer_s: see
+    ShardedClient; None: without limit."""
     first, *others = calls
     if not others:
         # Gathering one would make a task of it, and every step would wait for a turn more.
@@ -199,29 +269,27 @@ async def _all(calls: Iterable[Awaitable[_Response]]) -> list[_Response]:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # it is we who are cancelled
-            raise _generation_error(error, is_lost=False) from error
-    answers = await asyncio.gather(first, *others, return_exceptions=True)
-    responses = [answer for answer in answers if not isinstance(answer, BaseException)]
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise _generation_error(answer, is_lost=bool(responses)) from answer
-    return responses
+            raise answers.generation_error(error, is_lost=False) from error
+    tasks = [asyncio.ensure_future(call) for call in (first, *others)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(
+            tasks, timeout=answer_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        failed = [one for one in map(_outcome, done) if isinstance(one, BaseException)]
+        if waiting and failed and not any(map(answers.is_gone, failed)):
+            await asyncio.wait(waiting, timeout=OTHERS_S)
+    finally:
+        outcomes = [_outcome(task) for task in tasks]
+        for task in tasks:
+            task.cancel()
+    if (failure := answers.failure(outcomes)) is not None:
+        raise failure
+    return [task.result() for task in tasks]
 
 
-def _generation_error(error: BaseException, is_lost: bool) -> BaseException:
-    """What a failed call means to a client; failures that are no RPC's stay as they are.
-
-    `is_lost`: other ranks have done what this one has not.
-    """
-    if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
-        return LostStepError("Could not connect to Text Generation server: channel closed")
-    if not isinstance(error, grpc.aio.AioRpcError):
-        return error
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return LostStepError("Could not connect to Text Generation server", _detail(error))
-    return (LostStepError if is_lost else GenerationError)("Server error", _detail(error))
-
-
-def _detail(error: grpc.aio.AioRpcError) -> str:
-    """What gRPC or the shard says, which may name sockets and files."""
-    return error.details() or error.code().name
+def _outcome(task: asyncio.Future[Any]) -> Any:
+    """An answer or an exception; None: it is still waited for."""
+    if not task.done():
+        return None
+    return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()

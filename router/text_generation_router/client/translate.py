@@ -36,6 +36,7 @@ class ShardInfo:
     prompt_scaled_at: int | None = None
     spares_core: bool = False
     records_steps: bool = False
+    last_number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,8 @@ def _to_advance(advance: Advance) -> pb.Advance:
     )
 
 
-def from_step(response: pb.StepResponse) -> StepResult:
-    """The answer to Prefill or Decode."""
+def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepResult:
+    """The answer to Prefill or Decode, with the times of all ranks, if there are several."""
     generations = response.generations
     return StepResult(
         request_ids=tuple(generations.request_ids),
@@ -146,6 +147,7 @@ def from_step(response: pb.StepResponse) -> StepResult:
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
         concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
+        shard_ns=shard_ns,
     )
 
 
@@ -180,6 +182,7 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
         ),
         spares_core=response.spares_core,
         records_steps=response.records_steps,
+        last_number=response.last_number,
     )
 
 

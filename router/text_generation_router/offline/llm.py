@@ -49,9 +49,9 @@ class LLM:
 
     Without a model it is the embedded one, or what MODEL_ID names: as everywhere, the launcher
     reads its environment variables. The options are the launcher's and the router's, with
-    underscores: `dtype`, `device`, `revision`, `max_batch_size`, `max_total_tokens`, …; those of
-    the HTTP side do not exist here. May be used from any thread, whether or not it has a running
-    event loop, and there can be several in one process.
+    underscores: `dtype`, `device`, `revision`, `num_shard`, `max_batch_size`, `max_total_tokens`,
+    …; those of the HTTP side do not exist here. May be used from any thread, whether or not it has
+    a running event loop, and there can be several in one process.
     """
 
     def __init__(self, model: str | Path | None = None, **options: OptionValue) -> None:

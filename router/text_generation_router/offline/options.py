@@ -24,7 +24,11 @@ _NOT_OFFLINE = frozenset(
 # Who runs the model here decides how much is asked of it.
 _NO_LIMIT = 2**31 - 1
 _OFFLINE_LIMITS = {"max_stop_sequences": _NO_LIMIT, "max_top_n_tokens": 100}
+# Yes and no as a value; the other flags of the launcher that know only these two take none.
+_WITH_A_VALUE = frozenset({"sharded"})
 _ROUTER_FIELDS = frozenset(field.name for field in fields(RouterConfig))
+# Fields of RouterConfig that the shards are told as well.
+_FOR_BOTH = frozenset({"model_id", "revision", "step_deadline"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,10 @@ def sort_options(model: str | Path | None, given: Mapping[str, OptionValue]) -> 
             raise ValueError(f"`{name}` is an option of the server, and does nothing here")
         if name in _ROUTER_FIELDS and name != "model_id":
             router[name] = str(value) if isinstance(value, Path) else value
-        if name not in _ROUTER_FIELDS or name in ("model_id", "revision"):
-            if value is True:
+        if name not in _ROUTER_FIELDS or name in _FOR_BOTH:
+            if name in _WITH_A_VALUE and isinstance(value, bool):
+                shard_flags.append(f"{flag(name)}={str(value).lower()}")
+            elif value is True:
                 shard_flags.append(flag(name))
             elif value is not False:
                 shard_flags.append(f"{flag(name)}={value}")

@@ -110,6 +110,8 @@ class ShardsProcess:
             self._ready.set_result(ShardsAddress(**{name: str(record[name]) for name in names}))
             return
         message = str(record.get("message", line))
+        if "rank" in record:
+            message = f"shard {record['rank']}: {message}"
         self._recent.append(message)
         level = record.get("level", "INFO")
         if level == "ERROR":

@@ -79,6 +79,8 @@ class Meter:
         metrics.batch_decode_duration.observe(result.decode_ns / 1e9, method=method)
         if result.concat_ns is not None:
             metrics.batch_concat_duration.observe(result.concat_ns / 1e9, method="decode")
+        for rank, shard_ns in enumerate(result.shard_ns):
+            metrics.batch_shard_duration.observe(shard_ns / 1e9, rank=str(rank))
 
     def note_drop(self, duration_s: float) -> None:
         """Rows were dropped on the shards; belongs to the delivery that follows."""

@@ -81,6 +81,8 @@ class StepResult:
     decode_ns: int = 0
     # None when nothing was joined.
     concat_ns: int | None = None
+    # By rank, how long it took to compute this step; empty: there is one rank.
+    shard_ns: Sequence[int] = ()
 
     def is_answer_to(self, asked: Set[int], running: Set[int]) -> bool:
         """Whether exactly `asked` got tokens and the rows left are `running` less the finished."""

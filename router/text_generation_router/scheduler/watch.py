@@ -19,9 +19,13 @@ from text_generation_router.scheduler.shards import (
 # A call that takes longer makes us ask whether the shards live, again and again while it lasts.
 PATIENCE_S = 5.0
 # They answer within this, or they did not hear; so many times in a row they must not have heard.
-# (When a whole machine was asleep, the first question is late through no fault of theirs.)
-ANSWER_S = 5.0
+# (When a whole machine was asleep, the first question is late through no fault of theirs.) It is a
+# little more than what the client gives each of several, so that it says who is silent.
+ANSWER_S = 5.5
 NUM_QUESTIONS = 3
+# With several shards the others give up the one that hangs (after 20 s, if nothing else is said);
+# they know better what has happened, and should be first.
+NUM_QUESTIONS_TO_SEVERAL = 4
 # A call that takes so long is not finished by shards that live, either: their device is stuck.
 STUCK_S = 300.0
 STUCK_FACTOR = 20.0
@@ -41,9 +45,17 @@ class WatchedShards:
     that whoever supervises it starts everything anew.
     """
 
-    def __init__(self, shards: Shards, longest_call_s: float = STUCK_S) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        longest_call_s: float = STUCK_S,
+        num_questions: int = NUM_QUESTIONS,
+    ) -> None:
         self.verdict: str | None = None
         """Why the shards were given up; None while they were not."""
+        self.detail = ""
+        """What the last unanswered question has said, which may name sockets; for the log."""
+        self._num_questions = num_questions
         self._shards = shards
         self._longest_call_s = longest_call_s
         # The calls under way and when they began, oldest first.
@@ -86,7 +98,7 @@ class WatchedShards:
 
     def _check(self) -> None:
         if self.verdict is not None:
-            raise LostStepError(self.verdict)
+            raise LostStepError(self.verdict, self.detail)
 
     async def _watched(
         self,
@@ -136,16 +148,17 @@ class WatchedShards:
             self._timer = loop.call_later(PATIENCE_S, self._look)
 
     async def _is_alive(self) -> bool:
-        for _ in range(NUM_QUESTIONS):
+        for _ in range(self._num_questions):
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await self._shards.health()
             except Exception as error:
                 # Whatever went wrong, they have not answered. Nobody waits for this task: a failure
                 # that it did not count would end the watch, and requests could wait for ever.
-                what = str(error) or type(error).__name__
-                logger.warning("A step takes long, and the shards are silent: %s", what)
+                self.detail = str(error) or type(error).__name__
+                logger.warning("A step takes long, and the shards are silent: %s", self.detail)
             else:
+                self.detail = ""
                 return True
         return False
 

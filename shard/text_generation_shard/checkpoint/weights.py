@@ -2,12 +2,10 @@
 
 import json
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,21 +15,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from text_generation_shard.checkpoint import pickles
+from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.device.base import Device, WeightCopies
 from text_generation_shard.errors import ModelError
-from text_generation_shard.parallel import World
 
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
-class Split(Enum):
-    """What of a matrix each rank has: all, a part of the outputs, or a part of the inputs."""
-
-    NONE = 0
-    OUTPUTS = 1
-    INPUTS = 2
+Sections = Mapping[str, Sequence[Share]]
+"""Of each tensor of the checkpoint, what this rank has of the projections that it stacks."""
 
 
 class Held(Protocol):
@@ -46,16 +40,48 @@ class Held(Protocol):
 class _Stack:
     """One tensor of this rank that several of the checkpoint fill, one below the other."""
 
-    # Of each tensor, the sizes of its sections, of which each rank has a part.
-    sections: Mapping[str, Sequence[int]]
-    # Of each output, [in_features] or nothing.
-    tail: tuple[int, ...]
-    split: Split
+    sections: Sections
+    # What is read of each output; None: it is one number.
+    inputs: Share | None
+    # How many of these inputs stay when the matrix has been made.
+    num_kept: int
     # What a matrix is given to when it is whole.
     receive: Callable[[Tensor], Held] | None
     num_missing: int
+    # Of a matrix: why it is not asked to be of fewer bits.
+    obstacle: str = ""
     # Of a matrix, made when its first part is read, in the type the device wants it in.
     whole: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        rows = sum(self.num_rows(name) for name in self.sections)
+        return (rows,) if self.inputs is None else (rows, self.inputs.count)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether some of this rank's part are zeros."""
+        shares = [share for shares in self.sections.values() for share in shares]
+        return any(share.is_filled_up for share in [*shares, self.inputs or whole(1)])
+
+    def num_rows(self, name: str) -> int:
+        """How many of this rank's rows a tensor of the checkpoint fills."""
+        return sum(share.count for share in self.sections[name])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of a tensor of the checkpoint."""
+        rows = sum(share.total for share in self.sections[name])
+        return (rows,) if self.inputs is None else (rows, self.inputs.total)
+
+
+@dataclass(slots=True)
+class Read:
+    """Bytes of the checkpoint: what this rank took, and what the tensors that it has a part of
+    hold."""
+
+    taken: int = 0
+    total: int = 0
 
 
 class Parameters:
@@ -65,12 +91,12 @@ class Parameters:
     together when its first part is read, and is given to its layer with the last.
     """
 
-    def __init__(self, device: Device, world: World, quantize: str | None = None) -> None:
+    def __init__(self, device: Device, quantize: str | None = None) -> None:
         """`quantize` is int8, int4 or fp8: how layers are to hold their matrices; None: floats."""
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
-        self._world = world
+        self.read = Read()
         self._stacks: dict[str, _Stack] = {}
         self._ignored: set[str] = set()
         self._kinds: Counter[str] = Counter()
@@ -79,52 +105,44 @@ class Parameters:
 
     def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """An uninitialized tensor that the checkpoint's tensor `name` will fill."""
-        return self._add_tensor({name: shape[:1]}, shape[1:], Split.NONE)
+        rows, *inputs = shape
+        return self._add_tensor({name: [whole(rows)]}, whole(*inputs) if inputs else None)
 
-    def add_bias(self, sections: Mapping[str, Sequence[int]], split: Split) -> Tensor:
-        """The bias of a matrix that is split so: where its inputs are, each rank has all of it."""
-        return self._add_tensor(
-            sections, (), Split.OUTPUTS if split is Split.OUTPUTS else Split.NONE
-        )
+    def add_bias(self, sections: Sections) -> Tensor:
+        """This rank's part of the bias of a matrix with these sections."""
+        return self._add_tensor(sections, None)
 
-    def _add_tensor(
-        self, sections: Mapping[str, Sequence[int]], tail: tuple[int, ...], split: Split
-    ) -> Tensor:
-        stack = _Stack(sections, tail, split, None, len(sections))
-        device = self.device
-        stack.whole = torch.empty(
-            self._shape(stack), dtype=device.dtype, device=device.torch_device
-        )
+    def _add_tensor(self, sections: Sections, inputs: Share | None) -> Tensor:
+        stack = _Stack(sections, inputs, inputs.count if inputs else 1, None, len(sections))
+        stack.whole = self._make(stack, self.device.dtype)
         self.nbytes += stack.whole.nbytes
         self._stacks.update(dict.fromkeys(sections, stack))
         return stack.whole
 
     def add_matrix(
         self,
-        sections: Mapping[str, Sequence[int]],
-        in_features: int,
-        split: Split,
+        sections: Sections,
+        inputs: Share,
         receive: Callable[[Tensor], Held],
+        reads_whole_rows: bool = False,
+        obstacle: str = "",
     ) -> None:
         """Have this rank's part of the named matrices, one below the other, given to `receive` once
-        they are read. sections: of each, the sizes of the projections it stacks.
+        they are read; with `reads_whole_rows` all of their inputs, of which `receive` keeps its
+        own. obstacle: why the matrix is not asked to be of fewer bits; it is logged.
 
         The tensor has the type that the device puts matrices together in, and nothing here keeps
         it: what `receive` returns is what is left of it.
         """
-        stack = _Stack(sections, (in_features,), split, receive, len(sections))
+        read = inputs
+        if reads_whole_rows:
+            read = Share(inputs.total, 0, max(inputs.total, inputs.start + inputs.count))
+        stack = _Stack(sections, read, inputs.count, receive, len(sections), obstacle)
         self._stacks.update(dict.fromkeys(sections, stack))
 
-    def _shape(self, stack: _Stack) -> tuple[int, ...]:
-        """Of this rank's part."""
-        rows, tail = sum(sum(sizes) for sizes in stack.sections.values()), stack.tail
-        if stack.split is Split.OUTPUTS:
-            for size in (size for sizes in stack.sections.values() for size in sizes):
-                self._world.share(size, "outputs")
-            rows //= self._world.size
-        if stack.split is Split.INPUTS:
-            tail = (self._world.share(tail[0], "inputs"), *tail[1:])
-        return (rows, *tail)
+    def _make(self, stack: _Stack, dtype: torch.dtype) -> Tensor:
+        make = torch.zeros if stack.is_filled_up else torch.empty
+        return make(stack.shape, dtype=dtype, device=self.device.torch_device)
 
     def ignore(self, name: str) -> None:
         """The checkpoint may hold `name`; it is not read."""
@@ -143,6 +161,8 @@ class Parameters:
         with self.device.weight_copies() as copies:
             self._read(directory, files, copies)
         logger.info("loading weights: %d of %d tensors", total, total)
+        taken, there = self.read.taken / 1e9, self.read.total / 1e9
+        logger.info("read %.3f of %.3f GB of weights", taken, there)
         self._stacks.clear()
         for action in self._after_load:
             action()
@@ -176,49 +196,56 @@ class Parameters:
         )
         stacks = {id(stack): stack for stack in self._stacks.values()}.values()
         matrices = [stack for stack in stacks if stack.receive is not None]
-        return self.nbytes + sum(math.prod(self._shape(stack)) for stack in matrices) * bits // 8
+        numbers = sum(stack.shape[0] * stack.num_kept for stack in matrices)
+        return self.nbytes + numbers * bits // 8
 
     def _fill(self, name: str, tensor: Tensor, path: Path, copies: WeightCopies) -> None:
         stack = self._stacks[name]
-        shape = (sum(stack.sections[name]), *stack.tail)
+        shape = stack.shape_of(name)
         if shape != tensor.shape:
             raise ModelError(
                 f"{name} in {path.name} has the shape {list(tensor.shape)}, config.json asks for "
                 f"{list(shape)}; config.json and weights are not of the same model"
             )
         if stack.whole is None:
-            shape, where = self._shape(stack), self.device.torch_device
-            dtype = copies.matrix_dtype or tensor.dtype
-            stack.whole = torch.empty(shape, dtype=dtype, device=where)
+            stack.whole = self._make(stack, copies.matrix_dtype or tensor.dtype)
         first = 0
-        for other, sizes in stack.sections.items():
+        for other in stack.sections:
             if other == name:
                 break
-            first += sum(sizes) // (self._world.size if stack.split is Split.OUTPUTS else 1)
-        for part in self._own_parts(stack, name, tensor):
-            copies.copy(stack.whole[first : first + len(part)], part)
-            first += len(part)
+            first += stack.num_rows(other)
+        self.read.total += tensor.nbytes
+        for target, source in self._own_parts(stack, name, stack.whole[first:], tensor):
+            self.read.taken += source.nbytes
+            copies.copy(target, source)
         stack.num_missing -= 1
         if stack.receive is not None and not stack.num_missing:
-            whole, stack.whole = stack.whole, None
-            copies.then(partial(self._give, name, stack.receive, whole))
+            found, stack.whole = stack.whole, None
+            copies.then(partial(self._give, name, stack, found))
 
-    def _give(self, name: str, receive: Callable[[Tensor], Held], whole: Tensor) -> None:
-        held = receive(whole)
+    def _own_parts(
+        self, stack: _Stack, name: str, target: Tensor, tensor: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """What this rank has of a tensor of the checkpoint, and where it goes, from the first row
+        of `target` on. Of the tensor nothing else is read."""
+        first, offset = 0, 0
+        for share in stack.sections[name]:
+            rows = tensor[offset + share.start :][: share.num_real]
+            place = target[first:][: share.num_real]
+            if stack.inputs is not None and not stack.inputs.is_whole:
+                rows = rows[:, stack.inputs.start :][:, : stack.inputs.num_real]
+                place = place[:, : stack.inputs.num_real]
+            if rows.numel():
+                yield place, rows
+            first, offset = first + share.count, offset + share.total
+
+    def _give(self, name: str, stack: _Stack, found: Tensor) -> None:
+        assert stack.receive is not None, "only matrices are given away"
+        held = stack.receive(found)
         self.nbytes += held.nbytes
         self._kinds[held.kind] += 1
-        if held.obstacle:
-            self._obstacles.append(f"{name} is {held.kind} ({held.obstacle})")
-
-    def _own_parts(self, stack: _Stack, name: str, tensor: Tensor) -> list[Tensor]:
-        """What this rank has of a tensor of the checkpoint, one part below the other."""
-        rank, size = self._world.rank, self._world.size
-        if size == 1 or stack.split is Split.NONE:
-            return [tensor]
-        if stack.split is Split.INPUTS:
-            return [tensor.chunk(size, dim=1)[rank]]
-        sections = torch.split(tensor, list(stack.sections[name]))
-        return [section.chunk(size)[rank] for section in sections]
+        if obstacle := held.obstacle or stack.obstacle:
+            self._obstacles.append(f"{name} is {held.kind} ({obstacle})")
 
     def _log_quantised(self) -> None:
         counts = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())

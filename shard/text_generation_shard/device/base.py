@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
+from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives, World
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
@@ -37,6 +40,9 @@ class DeviceOptions:
     memory_fraction: float = 1.0
     # Sizes of passes that are recorded where the device can; None: those that suit it.
     cuda_graphs: tuple[int, ...] | None = None
+    # Of how many processes on this machine, each with a device, this is which.
+    rank: int = 0
+    world_size: int = 1
 
 
 class Activation(StrEnum):
@@ -47,6 +53,18 @@ class Activation(StrEnum):
     # With a tanh in place of the error function.
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+
+
+ALL = slice(None)
+"""Columns of a whole weight."""
+
+
+class Form(NamedTuple):
+    """How weights of a shape are held: int8, int4, fp8 or, None, as floats; and why not as asked
+    (empty: they are)."""
+
+    kind: str | None
+    obstacle: str
 
 
 class Matrix(Protocol):
@@ -93,93 +111,6 @@ class WeightCopies(Protocol):
         of all copies before it: at once, in a later call, or when no more copies will come."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass.
-
-    A row's tokens are its last ones: what it has before them is in the cache, or is written to it
-    by an earlier row of the same pass.
-    """
-
-    # [T] token ids and their positions.
-    input_ids: Tensor
-    positions: Tensor
-    # [T] length that decides the rope frequencies; None where the kind of rope asks for none.
-    rope_lens: Tensor | None
-    # [T] where each token's key and value go: block * block_size + offset.
-    slots: Tensor
-    # [R, width] block numbers, and [R] tokens each row sees, those of this pass counted in.
-    block_tables: Tensor
-    context_lens: Tensor
-    # R + 1 offsets into the T tokens, and the values of context_lens, on the host.
-    cu_seqlens_q: tuple[int, ...]
-    host_context_lens: tuple[int, ...]
-    # [S] tokens whose logits are wanted; None: all of them.
-    logits_indices: Tensor | None
-    # Every row has exactly one token.
-    is_decode: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What decides the size of one block of the KV cache."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
-
-    @property
-    def dtype_name(self) -> str:
-        """float8_e5m2, without the name of the library."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes one block takes over all layers, keys and values."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return per_token * self.block_size
-
-
-class AttentionPlan(Protocol):
-    """What `Attention.plan` found out about one pass; opaque to everyone else."""
-
-
-class Attention(Protocol):
-    """Attention of all heads over the paged cache. Owns the cache, keeps nothing of a batch."""
-
-    name: str
-    # Tokens in a block; the router allocates in these units.
-    block_size: int
-    # A query's result is the same, bit for bit, however the tokens of its row are cut into passes
-    # and whatever else is in them.
-    is_deterministic: bool
-    # How many keys of prompts make the pass that takes most memory; None: the more, the more.
-    heaviest_keys: int | None
-
-    def workspace_bytes(self, shape: CacheShape) -> int:
-        """Bytes that a pass takes at most beside its activations, where a device needs to be told:
-        see `Device.free_bytes`."""
-
-    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
-        """Make the cache and return its bytes; called again, the former one is dropped first."""
-
-    def plan(self, batch: ForwardBatch, angles: "Angles") -> AttentionPlan:
-        """Everything that is the same in all layers of one pass."""
-
-    def forward(
-        self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
-    ) -> Tensor:
-        """Rotate queries and keys, if `is_rotated`: feature i with feature i + rotary_dim / 2.
-        Scale queries, store keys and values, attend.
-
-        `heads` is [T, num_heads + 2 * num_kv_heads, head_dim], contiguous: queries, keys, values.
-        It may be overwritten. A token sees itself and what came before it in its row, with a
-        `window` only the last `window` of those. Answers [T, num_heads * head_dim].
-        """
-
-
 class LayerWeights(NamedTuple):
     """One layer of `DecoderWeights`. Norms are [size] in float32; a bias may be missing."""
 
@@ -220,22 +151,28 @@ class DecoderSizes:
     logits_divisor: float
 
 
+class RankSizes(NamedTuple):
+    """What a rank has of the `DecoderSizes` of a model."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    # Of the vocabulary, filled up to as many for each rank: the first token, and how many.
+    first_token: int
+    num_tokens: int
+
+
 class DecoderWeights(NamedTuple):
-    """A whole model of Llama's shape, for devices that compute it as one."""
+    """A whole model of Llama's shape, for devices that compute it as one; of several ranks each
+    has its part."""
 
     sizes: DecoderSizes
+    own: RankSizes
+    world: World
     embedding: EmbeddingTable
     layers: Sequence[LayerWeights]
     norm: Tensor
     head: Matrix
-
-
-class Angles(NamedTuple):
-    """What T tokens are rotated by: `rows` [T] of `table` [*, 2, rotary_dim / 2] in float32,
-    cosines and sines."""
-
-    table: Tensor
-    rows: Tensor
 
 
 class Model(Protocol):
@@ -264,7 +201,7 @@ class Model(Protocol):
         """`Angles.table` for the positions below `end`, where no length matters."""
 
     def weights(self) -> DecoderWeights | None:
-        """All of it; None: it is of another shape, or split over several ranks."""
+        """All of it that this rank has; None: it is of another shape."""
 
 
 class Rows(Protocol):
@@ -353,8 +290,8 @@ class StepPlan(Protocol):
         """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
         are none. By the definition, in plain torch."""
 
-    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | Choice | None:
-        """The same by another sampler; a Choice, of anything, where another rank chooses."""
+    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
+        """The same by another sampler."""
 
 
 class Launched(Protocol):
@@ -406,6 +343,9 @@ class Device(Protocol):
     cache_dtype: torch.dtype
     # Products of a row do not depend on the other rows, bit for bit.
     is_deterministic: bool
+    # Sums over inputs that ranks share are taken in fixed parts, which a tree adds: they have the
+    # same bits for every number of ranks that has whole parts.
+    sums_in_parts: bool
     # Whether a step may be launched before the previous one has a result.
     runs_behind: bool
     # Arrays of the host, which must not be changed afterwards, to tensors on the device: what the
@@ -425,9 +365,15 @@ class Device(Protocol):
         """What fills this device's tensors while weights are loaded. Left without an error, all is
         copied and every action was called. Nothing of it remains, no thread and no memory."""
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> Matrix:
-        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or
-        None."""
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> Form:
+        """How `matrix` holds a weight [N, K] of this shape."""
+
+    def matrix(
+        self, weight: Tensor, quantize: str | None, columns: slice = ALL, part: int | None = None
+    ) -> Matrix:
+        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or None.
+        Only these columns are kept, as the numbers that the whole weight has there. part: inputs of
+        a fixed part, where `sums_in_parts` counts."""
 
     def gated_matrix(
         self,
@@ -461,6 +407,11 @@ class Device(Protocol):
 
     def left_bytes(self, cache_bytes: int, room: "Room") -> int:
         """What is left beside a cache that was made and what else there is room for."""
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """What this rank computes with the others, of which all call this at once; they have tried
+        it out when this returns. slot_bytes: what a rank gives at once, at most; more goes in
+        pieces. ModelError if it can not be had, RankError as Meeting."""
 
     def release_memory(self) -> None:
         """Called when there was no memory for a step: what is kept for later ones is given up."""

@@ -14,14 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from text_generation_shard.device.base import (
-    CacheShape,
-    Device,
-    Launched,
-    Room,
-    ScheduledTokens,
-)
-from text_generation_shard.engine import memory, out_of_memory
+from text_generation_shard.device.base import Device, Launched, Room, ScheduledTokens
+from text_generation_shard.device.forward import CacheShape
+from text_generation_shard.engine import memory, out_of_memory, ranks
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
@@ -36,6 +31,7 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
+from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.engine.warmup import Costs, largest_steps, measure, rehearse
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.grammars.masks import GrammarMasks
@@ -46,34 +42,6 @@ from text_generation_shard.sampling.table import Watermark
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class StepHandle:
-    """A step that was launched."""
-
-    def __init__(
-        self, engine: "Engine", plan: Plan, launched: Launched, began_ns: int, admit_ns: int
-    ) -> None:
-        self.plan, self.launched = plan, launched
-        self.began_ns, self.admit_ns = began_ns, admit_ns
-        self.outcome: StepOutput | BaseException | None = None
-        """Set by the engine."""
-        self._engine = engine
-
-    def wait(self) -> None:
-        """Until `result` does not, or hardly, wait. From any thread."""
-        if self.outcome is None:
-            self.launched.wait()
-
-    def result(self) -> StepOutput:
-        """Wait for the step. If it failed, its new requests have no rows, and the others are as
-        they were but for the blocks that their tables grew by. For want of memory only requests
-        fail, and only those that do not fit alone: see `StepOutput.errors`."""
-        self._engine.collect(self)
-        if isinstance(self.outcome, BaseException):
-            raise self.outcome
-        assert self.outcome is not None, "a collected step has an outcome"
-        return self.outcome
 
 
 class Engine:
@@ -89,7 +57,7 @@ class Engine:
     ) -> None:
         """A loaded model on its device."""
         self.device, self.model = device, model
-        self._world = world or World()
+        self.world = world or World()
         self._weights_bytes, self._watermark = weights_bytes, watermark
         self._end_ids = frozenset(model.config.eos_token_ids)
         self._masks = GrammarMasks(model.config.vocab_size, device.torch_device)
@@ -123,6 +91,13 @@ class Engine:
         return self._runner.records_steps
 
     @property
+    def runs_behind(self) -> bool:
+        """Whether a step may be launched before the previous one has a result. Not with several
+        ranks: whether the previous one was collected when a step arrives is a matter of time, and
+        another one on each."""
+        return self.device.runs_behind and self.world.size == 1
+
+    @property
     def num_rows_taken(self) -> int:
         """Rows in use; 0 when nothing runs."""
         return self._table.num_taken
@@ -136,11 +111,12 @@ class Engine:
             builder=BatchBuilder(table, self.device.upload, model.length_rule),
             end_ids=np.array(model.config.eos_token_ids, dtype=np.int64),
             watermark=self._watermark,
-            chooses=self._world.rank == 0,
+            follows_grammars=self.world.rank == 0,
             is_stopping=self._is_stopping,
         )
         self._planner = Planner(
-            self._fixed, Guesser(capacity), self._masks, self._max_prefill_tokens, self._costs
+            *(self._fixed, Guesser(capacity, self.world.broadcast), self._masks),
+            *(self._max_prefill_tokens, self._costs),
         )
 
     def warmup(self, limits: WarmupLimits) -> WarmupResult:
@@ -152,20 +128,20 @@ class Engine:
         self._splits = False
         self._max_prefill_tokens = limits.max_prefill_tokens
         config = self.model.config
-        num_kv_heads = self._world.share(config.num_kv_heads, "KV heads")
-        sizes = config.num_layers, num_kv_heads, config.head_dim
+        sizes = config.num_layers, self.model.num_kv_heads, config.head_dim
         shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
         room = self._room(shape, limits)
         spare = self.device.num_spare_blocks * shape.block_bytes
-        cache = max(0, room.cache - spare)
+        # The same number of blocks on all ranks: that of the rank with least room.
+        cache = max(0, ranks.least(self.world, room.cache, self.device) - spare)
         num_blocks, max_total = memory.cache_size(shape, limits, cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache_bytes = self._allocate(shape, num_blocks)
         costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
         # Decisions that depend on costs must be the same on all ranks.
-        self._costs = Costs(*self._world.broadcast(np.array(costs)).tolist())
+        self._costs = Costs(*self.world.broadcast(np.array(costs)).tolist())
         self._planner.costs = self._costs
-        self._splits = self._world.size == 1
+        self._splits = self.world.size == 1
         ledger = memory.Ledger(
             self._weights_bytes,
             cache_bytes,
@@ -259,7 +235,7 @@ class Engine:
     def make_way(self, step: StepInput) -> None:
         """Collect the steps that are under way and that this one can not run behind."""
         may_run_behind = (
-            self.device.runs_behind
+            self.runs_behind
             and self._planner.may_run_behind(step)
             # How many tokens a row has behind guesses, its tokens tell.
             and all(other.plan.samples.is_single for other in self._under_way)
@@ -378,7 +354,7 @@ class Engine:
         scores, verified = launched.result(), None
         if scores.choice is not None:
             choice = plan.drop_ended(scores.choice)
-            verified = verify(plan, choice, self._table, self._end_ids, self._world)
+            verified = verify(plan, choice, self._table, self._end_ids, self.world)
         return Part(plan, verified, scores.forward_done_ns)
 
     def _write(self, part: Part) -> StepOutput:
@@ -441,6 +417,17 @@ class Engine:
         if self._under_way:
             self.collect(self._under_way[-1])
 
+    def even_out(self, step: StepInput) -> None:
+        """A step has failed on all ranks, on each somewhere else: have what it leaves behind be
+        the same on all, whether it came to it or not. Its blocks are there, nothing is guessed."""
+        for request_id, block in step.grown:
+            with suppress(BatchError):
+                self._table.grow_once(request_id, block)
+        self._planner.forget_guesses()
+
     def stop(self) -> None:
-        """From any thread: a prompt that is computed in pieces fails at the next piece."""
+        """From any thread: a prompt that is computed in pieces fails at the next piece, and what
+        waits for other ranks at once."""
         self._is_stopping.set()
+        if self.world.size > 1:
+            self.world.collectives.stop()

@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
-from text_generation_shard.device.base import ForwardBatch, ScheduledTokens, last_ones
+from text_generation_shard.device.base import ScheduledTokens, last_ones
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.row_table import RowTable
 
 _NONE: Ints = np.empty(0, dtype=np.int64)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.device.base import CacheShape
+from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import WarmupLimits
 from text_generation_shard.errors import ModelError

@@ -37,7 +37,9 @@ class Guesser:
     hundred steps or so.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, agree: Callable[[Ints], Ints]) -> None:
+        """`agree` answers rank 0's numbers, on all ranks."""
+        self._agree = agree
         self._trust = np.full(capacity, _FIRST_TRUST)
         # Steps a row has still to rest, how long it rested last for wrong guesses, and how often in
         # a row nothing was found to guess.
@@ -49,6 +51,12 @@ class Guesser:
         """A row that is taken now knows nothing of what it held before."""
         self._trust[row] = _FIRST_TRUST
         self._rest[row] = self._last_rest[row] = self._misses[row] = 0
+
+    def forget_all(self) -> None:
+        """The same of all rows."""
+        self._trust.fill(_FIRST_TRUST)
+        for waits in (self._rest, self._last_rest, self._misses):
+            waits.fill(0)
 
     def guess(
         self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
@@ -83,6 +91,8 @@ class Guesser:
             return None
         if table.constraints:
             _cut_forbidden(table, own, wanted, guesses)
+            # What a grammar allows only rank 0 knows.
+            wanted = self._agree(wanted)
         row, step = np.nonzero(np.arange(guesses.shape[1]) < wanted[:, None])
         known = table.lens[own] + 1
         table.write(own[row], known[row] + step, guesses[row, step])

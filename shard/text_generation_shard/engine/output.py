@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # What the client of such a request reads.
 _NO_SCORES = "the model's scores for the next token are not numbers (NaN or infinite)"
 
+_LOST = "the step in which the grammar went on has failed on another shard"
+
 # At a row's first position: its grammar ended the text in time, or can not go on. At any: there are
 # no scores.
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
@@ -57,15 +59,19 @@ def verify(
     plan: Plan, choice: Choice, table: RowTable, end_ids: frozenset[int], world: World
 ) -> Verified:
     """See how far the guesses, which the table holds behind what is known, were right, and who has
-    ended; the choice is rank 0's on all ranks."""
+    ended. Each rank has chosen alike, but where a row follows a grammar: that only rank 0 does, and
+    tells the others."""
     samples, grammars = plan.samples, plan.grammars
     unsound = choice.unsound()
     if grammars is not None:
         choice = grammars.settle(choice)
     token_ids, marks = choice.token_ids, _NO_MARKS
-    if unsound or grammars is not None or world.size > 1:
+    if unsound or grammars is not None:
         marks = _marks(len(token_ids), unsound, grammars)
-        token_ids, marks = world.broadcast(np.stack((token_ids, marks)))
+    if world.size > 1 and table.are_constrained(samples.owners):
+        if not len(marks):
+            marks = np.zeros_like(token_ids)
+        token_ids, marks = _told(token_ids, marks, grammars, world)
     counts, reasons = _judge(table, samples, token_ids.tolist(), end_ids)
     errors: list[tuple[int, str]] = []
     if marks.any():
@@ -75,6 +81,20 @@ def verify(
     output = StepOutput(list(plan.request_ids), reasons, errors=errors)
     choice = choice._replace(token_ids=token_ids)
     return _verified(table, samples, choice, counts, driven, output)
+
+
+def _told(
+    token_ids: Ints, marks: Ints, grammars: StepGrammars | None, world: World
+) -> tuple[Ints, Ints]:
+    """Those of rank 0."""
+    try:
+        token_ids, marks = world.broadcast(np.stack((token_ids, marks)))
+    except BaseException:
+        if grammars is not None:
+            # The step is undone, but their texts have gone on.
+            grammars.abandon(_LOST)
+        raise
+    return token_ids, marks
 
 
 def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -> Ints:

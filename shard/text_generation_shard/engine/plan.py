@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.device.base import ForwardBatch, Model, Rows, ScheduledTokens
+from text_generation_shard.device.base import Model, Rows, ScheduledTokens
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
     BatchBuilder,
     SampledPositions,
     sampled_positions,
 )
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.errors import BatchError
+from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
     Choice,
@@ -42,8 +43,8 @@ class Fixed:
     # Tokens that end a text.
     end_ids: Ints
     watermark: Watermark
-    # This rank chooses the tokens.
-    chooses: bool
+    # Rank 0 follows the grammars, for all ranks: what that takes is a matter of time and memory.
+    follows_grammars: bool
     # Once it is set, a step of several passes fails at the next of them.
     is_stopping: threading.Event
 
@@ -89,7 +90,7 @@ class Plan:
     ) -> ForwardBatch:
         """See StepPlan."""
         if self._fixed.is_stopping.is_set():
-            raise BatchError("the shard is stopping")
+            raise OwnError("the shard is stopping")
         return self._fixed.builder.batch(scheduled, tables)
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
@@ -135,14 +136,12 @@ class Plan:
         """See StepPlan."""
         return self.choose_by(sample, scores)
 
-    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | Choice | None:
+    def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
         """See StepPlan. As if each position were the only one: how far guesses were right is found
         out afterwards."""
         fixed, samples = self._fixed, self.samples
         if not len(scores):
             return None
-        if not fixed.chooses:
-            return nothing_chosen(samples)
         table = fixed.table
         history = TokenHistory(
             *(table.token_ids, samples.rows, samples.positions),
@@ -173,13 +172,3 @@ class Plan:
         if self.grammars is not None:
             self.grammars.keep(kept)
         return left
-
-
-def nothing_chosen(samples: SampledPositions) -> Choice:
-    """Of a rank that is told what rank 0 has chosen."""
-    count = len(samples.rows)
-    return Choice(
-        torch.zeros(count, dtype=torch.int64).numpy(),
-        torch.zeros(count).numpy(),
-        torch.zeros(count, 1),
-    )

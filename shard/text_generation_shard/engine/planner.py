@@ -117,6 +117,10 @@ class Planner:
 
         return self._guesser.guess(table, rows, limits_of, price)
 
+    def forget_guesses(self) -> None:
+        """Trust the guesses of all rows as if none had been made."""
+        self._guesser.forget_all()
+
     def learn(self, samples: SampledPositions, right: Ints) -> None:
         """Of each row's guesses the first `right` [R] were right."""
         self._guesser.learn(samples.owners, samples.ends - samples.firsts - 1, right)
@@ -166,7 +170,7 @@ class Planner:
         """Begin with what the device is not needed for. The tokens of the step before are in the
         table, and the guesses of this one."""
         table, samples, constrained = self._table, plan.samples, list[ConstrainedRow]()
-        if not (table.constraints and self._fixed.chooses):
+        if not (table.constraints and self._fixed.follows_grammars):
             return
         columns = samples.owners.tolist(), samples.firsts.tolist(), samples.ends.tolist()
         for row, first, end in zip(*columns, strict=True):

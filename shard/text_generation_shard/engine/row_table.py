@@ -186,9 +186,11 @@ class RowTable:
 
     def depend_on_tokens(self, rows: Ints) -> bool:
         """Whether what is chosen for one of these rows depends on which tokens it has."""
-        return self.sampling.depends_on_tokens(rows) or not self.constraints.keys().isdisjoint(
-            rows.tolist()
-        )
+        return self.sampling.depends_on_tokens(rows) or self.are_constrained(rows)
+
+    def are_constrained(self, rows: Ints) -> bool:
+        """Whether one of these rows must follow a grammar."""
+        return not self.constraints.keys().isdisjoint(rows.tolist())
 
     def row(self, request_id: int) -> int | None:
         """The row of a request; None if it is not running."""
@@ -213,6 +215,12 @@ class RowTable:
         self._check_block(request_id, block)
         self.block_tables[row, held] = block
         self.num_blocks[row] += 1
+
+    def grow_once(self, request_id: int, block: int) -> None:
+        """The same, unless the block is in the table already."""
+        row = self._rows.get(request_id)
+        if row is None or block not in self.block_tables[row, : self.num_blocks[row]]:
+            self.grow(request_id, block)
 
     def covered(self, rows: Ints) -> Ints:
         """How many tokens the blocks of each row hold: [R]."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text_generation_shard.grammars.constraint import Constraint, Grammar, GrammarError
+from text_generation_shard.grammars.elsewhere import ConstraintElsewhere, GrammarElsewhere
 
 _HEADER = struct.Struct("<I")
 # What one answer may take of a processor and of time, and how often that is looked at.
@@ -196,12 +197,14 @@ class GuardedConstraint:
             return None
 
 
-AnyConstraint = Constraint | GuardedConstraint
+AnyConstraint = Constraint | GuardedConstraint | ConstraintElsewhere
 
 
 def begin(
     grammar: Grammar, generated: Sequence[int], max_new_tokens: int, min_new_tokens: int
 ) -> AnyConstraint:
     """A request's place in its grammar, which has begun with `generated`."""
+    if isinstance(grammar, GrammarElsewhere):
+        return ConstraintElsewhere()
     kind = GuardedConstraint if isinstance(grammar, GuardedGrammar) else Constraint
     return kind(grammar, generated, max_new_tokens, min_new_tokens)  # type: ignore[arg-type]

@@ -181,6 +181,11 @@ class StepGrammars:
                     break
         return choice.force(forced) if forced else choice
 
+    def abandon(self, why: str) -> None:
+        """None of the rows can go on: their texts are not what they were before the step."""
+        for row in self._rows:
+            row.constraint.failure = row.constraint.failure or why
+
     def failures(self) -> dict[int, str]:
         """First place → sentence, of the rows that can not go on."""
         failed = (row for row in self._rows if row.constraint.failure)

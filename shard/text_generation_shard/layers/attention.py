@@ -1,12 +1,11 @@
 """Self-attention: projections around a device's attention."""
 
-from collections.abc import Mapping, Sequence
-
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.checkpoint.weights import Parameters, Split
-from text_generation_shard.device.base import Attention, AttentionPlan
+from text_generation_shard.checkpoint.partition import Partition, whole
+from text_generation_shard.checkpoint.weights import Parameters, Sections
+from text_generation_shard.device.forward import Attention, AttentionPlan
 from text_generation_shard.layers.linear import Linear
 from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.parallel import World
@@ -20,6 +19,7 @@ class SelfAttention:
         parameters: Parameters,
         world: World,
         config: ModelConfig,
+        own: Partition,
         prefix: str,
         layer: int,
         attention: Attention,
@@ -27,20 +27,19 @@ class SelfAttention:
         self._layer, self._attention = layer, attention
         self.window, self.uses_rope = config.layer_windows[layer], config.layer_uses_rope[layer]
         self._head_dim = config.head_dim
-        self._num_heads = world.share(config.num_heads, "heads")
-        self._num_kv_heads = world.share(config.num_kv_heads, "KV heads")
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        names: Mapping[str, Sequence[int]] = (
-            {"qkv_proj": (query, kv, kv)}
+        self._num_heads, self._num_kv_heads = own.heads.count, own.kv_heads.count
+        query, kv = own.heads.times(config.head_dim), own.kv_heads.times(config.head_dim)
+        names: Sections = (
+            {"qkv_proj": [query, kv, kv]}
             if config.fused_projections
-            else {"q_proj": (query,), "k_proj": (kv,), "v_proj": (kv,)}
+            else {"q_proj": [query], "k_proj": [kv], "v_proj": [kv]}
         )
-        outputs = {f"{prefix}.{name}": sizes for name, sizes in names.items()}
-        self.qkv = Linear(
-            *(parameters, world, outputs, config.hidden_size), Split.OUTPUTS, config.qkv_bias
-        )
-        out = {f"{prefix}.o_proj": (config.hidden_size,)}
-        self.out = Linear(parameters, world, out, query, Split.INPUTS, config.output_bias)
+        outputs = {f"{prefix}.{name}": shares for name, shares in names.items()}
+        hidden = whole(config.hidden_size)
+        self.qkv = Linear(parameters, world, outputs, hidden, config.qkv_bias)
+        out = {f"{prefix}.o_proj": [hidden]}
+        part = own.attended_part
+        self.out = Linear(parameters, world, out, query, config.output_bias, part)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if config.qk_norm:

@@ -6,7 +6,8 @@ Ranks share the vocabulary: each has the vectors, and makes the scores, of its p
 import torch
 from torch import Tensor
 
-from text_generation_shard.checkpoint.weights import Parameters, Split
+from text_generation_shard.checkpoint.partition import Share, whole
+from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import EmbeddingTable, Matrix
 from text_generation_shard.parallel import World
 
@@ -19,16 +20,16 @@ class Embedding:
         parameters: Parameters,
         world: World,
         name: str,
-        vocab_size: int,
+        vocabulary: Share,
         hidden_size: int,
     ) -> None:
         self.table: EmbeddingTable
         """This rank's part, once it is loaded."""
-        self.shape = (vocab_size, hidden_size)
-        self._world, self._count = world, world.share(vocab_size, "tokens of the vocabulary")
+        self.vocabulary, self.inputs = vocabulary, whole(hidden_size)
+        """Tokens of which this rank has the vectors, and the numbers of each."""
+        self._world = world
         self._device, self._quantize = parameters.device, parameters.quantize
-        outputs = {f"{name}.weight": (vocab_size,)}
-        parameters.add_matrix(outputs, hidden_size, Split.OUTPUTS, self._receive)
+        parameters.add_matrix({f"{name}.weight": [vocabulary]}, self.inputs, self._receive)
 
     def _receive(self, weight: Tensor) -> EmbeddingTable:
         self.table = self._device.embedding(weight, self._quantize)
@@ -38,10 +39,11 @@ class Embedding:
         """input_ids [T] → [T, hidden_size]."""
         if self._world.size == 1:
             return self.table.lookup(input_ids)
-        own = input_ids - self._world.rank * self._count
-        is_here = (own >= 0) & (own < self._count)
-        vectors = self.table.lookup(torch.where(is_here, own, 0))
-        return self._world.all_reduce(vectors * is_here[:, None])
+        own = input_ids - self.vocabulary.start
+        is_elsewhere = (own < 0) | (own >= self.vocabulary.count)
+        vectors = self.table.lookup(torch.where(is_elsewhere, 0, own))
+        # One rank has the vector, and the sum with zeros is exact.
+        return self._world.all_reduce(vectors.masked_fill_(is_elsewhere[:, None], 0))
 
 
 class LMHead:
@@ -63,9 +65,8 @@ class LMHead:
             parameters.ignore(f"{name}.weight")
             parameters.after_load(self._tie)
         else:
-            vocab_size, hidden_size = embedding.shape
-            outputs = {f"{name}.weight": (vocab_size,)}
-            parameters.add_matrix(outputs, hidden_size, Split.OUTPUTS, self._receive)
+            sections = {f"{name}.weight": [embedding.vocabulary]}
+            parameters.add_matrix(sections, embedding.inputs, self._receive)
 
     def _tie(self) -> None:
         self.matrix, nbytes = self._embedding.table.as_matrix()
@@ -79,4 +80,7 @@ class LMHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [S, hidden_size] → logits [S, vocab_size] in float32."""
-        return self._world.all_gather(self.matrix(hidden).float())
+        if self._world.size == 1:
+            return self.matrix(hidden).float()
+        scores = self._world.all_gather(self.matrix(hidden))
+        return scores[:, : self._embedding.vocabulary.total].float().contiguous()

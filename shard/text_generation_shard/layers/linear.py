@@ -1,12 +1,14 @@
 """Projections of hidden states."""
 
-from collections.abc import Mapping, Sequence
-
 from torch import Tensor
 
-from text_generation_shard.checkpoint.weights import Parameters, Split
-from text_generation_shard.device.base import Activation, Matrix
+from text_generation_shard.checkpoint.partition import Share
+from text_generation_shard.checkpoint.weights import Parameters, Sections
+from text_generation_shard.device.base import ALL, Activation, Form, Matrix
 from text_generation_shard.parallel import World
+
+# Forms with a scale for each row: that of a part goes by the whole row.
+_SCALED_BY_ROW = frozenset({"int8", "fp8"})
 
 
 class Linear:
@@ -14,39 +16,45 @@ class Linear:
 
     One product over stacked weights (q, k and v; gate and up) reads the input once and makes
     fewer, larger calls. Each rank has its part of the outputs, or of the inputs: then the sum over
-    all ranks is taken.
+    all ranks is taken, and all have the whole bias, which is added behind it.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         world: World,
-        outputs: Mapping[str, Sequence[int]],
-        in_features: int,
-        split: Split = Split.NONE,
+        outputs: Sections,
+        inputs: Share,
         bias: bool = False,
+        part: int | None = None,
         gate: Activation | None = None,
     ) -> None:
-        """outputs: of each name in the checkpoint, the sizes of the projections that it stacks.
-        With a `gate` the first half of the outputs goes through it and is multiplied with the
-        second."""
+        """outputs: by name in the checkpoint. part: each rank has some of the inputs, and so many
+        are a fixed part, see Partition; None: all ranks have all inputs. With a `gate` the first
+        half of the outputs goes through it and is multiplied with the second."""
         self.matrix: Matrix
         """Once it is loaded."""
-        self._world, self._split = world, split
-        self._device, self._quantize, self._gate = parameters.device, parameters.quantize, gate
+        self._world, self._device, self._gate = world, parameters.device, gate
+        self._is_summed, self._part = part is not None and world.size > 1, part
         self.bias: Tensor | None = None
         if bias:
-            sections = {f"{name}.bias": sizes for name, sizes in outputs.items()}
-            whole = parameters.add_bias(sections, split)
-            # A bias is added once to the sum over all ranks.
-            if split is not Split.INPUTS or world.rank == 0:
-                self.bias = whole
-        sections = {f"{name}.weight": sizes for name, sizes in outputs.items()}
-        parameters.add_matrix(sections, in_features, split, self._receive)
+            named = {f"{name}.bias": shares for name, shares in outputs.items()}
+            self.bias = parameters.add_bias(named)
+        form = Form(parameters.quantize, "")
+        if world.size > 1:
+            # A part is held as the whole matrix would be.
+            rows = sum(share.total for shares in outputs.values() for share in shares)
+            form = self._device.quantized_form((rows, inputs.total), parameters.quantize)
+        self._quantize, self._columns = form.kind, ALL
+        if self._is_summed and form.kind in _SCALED_BY_ROW:
+            self._columns = slice(inputs.start, inputs.start + inputs.count)
+        named = {f"{name}.weight": shares for name, shares in outputs.items()}
+        reads_whole_rows = self._columns is not ALL
+        parameters.add_matrix(named, inputs, self._receive, reads_whole_rows, form.obstacle)
 
     def _receive(self, weight: Tensor) -> Matrix:
         if self._gate is None:
-            self.matrix = self._device.matrix(weight, self._quantize)
+            self.matrix = self._device.matrix(weight, self._quantize, self._columns, self._part)
         else:
             has_bias = self.bias is not None
             self.matrix = self._device.gated_matrix(weight, self._quantize, self._gate, has_bias)
@@ -54,5 +62,7 @@ class Linear:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, in_features] → [T, sum of outputs], or half of them behind a gate."""
-        out = self.matrix(hidden, self.bias)
-        return self._world.all_reduce(out) if self._split is Split.INPUTS else out
+        if not self._is_summed:
+            return self.matrix(hidden, self.bias)
+        out = self._world.all_reduce(self.matrix(hidden))
+        return out if self.bias is None else out.add_(self.bias)

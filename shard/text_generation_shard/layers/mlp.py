@@ -1,11 +1,12 @@
 """The gated feed-forward block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
-from text_generation_shard.checkpoint.weights import Parameters, Split
+from text_generation_shard.checkpoint.partition import Share, whole
+from text_generation_shard.checkpoint.weights import Parameters, Sections
 from text_generation_shard.device.base import Activation
 from text_generation_shard.errors import ModelError
 from text_generation_shard.layers.linear import Linear
@@ -21,29 +22,35 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)), gate and up in one product. Ranks share the numbers between."""
+    """down(act(gate(x)) · up(x)), gate and up in one product. Each rank has its
+    part of the features between."""
 
     def __init__(
-        self, parameters: Parameters, world: World, config: ModelConfig, prefix: str
+        self,
+        parameters: Parameters,
+        world: World,
+        config: ModelConfig,
+        inner: Share,
+        part: int,
+        prefix: str,
     ) -> None:
-        size = config.intermediate_size
+        """part: features that make a fixed part, see Partition."""
         if config.hidden_act not in _ACTIVATIONS:
             raise ModelError(
                 f"the activation {config.hidden_act} is not supported; supported are "
                 f"{', '.join(_ACTIVATIONS)}"
             )
-        names: Mapping[str, Sequence[int]] = (
-            {"gate_up_proj": (size, size)}
+        names: Sections = (
+            {"gate_up_proj": [inner, inner]}
             if config.fused_projections
-            else {"gate_proj": (size,), "up_proj": (size,)}
+            else {"gate_proj": [inner], "up_proj": [inner]}
         )
-        outputs = {f"{prefix}.{name}": sizes for name, sizes in names.items()}
+        outputs = {f"{prefix}.{name}": shares for name, shares in names.items()}
         bias, gate = config.mlp_bias, _ACTIVATIONS[config.hidden_act]
-        self.gate_up = Linear(
-            *(parameters, world, outputs, config.hidden_size), Split.OUTPUTS, bias, gate
-        )
-        down = {f"{prefix}.down_proj": (config.hidden_size,)}
-        self.down = Linear(parameters, world, down, size, Split.INPUTS, bias)
+        hidden = whole(config.hidden_size)
+        self.gate_up = Linear(parameters, world, outputs, hidden, bias, gate=gate)
+        down = {f"{prefix}.down_proj": [hidden]}
+        self.down = Linear(parameters, world, down, inner, bias, part)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden_size] → [T, hidden_size]."""

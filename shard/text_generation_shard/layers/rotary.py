@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import RopeConfig
-from text_generation_shard.device.base import Angles, ForwardBatch
+from text_generation_shard.device.forward import Angles, ForwardBatch
 
 
 class RotaryEmbedding:

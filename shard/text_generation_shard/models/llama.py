@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.partition import Partition, partition_of
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import base
+from text_generation_shard.device.forward import Attention, AttentionPlan, ForwardBatch
 from text_generation_shard.layers.attention import SelfAttention
 from text_generation_shard.layers.embedding import Embedding, LMHead
 from text_generation_shard.layers.mlp import GatedMLP
@@ -22,20 +24,23 @@ class Block:
         parameters: Parameters,
         world: World,
         config: ModelConfig,
+        own: Partition,
         layer: int,
-        attention: base.Attention,
+        attention: Attention,
     ) -> None:
         prefix = f"model.layers.{layer}"
         size, eps = config.hidden_size, config.norm_eps
         self._attention = SelfAttention(
-            parameters, world, config, f"{prefix}.self_attn", layer, attention
+            *(parameters, world, config, own), f"{prefix}.self_attn", layer, attention
         )
-        self._mlp = GatedMLP(parameters, world, config, f"{prefix}.mlp")
+        self._mlp = GatedMLP(
+            *(parameters, world, config, own.inner, own.inner_part), f"{prefix}.mlp"
+        )
         self._attention_norm = RMSNorm(parameters, f"{prefix}.input_layernorm", size, eps)
         self._mlp_norm = RMSNorm(parameters, f"{prefix}.post_attention_layernorm", size, eps)
         self._multiplier = config.residual_multiplier
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, plan: base.AttentionPlan) -> Tensor:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, plan: AttentionPlan) -> Tensor:
         """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
         place; returns what its feed-forward adds, for the next block to take in."""
         normed = self._attention_norm.add(hidden, delta, self._multiplier)
@@ -66,28 +71,37 @@ class LlamaModel:
     """Token ids to hidden states (`forward`), and these to scores (`logits`); see `Model`."""
 
     def __init__(self, parameters: Parameters, world: World, config: ModelConfig) -> None:
-        """ValueError if the model can not be split over the ranks."""
+        """ModelError if the model can not be split among the ranks."""
         self.config = config
-        self._device, self._world = parameters.device, world
-        self.attention = parameters.device.attention(
-            world.share(config.num_heads, "heads"),
-            world.share(config.num_kv_heads, "KV heads"),
-            config.head_dim,
-            config.attention_scale,
+        device, quantize = parameters.device, parameters.quantize
+        self._device, self._world = device, world
+        self.partition = own = partition_of(
+            *(config, world.rank, world.size, quantize),
+            lambda shape, asked: device.quantized_form(shape, asked).kind,
+            fills_up=device.sums_in_parts,
+        )
+        """What this rank has."""
+        self.attention = device.attention(
+            *(own.heads.count, own.kv_heads.count, config.head_dim), config.attention_scale
         )
         self._embedding = Embedding(
-            *(parameters, world, "model.embed_tokens"), config.vocab_size, config.hidden_size
+            *(parameters, world, "model.embed_tokens"), own.vocabulary, config.hidden_size
         )
         self._blocks = [
-            Block(parameters, world, config, layer, self.attention)
+            Block(parameters, world, config, own, layer, self.attention)
             for layer in range(config.num_layers)
         ]
         self._norm = RMSNorm(parameters, "model.norm", config.hidden_size, config.norm_eps)
         self._head = LMHead(
             *(parameters, world, "lm_head"), self._embedding, config.tie_word_embeddings
         )
-        self.rotary = RotaryEmbedding(config.rope, parameters.device.torch_device)
+        self.rotary = RotaryEmbedding(config.rope, device.torch_device)
         self.angles, self.angle_table = self.rotary.angles, self.rotary.table
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Whose keys and values this rank's cache holds."""
+        return self.partition.kv_heads.count
 
     @property
     def length_rule(self) -> str | None:
@@ -99,7 +113,7 @@ class LlamaModel:
         """See Model."""
         return self.rotary.recompute_at
 
-    def forward(self, batch: base.ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """See Model."""
         config = self.config
         hidden = self._embedding(batch.input_ids)
@@ -123,8 +137,11 @@ class LlamaModel:
 
     def weights(self) -> base.DecoderWeights | None:
         """See Model."""
-        if self._world.size > 1:
-            return None
         layers = [block.weights() for block in self._blocks]
-        own = self._embedding.table, layers, self._norm.weight, self._head.matrix
-        return base.DecoderWeights(self.config, *own)
+        shares = self.partition
+        own = base.RankSizes(
+            *(shares.heads.count, shares.kv_heads.count, shares.inner.count),
+            *(shares.vocabulary.start, shares.vocabulary.count),
+        )
+        matrices = self._embedding.table, layers, self._norm.weight, self._head.matrix
+        return base.DecoderWeights(self.config, own, self._world, *matrices)

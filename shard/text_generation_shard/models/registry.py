@@ -22,7 +22,7 @@ def load_model(
     directory: Path, config: ModelConfig, device: Device, world: World, quantize: str | None
 ) -> tuple[LlamaModel, int]:
     """The model and the bytes of its weights; ModelError says in one sentence why there is none."""
-    parameters = Parameters(device, world, quantize)
+    parameters = Parameters(device, quantize)
     try:
         model = MODELS[config.architecture](parameters, world, config)
         parameters.load(directory)

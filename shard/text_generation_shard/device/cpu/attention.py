@@ -14,6 +14,7 @@ from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.vector import marker
+from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Tokens whose pages are written when a cache is made, for the passes that are measured then: pages
 # that were never written share one page of zeros, and would be read faster than real ones.
@@ -23,7 +24,7 @@ _WARM_TOKENS = 2112
 class PackedCache:
     """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
 
-    def __init__(self, shape: base.CacheShape, num_blocks: int, pages: FirstTouch) -> None:
+    def __init__(self, shape: CacheShape, num_blocks: int, pages: FirstTouch) -> None:
         count = shape.num_layers * shape.num_kv_heads
         first = -(-_WARM_TOKENS // shape.block_size)
         self._memory = pages.allocate(count, num_blocks, shape.block_bytes // count, first)
@@ -49,7 +50,7 @@ class PackedPlan(NamedTuple):
     last_tasks: Any
     # That the tasks were dealt to.
     num_threads: int
-    angles: base.Angles
+    angles: Angles
 
 
 class PackedAttention:
@@ -66,17 +67,17 @@ class PackedAttention:
         self._pages = pages
         self.cache: PackedCache | None = None
 
-    def workspace_bytes(self, shape: base.CacheShape) -> int:
+    def workspace_bytes(self, shape: CacheShape) -> int:
         """See Attention; nothing is copied."""
         return 0
 
-    def allocate(self, shape: base.CacheShape, num_blocks: int) -> int:
+    def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
         self.cache = PackedCache(shape, num_blocks, self._pages)
         return self.cache.nbytes
 
-    def plan(self, batch: base.ForwardBatch, angles: base.Angles) -> PackedPlan:
+    def plan(self, batch: ForwardBatch, angles: Angles) -> PackedPlan:
         """See Attention."""
         offsets, contexts = np.array(batch.cu_seqlens_q), np.array(batch.host_context_lens)
         group = self._num_heads // self._num_kv_heads
@@ -92,7 +93,7 @@ class PackedAttention:
         return PackedPlan(slots, tables, tasks, *own, num_threads, angles)
 
     def plan_rows(
-        self, rows: base.Rows, scheduled: base.ScheduledTokens, angles: base.Angles
+        self, rows: base.Rows, scheduled: base.ScheduledTokens, angles: Angles
     ) -> tuple[Ints, PackedPlan]:
         """Of a decode pass: the ids of its tokens [R], and its plan."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
@@ -107,7 +108,7 @@ class PackedAttention:
         layer: int,
         window: int | None,
         is_rotated: bool,
-        plan: base.AttentionPlan,
+        plan: AttentionPlan,
     ) -> Tensor:
         """See Attention."""
         assert self.cache is not None and isinstance(plan, PackedPlan) and heads.is_contiguous()

@@ -11,18 +11,22 @@ from torch import Tensor
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu import cgroup, host, kernels, linear
 from text_generation_shard.device.cpu.attention import PackedAttention
+from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
-from text_generation_shard.device.cpu.kernels.compile import prepare
+from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.cpu.runner import CpuRunner, fused_decoder
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
 from text_generation_shard.errors import ModelError
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,10 @@ def open_device(options: base.DeviceOptions) -> base.Device:
         return CpuDevice(dtype, options)
     device = KernelDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
+    # Of several ranks each would find out by itself, and they must compute alike.
+    may_choose = may_choose and options.world_size == 1
+    # Of several ranks each would decide by its own clock.
+    may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():
         ours, torchs = (
             _milliseconds(kind) for kind in (linear.PackedFloatMatrix, linear.OneDnnMatrix)
@@ -75,7 +83,8 @@ class CpuDevice(TorchDevice):
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
         super().__init__(torch.device("cpu"), dtype, options)
-        self.spares_core = num_cores() > torch.get_num_threads()
+        self._num_ranks = options.world_size
+        self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
         self.passes = Passes()
         self.pages = FirstTouch(self.passes.are_computed)
 
@@ -91,14 +100,30 @@ class CpuDevice(TorchDevice):
                 "model"
             )
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device. What can not be int4 becomes int8, what can not be that stays float."""
-        obstacle = ""
+        obstacle, weight = "", torch.empty(shape, device="meta")
         for form in linear.forms_of(quantize, self.int8, self.int4):
             if not (found := form.obstacle_of(weight)):
-                return form(weight, self.dtype, obstacle)
+                return base.Form(form.kind, obstacle)
             obstacle = obstacle or found
-        return self._float_matrix(weight.to(self.dtype), obstacle)
+        return base.Form(None, obstacle)
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
+    ) -> base.Matrix:
+        """See Device; sums are not taken in parts."""
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        if kind is None:
+            return self._float_matrix(rows.to(self.dtype).contiguous(), obstacle)
+        if kind == "int4":
+            return self.int4(rows.contiguous(), self.dtype, obstacle)
+        return self.int8(weight, self.dtype, obstacle, columns=columns)
 
     def _float_matrix(self, weight: Tensor, obstacle: str) -> base.Matrix:
         return linear.float_matrix(weight, obstacle)
@@ -113,7 +138,7 @@ class CpuDevice(TorchDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         return TorchAttention(scale, self.pages.allocate)
 
@@ -122,12 +147,17 @@ class CpuDevice(TorchDevice):
         return CpuRunner(model, None, self.pages, self.passes)
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
-        """See Device; nothing is rehearsed."""
-        return base.Room(max(0, int((host.free_bytes() - step_bytes) * _CACHE_SHARE)), step_bytes)
+        """See Device; nothing is rehearsed. All ranks are on this machine, and have as much."""
+        own = host.free_bytes() // self._num_ranks
+        return base.Room(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
 
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device. The cache's pages count as free until they are written."""
-        return max(0, host.free_bytes() - cache_bytes - room.step)
+        return max(0, host.free_bytes() // self._num_ranks - cache_bytes - room.step)
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """See Device."""
+        return SharedMemoryCollectives.meet(meeting, slot_bytes)
 
     def serve(self) -> None:
         """See Device: pages of the cache are written while nothing is computed."""
@@ -147,10 +177,31 @@ class KernelDevice(CpuDevice):
         elif options.quantize is not None:
             self.is_deterministic = False
         super().__init__(dtype, options)
-        prepare(dtype, options.quantize, torch.get_num_threads(), host.free_bytes())
+        has_ranks = options.world_size > 1
+        wanted = Wanted(dtype, options.quantize, options.deterministic or has_ranks, has_ranks)
+        prepare(wanted, torch.get_num_threads(), host.free_bytes())
         # The threads of a pass do not wait for one whose core is taken.
-        self.spares_core = num_cores() > 1
+        self.spares_core = num_cores(self._num_ranks) > 1
         self._weights: list[tuple[int, int]] = []
+        self.sums_in_parts = options.deterministic
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
+    ) -> base.Matrix:
+        """See Device."""
+        if part is None or not self.sums_in_parts:
+            return super().matrix(weight, quantize, columns)
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        if kind == "int8":
+            return linear.PackedInt8Matrix(weight, self.dtype, obstacle, columns=columns, part=part)
+        if kind == "int4":
+            return linear.PackedInt4Matrix(rows.contiguous(), self.dtype, obstacle, part=part)
+        return linear.PackedFloatMatrix(rows.to(self.dtype).contiguous(), obstacle, part=part)
 
     def gated_matrix(
         self,
@@ -180,7 +231,7 @@ class KernelDevice(CpuDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         if head_dim % 16 or head_dim > kernels.MAX_HEAD_DIM:
             if self._must_be_deterministic:

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import ALL, Matrix
 from text_generation_shard.device.cpu.kernels import WeightAddress
 from text_generation_shard.device.cpu.kernels.grouped_linear import GroupedWeight
 from text_generation_shard.device.cpu.kernels.linear import GatedWeight, PackedWeight
+from text_generation_shard.device.cpu.kernels.part_products import (
+    PartedGroupedWeight,
+    PartedWeight,
+)
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.reference.linear import FloatMatrix, dtype_name
 from text_generation_shard.device.reference.quantized import (
@@ -72,9 +76,15 @@ class PackedMatrix:
 class PackedFloatMatrix(PackedMatrix):
     """The weight in its own type, or, bfloat16, in 12 bits without loss."""
 
-    def __init__(self, weight: Tensor, obstacle: str = "", is_gated: bool = False) -> None:
-        """`is_gated`: the product goes through silu and halves; see GatedWeight."""
-        super().__init__((GatedWeight if is_gated else PackedWeight)(weight))
+    def __init__(
+        self, weight: Tensor, obstacle: str = "", is_gated: bool = False, part: int | None = None
+    ) -> None:
+        """`is_gated`: the product goes through silu and halves; see GatedWeight. part: sums are
+        taken in parts of so many inputs, see PartedWeight."""
+        if part is not None:
+            super().__init__(PartedWeight(weight, part))
+        else:
+            super().__init__((GatedWeight if is_gated else PackedWeight)(weight))
         self.kind, self.obstacle = dtype_name(weight.dtype), obstacle
 
 
@@ -86,14 +96,24 @@ class PackedInt8Matrix(PackedMatrix):
     obstacle_of = staticmethod(Int8Matrix.obstacle_of)
 
     def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str = "", is_gated: bool = False
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str = "",
+        is_gated: bool = False,
+        columns: slice = ALL,
+        part: int | None = None,
     ) -> None:
-        parts = [quantize_rows(part, dtype) for part in parts_of(weight)]
+        """columns: see Device.matrix; part: see PackedFloatMatrix."""
+        parts = [quantize_rows(rows, dtype, columns) for rows in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._dtype = dtype
         self._scale = torch.cat(scales).float()
-        form = GatedWeight if is_gated else PackedWeight
-        super().__init__(form(torch.cat(numbers), self._scale))
+        if part is not None:
+            super().__init__(PartedWeight(torch.cat(numbers), part, self._scale))
+        else:
+            form = GatedWeight if is_gated else PackedWeight
+            super().__init__(form(torch.cat(numbers), self._scale))
         self.obstacle = obstacle
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -114,12 +134,22 @@ class PackedInt4Matrix(PackedMatrix):
     obstacle_of = staticmethod(Int4Matrix.obstacle_of)
 
     def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str = "", is_gated: bool = False
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str = "",
+        is_gated: bool = False,
+        part: int | None = None,
     ) -> None:
-        parts = [quantize_groups(part, dtype) for part in parts_of(weight)]
+        """part: see PackedFloatMatrix."""
+        parts = [quantize_groups(rows, dtype) for rows in parts_of(weight)]
         numbers, scales, zeros = zip(*parts, strict=True)
-        small = torch.cat([part.to(torch.int8) for part in numbers])
-        super().__init__(GroupedWeight(small, torch.cat(scales), torch.cat(zeros), is_gated))
+        small = torch.cat([rows.to(torch.int8) for rows in numbers])
+        beside = torch.cat(scales), torch.cat(zeros)
+        if part is not None:
+            super().__init__(PartedGroupedWeight(small, part, *beside))
+        else:
+            super().__init__(GroupedWeight(small, *beside, is_gated))
         self.obstacle = obstacle
 
 

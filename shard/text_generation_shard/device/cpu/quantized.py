@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import ALL, Matrix
 from text_generation_shard.device.reference.quantized import (
     GROUP,
     parts_of,
@@ -41,9 +41,16 @@ class Int8Matrix:
 
     kind = "int8"
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, obstacle: str = "") -> None:
-        """`dtype` is that of the activations; the scale is rounded to it before q is chosen."""
-        parts = [quantize_rows(part, dtype) for part in parts_of(weight)]
+    def __init__(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str = "",
+        columns: slice = ALL,
+    ) -> None:
+        """`dtype` is that of the activations; the scale is rounded to it before q is chosen.
+        columns: see Device.matrix."""
+        parts = [quantize_rows(part, dtype, columns) for part in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._numbers, self._scale = torch.cat(numbers), torch.cat(scales)
         self._few_rows = _FEW_ROWS_INT8 if dtype == torch.bfloat16 else 0

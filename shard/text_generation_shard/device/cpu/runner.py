@@ -13,16 +13,21 @@ from torch import Tensor
 from text_generation_shard.arrays import Floats, Ints
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
+from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.kernels import layers
+from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
 from text_generation_shard.device.cpu.kernels.linear import weights_marker
+from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.threads import Threads
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
+from text_generation_shard.device.forward import Angles, ForwardBatch
 from text_generation_shard.device.reference.linear import FloatTable
 from text_generation_shard.device.reference.runner import EagerForward, Forward, pass_scores
+from text_generation_shard.parallel import World
 from text_generation_shard.sampling.sampler import Scores
 
 
@@ -31,6 +36,9 @@ def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None
     shape, torch's attention, or weights of several kinds."""
     weights, attention = model.weights(), model.attention
     if weights is None or not isinstance(attention, PackedAttention):
+        return None
+    world = weights.world
+    if world.size > 1 and not isinstance(world.collectives, SharedMemoryCollectives):
         return None
     matrices = [getattr(layer, name) for layer in weights.layers for name in _PRODUCTS]
     if not all(isinstance(matrix, PackedMatrix) for matrix in matrices):
@@ -58,6 +66,7 @@ class FusedDecoder:
         self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
         table = weights.embedding
         self._embedding = table.weight.data_ptr() if isinstance(table, FloatTable) else 0
+        self._ranks = _Ranks(weights.world) if weights.world.size > 1 else None
         kind = _place(weights.layers[0].qkv).kind
         self._kinds = kind, head.kind if self._has_head else plain, marker(dtype)
         self._layers = np.zeros(len(weights.layers), layers.LAYER)
@@ -79,26 +88,38 @@ class FusedDecoder:
 
     def _constants(self, head: Any) -> Any:
         """What is the same in all passes: [1] of `layers.PASS`."""
-        own = self._weights.sizes
-        codes = layers.codes(*(typeof(kind) for kind in self._kinds))
+        sizes, own, ranks = self._weights.sizes, self._weights.own, self._ranks
+        out, down = (_place(getattr(self._weights.layers[0], name)) for name in ("out", "down"))
+        has_ranks = ranks is not None
+        has_parts = has_ranks or out.num_parts > 1 or down.num_parts > 1
+        weight_kind, head_kind, kind = (typeof(kind) for kind in self._kinds)
+        codes = layers.codes(weight_kind, head_kind, kind, has_parts, has_ranks)
         values: dict[str, float] = codes | {
-            "hidden_size": own.hidden_size,
+            "hidden_size": sizes.hidden_size,
             "inner_size": own.intermediate_size,
             "num_heads": own.num_heads,
             "num_kv_heads": own.num_kv_heads,
-            "head_dim": own.head_dim,
-            "half": own.rotary_dim // 2,
+            "head_dim": sizes.head_dim,
+            "half": sizes.rotary_dim // 2,
+            "out_parts": out.num_parts,
+            "down_parts": down.num_parts,
             "board": self._board.data_ptr(),
-            "embedding": self._embedding,
+            "embedding": 0 if has_ranks else self._embedding,
             "head": head.weight if self._has_head else 0,
             "head_scales": head.scales if self._has_head else 0,
             "final_norm": self._weights.norm.data_ptr(),
-            "vocab_size": own.vocab_size,
-            "embedding_multiplier": own.embedding_multiplier,
-            "attention_scale": own.attention_scale,
-            "eps": own.norm_eps,
-            "multiplier": own.residual_multiplier,
+            "vocab_size": own.num_tokens,
+            "embedding_multiplier": sizes.embedding_multiplier,
+            "attention_scale": sizes.attention_scale,
+            "eps": sizes.norm_eps,
+            "multiplier": sizes.residual_multiplier,
         }
+        if ranks is not None:
+            values |= ranks.constants() | {
+                "first_token": own.first_token,
+                "vectors": self._embedding,
+                "row_itemsize": self._dtype.itemsize,
+            }
         constants = np.zeros(1, layers.PASS)
         for name, value in values.items():
             constants[name] = value
@@ -109,7 +130,7 @@ class FusedDecoder:
         """Whether the head is computed in the same call."""
         return self._has_head
 
-    def hidden(self, batch: base.ForwardBatch) -> Tensor:
+    def hidden(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
         ids = batch.input_ids
         hidden = self._embedded(ids)
@@ -121,7 +142,7 @@ class FusedDecoder:
         self._compute(ids.numpy(), plan, hidden, _NO_LOGITS)
         return hidden
 
-    def scores(self, batch: base.ForwardBatch) -> Tensor:
+    def scores(self, batch: ForwardBatch) -> Tensor:
         """See Forward. Of tokens whose logits are not wanted the last layer computes keys and
         values, and nothing else."""
         if not self._has_head:
@@ -135,7 +156,7 @@ class FusedDecoder:
         each takes 20 to 30 us when nothing of it is in the caches."""
         end = max(scheduled.ends.tolist())
         # Positions are starts: only their type is numpy's.
-        angles = base.Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
+        angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
         return self._logits(*self._attention.plan_rows(plan.rows, scheduled, angles))
 
     def _logits(self, ids: Ints, plan: PackedPlan) -> Floats:
@@ -150,7 +171,11 @@ class FusedDecoder:
         """What the layers start with [T, hidden_size]; None: the kernels look it up."""
         if self._embedding:
             return None
-        hidden = self._weights.embedding.lookup(torch.as_tensor(ids))
+        own, rows = self._weights.own, torch.as_tensor(ids)
+        if self._ranks is not None:
+            # What other ranks have is overwritten by their vectors.
+            rows = (rows - own.first_token).clamp_(0, own.num_tokens - 1)
+        hidden = self._weights.embedding.lookup(rows)
         multiplier = self._weights.sizes.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
@@ -177,11 +202,43 @@ class FusedDecoder:
             plan.last_tasks,
             logits,
         )
+        if self._ranks is not None:
+            self._ranks.begin(
+                self._pass, len(ids), len(plan.wanted), len(logits), len(self._layers)
+            )
         needed = layers.run_layers(given, self._memory, plan.num_threads)
         if needed > len(self._memory):
             self._memory = np.empty(0, dtype=np.uint8)
             self._memory = np.empty(needed, dtype=np.uint8)
             layers.run_layers(given, self._memory, plan.num_threads)
+        if self._ranks is not None:
+            self._ranks.check()
+
+
+class _Ranks:
+    """This rank among others, for compiled passes. Owns the word by which a pass says why waiting
+    for one failed."""
+
+    def __init__(self, world: World) -> None:
+        assert isinstance(world.collectives, SharedMemoryCollectives)
+        self._collectives = world.collectives
+        self._status = aligned(1, torch.int64)
+
+    def constants(self) -> dict[str, int]:
+        """Of `layers.PASS`, what says how ranks wait for each other."""
+        shared = self._collectives.exchange[0]
+        own = {name: int(shared[name]) for name in FIELDS}
+        return own | {"status": self._status.data_ptr()}
+
+    def begin(self, this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> None:
+        """Before a pass of so many tokens; see `num_operations`."""
+        count = num_operations(this[0], rows, wanted, num_logits, num_layers)
+        this["num_words"], this["word"] = count, self._collectives.reserve(count)
+        self._status[0] = ARRIVED
+
+    def check(self) -> None:
+        """Behind a pass: RankError if it is not complete, because of a rank that it names."""
+        self._collectives.check(int(self._status[0]))
 
 
 class CpuRunner:

@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from text_generation_shard.arrays import Upload, plain_upload
-from text_generation_shard.device.base import Angles, AttentionPlan, CacheShape, ForwardBatch
 from text_generation_shard.device.cuda import flash
 from text_generation_shard.device.cuda.kernels import decode, launch, pointwise, prefill, tiles
 from text_generation_shard.device.cuda.rows import HeadShape, Prompts, Rows
+from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Of all rows of one launch: bounds the memory of what is merged behind it.
 _MOST_SPLITS = 1 << 14

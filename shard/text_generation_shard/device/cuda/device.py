@@ -22,6 +22,11 @@ FIRST_WITH_FLOAT8 = 89
 def open_device(options: DeviceOptions) -> Device:
     """The GPU. ModelError if there is none, or it can not do what the options ask for."""
     if not torch.cuda.is_available():
+        if options.world_size > 1:
+            raise ModelError(
+                f"shard {options.rank} of {options.world_size} has no GPU of its own: use as many "
+                "shards as there are GPUs, or --device cpu"
+            )
         raise ModelError("--device cuda was asked for, but torch finds no CUDA device; use cpu")
     choose_directory()
     from text_generation_shard.device.cuda.gpu import CudaDevice

@@ -7,11 +7,14 @@ from functools import partial
 import torch
 
 from text_generation_shard.device.base import DeviceOptions, Model, Room, WeightCopies
+from text_generation_shard.device.cuda.collectives import NcclCollectives
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
 from text_generation_shard.device.cuda.staging import PinnedBuffer, pinned_copies
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.errors import ModelError
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 
 
 class CudaDevice(TritonDevice):
@@ -39,6 +42,10 @@ class CudaDevice(TritonDevice):
                 "GPU's memory are free; use a smaller --dtype or --quantize, a smaller model or a "
                 "larger GPU"
             )
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """See Device; there are no slots."""
+        return NcclCollectives.meet(meeting, self.torch_device)
 
     def weight_copies(self) -> AbstractContextManager[WeightCopies]:
         """See Device. A matrix has the type it will be kept in, so that the GPU never holds more

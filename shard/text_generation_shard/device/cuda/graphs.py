@@ -18,6 +18,7 @@ from torch import Tensor
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda.device_rows import DeviceRows
+from text_generation_shard.device.forward import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ class Graphs:
         model, state = self._model, self._state
         given = self._given[: _NUM_INPUTS * size].view(_NUM_INPUTS, size)
         rows, ids, positions, slots, context_lens = given.unbind()
-        batch = base.ForwardBatch(
+        batch = ForwardBatch(
             input_ids=torch.where(ids < 0, state.last_tokens.index_select(0, rows), ids),
             positions=positions,
             rope_lens=None,

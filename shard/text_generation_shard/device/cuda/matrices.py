@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from text_generation_shard.device.base import Matrix
+from text_generation_shard.device.base import ALL, Matrix
 from text_generation_shard.device.cuda.kernels import launch, pointwise, product, tiles
 from text_generation_shard.device.reference.linear import FloatMatrix
 from text_generation_shard.device.reference.quantized import (
@@ -90,13 +90,20 @@ class Int8Matrix:
     kind = "int8"
 
     def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str, has_one_tile: bool
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str,
+        has_one_tile: bool,
+        columns: slice = ALL,
     ) -> None:
-        self._numbers = weight.new_empty(weight.shape, dtype=torch.int8)
+        """columns: see Device.matrix."""
+        shape = weight[:, columns].shape
+        self._numbers = weight.new_empty(shape, dtype=torch.int8)
         self._scales, first = weight.new_empty(len(weight), dtype=dtype), 0
         for part in parts_of(weight, _FITTED_NUMBERS):
             own = slice(first, first + len(part))
-            self._numbers[own], self._scales[own] = quantize_rows(part, dtype)
+            self._numbers[own], self._scales[own] = quantize_rows(part, dtype, columns)
             first = own.stop
         self._product = Product(self._numbers, self._scales, len(weight), 8, has_one_tile)
         self.obstacle, self.nbytes = obstacle, self._product.nbytes
@@ -174,15 +181,22 @@ class Float8Matrix:
     kind = "fp8"
 
     def __init__(
-        self, weight: Tensor, dtype: torch.dtype, obstacle: str, has_one_tile: bool
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        obstacle: str,
+        has_one_tile: bool,
+        columns: slice = ALL,
     ) -> None:
+        """columns: see Device.matrix."""
         assert not has_one_tile, "torch chooses its tiles by the number of rows"
-        self._numbers = weight.new_empty(weight.shape, dtype=torch.float8_e4m3fn)
+        shape = weight[:, columns].shape
+        self._numbers = weight.new_empty(shape, dtype=torch.float8_e4m3fn)
         # [1, N], one for each column of what is multiplied with.
         self._scales, first = weight.new_empty(1, len(weight), dtype=torch.float32), 0
         for part in parts_of(weight, _FITTED_NUMBERS):
             own = slice(first, first + len(part))
-            self._numbers[own], self._scales[0, own] = quantize_rows_float8(part)
+            self._numbers[own], self._scales[0, own] = quantize_rows_float8(part, columns)
             first = own.stop
         self.obstacle, self.nbytes = obstacle, self._numbers.nbytes + self._scales.nbytes
 

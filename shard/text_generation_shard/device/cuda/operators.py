@@ -14,9 +14,16 @@ from text_generation_shard.device.cuda.attention import TritonAttention
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
-from text_generation_shard.device.cuda.matrices import FORMS, Int8Matrix, OneTileMatrix
+from text_generation_shard.device.cuda.matrices import (
+    FORMS,
+    Float8Matrix,
+    Int4Matrix,
+    Int8Matrix,
+    OneTileMatrix,
+)
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
 from text_generation_shard.device.reference.runner import EagerForward
@@ -48,16 +55,34 @@ class TritonDevice(TorchDevice):
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device. What can not be int4 becomes int8, what can not be that, or fp8, stays
         float."""
-        obstacle = ""
+        obstacle, weight = "", torch.empty(shape, device="meta")
         for form in FORMS[quantize]:
             if not (found := form.obstacle_of(weight)):
-                return form(weight, self.dtype, obstacle, self.is_deterministic)
+                return base.Form(form.kind, obstacle)
             obstacle = obstacle or found
-        kind = OneTileMatrix if self.is_deterministic else FloatMatrix
-        return kind(weight.to(self.dtype), obstacle)
+        return base.Form(None, obstacle)
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
+    ) -> base.Matrix:
+        """See Device."""
+        rows = weight[:, columns]
+        kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
+        if kind is None:
+            make = OneTileMatrix if self.is_deterministic else FloatMatrix
+            return make(rows.to(self.dtype).contiguous(), obstacle)
+        given = self.dtype, obstacle, self.is_deterministic
+        if kind == "int4":
+            return Int4Matrix(rows.contiguous(), *given)
+        by_row = Int8Matrix if kind == "int8" else Float8Matrix
+        return by_row(weight, *given, columns)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
         """See Device. Quantised, it is int8 whatever was asked for: a tied head has its error in
@@ -95,7 +120,7 @@ class TritonDevice(TorchDevice):
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
         takes_flash = flash.suits(shape, self.dtype, self.capability)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.arrays import Upload
-from text_generation_shard.device.base import ForwardBatch
+from text_generation_shard.device.forward import ForwardBatch
 
 
 class HeadShape(NamedTuple):

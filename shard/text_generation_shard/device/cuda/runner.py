@@ -14,6 +14,7 @@ from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
+from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, pass_scores
 from text_generation_shard.sampling.sampler import Choice, Sampler
 
@@ -145,8 +146,8 @@ class StreamRunner:
         return pass_scores(self._forward, plan, scheduled, batch)
 
     def _filled(
-        self, batch: base.ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
-    ) -> base.ForwardBatch:
+        self, batch: ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
+    ) -> ForwardBatch:
         """With the tokens that the host does not know yet."""
         places, waits = self.upload([np.array(batch.cu_seqlens_q)[waiting], own[waiting]])
         last = rows.last_tokens.index_select(0, waits)
@@ -162,7 +163,7 @@ class StreamStep:
         self._runner, self._scores = runner, scores
         self._moment = runner.stream.mark()
         # What was chosen, or will be at the moment: [3, S], see `sampler.begin`.
-        self._found: Tensor | Choice | None = None
+        self._found: Tensor | None = None
         self._is_chosen = False
         self._error: Exception | None = None
 
@@ -179,7 +180,7 @@ class StreamStep:
     def _choose(self) -> None:
         runner, plan = self._runner, self.plan
         found = plan.choose_by(runner.begin, self._scores)
-        if isinstance(found, Tensor):
+        if found is not None:
             (rows,) = runner.upload([plan.sampled_rows])
             runner.rows(plan.rows).last_tokens.index_copy_(0, rows, found[0].int())
             found = runner.stream.fetch(found)
@@ -200,8 +201,8 @@ class StreamStep:
             raise self._error
         self._moment.synchronize()
         done, found = time.perf_counter_ns(), self._found
-        if isinstance(found, Tensor):
-            token_ids, logprobs, _ = found.numpy()
-            chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
-            return base.StepScores(Choice(*chosen, self._scores), done)
-        return base.StepScores(found, done)
+        if found is None:
+            return base.StepScores(None, done)
+        token_ids, logprobs, _ = found.numpy()
+        chosen = token_ids.astype(np.int64), logprobs.astype(np.float32)
+        return base.StepScores(Choice(*chosen, self._scores), done)

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
+from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
+from text_generation_shard.device.reference.collectives import GlooCollectives
 from text_generation_shard.device.reference.copies import PlainCopies
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
@@ -18,6 +20,8 @@ from text_generation_shard.device.reference.linear import (
 )
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
+from text_generation_shard.meeting import Meeting
+from text_generation_shard.parallel import Collectives
 
 # The reference is used in tests only: its cache is as large as they need.
 _REFERENCE_CACHE_BYTES = 2**28
@@ -37,6 +41,7 @@ class TorchDevice:
     """See `Device`."""
 
     is_deterministic = False
+    sums_in_parts = False
     runs_behind = False
     spares_core = True
     num_spare_blocks = 0
@@ -75,9 +80,19 @@ class TorchDevice:
         """See Device: plain, in the checkpoint's own type, so that quantising rounds once."""
         return nullcontext(PlainCopies())
 
-    def matrix(self, weight: Tensor, quantize: str | None) -> base.Matrix:
+    def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
         """See Device; nothing is quantised."""
-        return FloatMatrix(weight.to(self.dtype))
+        return base.Form(None, "")
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = base.ALL,
+        part: int | None = None,
+    ) -> base.Matrix:
+        """See Device; nothing is quantised."""
+        return FloatMatrix(weight[:, columns].to(self.dtype).contiguous())
 
     def gated_matrix(
         self,
@@ -106,7 +121,7 @@ class TorchDevice:
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
-    ) -> base.Attention:
+    ) -> Attention:
         """See Device."""
         return TorchAttention(scale, self._make_zeros)
 
@@ -126,6 +141,10 @@ class TorchDevice:
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
         """See Device."""
         return 0
+
+    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+        """See Device; there are no slots."""
+        return GlooCollectives.meet(meeting)
 
     def release_memory(self) -> None:
         """See Device: nothing is kept."""

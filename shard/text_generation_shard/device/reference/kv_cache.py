@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import CacheShape
+from text_generation_shard.device.forward import CacheShape
 
 
 class KVCache:

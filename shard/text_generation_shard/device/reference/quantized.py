@@ -7,6 +7,8 @@ operands of a product are.
 import torch
 from torch import Tensor
 
+from text_generation_shard.device.base import ALL
+
 GROUP: int = 32
 """Inputs that share a scale and a zero in int4, as in llama.cpp's Q4_0."""
 
@@ -24,19 +26,24 @@ def parts_of(weight: Tensor, most: int = _FITTED_NUMBERS) -> tuple[Tensor, ...]:
     return torch.split(weight, max(1, most // weight.shape[1] // _PANEL) * _PANEL)
 
 
-def quantize_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Numbers int8 [N, K] and scale [N] of type `dtype`."""
+def quantize_rows(
+    weight: Tensor, dtype: torch.dtype, columns: slice = ALL
+) -> tuple[Tensor, Tensor]:
+    """Numbers int8 [N, K] and scale [N] of type `dtype`. Numbers of these columns alone, by the
+    scales of whole rows."""
     wide = weight.float()
     scale = _rounded_scale(wide.abs().amax(dim=1) / 127, dtype).to(dtype)
+    wide = wide[:, columns]
     return (wide / scale.float()[:, None]).round_().clamp_(-127, 127).char(), scale
 
 
-def quantize_rows_float8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_float8(weight: Tensor, columns: slice = ALL) -> tuple[Tensor, Tensor]:
     """Numbers float8_e4m3fn [N, K] and scale [N] in float32: the largest of a row becomes the
-    largest number there is (Micikevicius et al. 2022)."""
+    largest number there is (Micikevicius et al. 2022). columns: see `quantize_rows`."""
     wide = weight.float()
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = wide.abs().amax(dim=1).clamp_min_(1e-30) / largest
+    wide = wide[:, columns]
     return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from text_generation_shard.device.base import Angles
+from text_generation_shard.device.forward import Angles
 
 
 class TorchRotation:

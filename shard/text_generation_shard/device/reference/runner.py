@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
+from text_generation_shard.device.forward import ForwardBatch
 
 
 class Forward(Protocol):
     """What computes a pass."""
 
-    def hidden(self, batch: base.ForwardBatch) -> Tensor:
+    def hidden(self, batch: ForwardBatch) -> Tensor:
         """The last hidden states [T, hidden_size] of all tokens."""
 
-    def scores(self, batch: base.ForwardBatch) -> Tensor:
+    def scores(self, batch: ForwardBatch) -> Tensor:
         """Those of the tokens whose logits are wanted [S, vocab_size]."""
 
 
@@ -25,18 +26,18 @@ class EagerForward:
     def __init__(self, model: base.Model) -> None:
         self._model = model
 
-    def hidden(self, batch: base.ForwardBatch) -> Tensor:
+    def hidden(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
         return self._model.forward(batch)
 
-    def scores(self, batch: base.ForwardBatch) -> Tensor:
+    def scores(self, batch: ForwardBatch) -> Tensor:
         """See Forward."""
         hidden, wanted = self._model.forward(batch), batch.logits_indices
         return self._model.logits(hidden if wanted is None else hidden[wanted])
 
 
 def pass_scores(
-    forward: Forward, plan: base.StepPlan, scheduled: base.ScheduledTokens, batch: base.ForwardBatch
+    forward: Forward, plan: base.StepPlan, scheduled: base.ScheduledTokens, batch: ForwardBatch
 ) -> Tensor:
     """Of the tokens of a pass after which one is sampled [S, vocab_size]."""
     if plan.wants_hidden:

@@ -15,12 +15,14 @@ MAX_HEAD_DIM = 256
 
 class WeightAddress(NamedTuple):
     """Where a packed weight lies: what kind its numbers are (a marker of `vector`), its address and
-    that of its scales (0: it has none), and how many bytes it takes without them."""
+    that of its scales (0: it has none), how many bytes it takes without them, and in how many parts
+    its sums are taken."""
 
     kind: Any
     weight: int
     scales: int
     nbytes: int
+    num_parts: int = 1
 
 
 def are_used(dtype: torch.dtype) -> bool:

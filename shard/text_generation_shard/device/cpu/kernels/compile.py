@@ -16,7 +16,9 @@ from text_generation_shard.device.cpu.kernels import (
     bfloat12,
     cache,
     choice,
+    exchange,
     layers,
+    rank_steps,
 )
 from text_generation_shard.device.cpu.kernels.children import Children
 from text_generation_shard.device.cpu.kernels.grouped_linear import multiply_grouped
@@ -56,13 +58,30 @@ class Kernel(NamedTuple):
             raise failure
 
 
-def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int, free_bytes: int) -> None:
+class Wanted(NamedTuple):
+    """Which kernels a model runs."""
+
+    # Of rows and of weights.
+    dtype: torch.dtype
+    quantize: str | None
+    # See `layers.codes`.
+    has_parts: bool = False
+    has_ranks: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of what the cache is filled with."""
+        parts = "-parts" if self.has_parts else ""
+        return f"{self.dtype}-{self.quantize}{parts}{'-ranks' if self.has_ranks else ''}"
+
+
+def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
     """Have every kernel ready; those that the calling thread starts use so many threads, or as many
     as the process has cores if that is less. free_bytes: memory that processes may take which help
     compiling."""
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
     # Processes are copied there, which those that have threads for kernels survive as copies only.
-    seconds = compile_all(dtype, quantize, num_threads, free_bytes)
+    seconds = compile_all(wanted, num_threads, free_bytes)
     numba.set_num_threads(num_threads)
     if seconds > _COMPILED_S:
         logger.info(
@@ -71,19 +90,17 @@ def prepare(dtype: torch.dtype, quantize: str | None, num_threads: int, free_byt
         )
 
 
-def compile_all(
-    dtype: torch.dtype, quantize: str | None, num_processes: int, free_bytes: int
-) -> float:
+def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
     """Compile what models of this type run, or read it from the cache of an earlier start (numba's,
     beside the source or in NUMBA_CACHE_DIR). Returns the seconds it took.
 
     The first time on a machine other processes help, as many as asked for, if there is memory.
     """
     start = time.monotonic()
-    kernels = list(_kernels(dtype, quantize))
+    kernels = list(_kernels(wanted))
     count = min(num_processes, _MOST_CHILDREN, free_bytes // _CHILD_BYTES)
     try:
-        with cache.filling(f"{dtype}-{quantize}") as is_empty:
+        with cache.filling(wanted.name) as is_empty:
             if is_empty:
                 logger.info("compiling the kernels for this processor, once")
             if is_empty and count > 1:
@@ -121,19 +138,23 @@ def _nothing() -> None:
     pass
 
 
-def _kernels(dtype: torch.dtype, quantize: str | None) -> Iterator[Kernel]:
+def _kernels(models: Wanted) -> Iterator[Kernel]:
     """What takes longest first. A function in all its forms is one kernel: numba's cache has one
     index of them, which two processes must not write at the same time."""
     yield Kernel(choice.choose_one, [choice.TAKEN])
-    kind = typeof(marker(dtype))
+    kind = typeof(marker(models.dtype))
+    quantize = models.quantize
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
-    plain = typeof(weights_marker(dtype))
+    plain = typeof(weights_marker(models.dtype))
     weight_kind = plain if quantize is None else forms.get(quantize, plain)
     # Some weights are not quantised, and of a model in 4 bits some have 8.
     weight_kinds = dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,))))
     signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
     for form in weight_kinds:
-        for function, signature in (*layers.kernels(form, kind).values(), _product(form, kind)):
+        # Others are sums in parts of few models; these compile when they are loaded.
+        has_parts = models.has_parts and form == weight_kind
+        own = layers.kernels(form, kind, has_parts).values()
+        for function, signature in (*own, _product(form, kind)):
             signatures.setdefault(function, {})[signature] = None
     # Of what a model of several kinds of weights runs instead, all else is compiled by the passes
     # that warm it up.
@@ -143,7 +164,13 @@ def _kernels(dtype: torch.dtype, quantize: str | None) -> Iterator[Kernel]:
     yield Kernel(layers.run_layers, [layers.signature(*kinds)])
     for function, wanted in signatures.items():
         yield Kernel(function, list(wanted))
-    yield Kernel(compute_item, [layers.signature_of_item(*kinds)])
+    item = layers.signature_of_item(*kinds)
+    yield Kernel(compute_item, [item])
+    if models.has_ranks:
+        yield Kernel(rank_steps.compute_rank_item, [item])
+        yield Kernel(rank_steps.write_rank_phases, [item[:2]])
+        for function in (exchange.exchange_word, exchange.give_up_message):
+            yield Kernel(function, [(exchange.EXCHANGES, int64)])
     if plain == typeof(BFLOAT12):
         yield Kernel(bfloat12.narrow_panels, [(bfloat12.PANELS, int64)])
         yield Kernel(bfloat12.list_exceptions, [(bfloat12.PANELS, int64)])

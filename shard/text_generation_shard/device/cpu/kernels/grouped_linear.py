@@ -92,6 +92,8 @@ _SUMS_VECTORS: Final = max(_MANY_ROWS, _MOST_PANELS * TILE_ROWS) * SUMS_WIDTH
 class GroupedWeight:
     """Owns a weight [N, K] of 4 bits in packed form: w = scale * number + zero, by group."""
 
+    _num_parts = 1
+
     def __init__(
         self, numbers: Tensor, scale: Tensor, zero: Tensor, is_gated: bool = False
     ) -> None:
@@ -127,7 +129,7 @@ class GroupedWeight:
         packed = self._packed.view(torch.int16).view(panels, -1)
         packed.copy_(rows[:, : packed.shape[1]])
         kinds = typeof(INT4), typeof(BFLOAT16)
-        self._code = address_of(multiply_grouped_item, item_signature(*kinds))
+        self._code = address_of(self._item(), item_signature(*kinds))
         self._size = outputs // 2 if is_gated else outputs, inputs
         self._is_gated = is_gated
         self.nbytes = self._packed.nbytes
@@ -135,7 +137,13 @@ class GroupedWeight:
     @property
     def address(self) -> WeightAddress:
         """For `kernels.layers`."""
-        return WeightAddress(INT4, self._packed.data_ptr(), 0, self._packed.nbytes)
+        place = self._packed.data_ptr()
+        return WeightAddress(INT4, place, 0, self._packed.nbytes, self._num_parts)
+
+    @staticmethod
+    def _item() -> Any:
+        """The kernel that computes items of its products."""
+        return multiply_grouped_item
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, K] bfloat16, contiguous → [T, N]."""
@@ -152,6 +160,8 @@ class GroupedWeight:
             steps=groups * STEPS,
             num_outputs=outputs,
             is_gated=self._is_gated,
+            num_parts=self._num_parts,
+            is_partial=False,
         )
         multiply_grouped(self._code, product)
         return out
@@ -254,9 +264,9 @@ def multiply_grouped_item(
 ) -> None:
     """`multiply_item` for some panels of INT4."""
     num_rows, row_bytes = product.num_rows, product.steps * STEP_BYTES
-    groups, tile_rows = product.steps // STEPS, _tile_rows(num_rows)
+    groups, tile_rows = product.steps // STEPS, rows_of_tile(num_rows)
     halves, sums = 2 if product.is_gated else 1, scratch(_SUMS_VECTORS)
-    span = _panels_of_item(product)
+    span = panels_of_item(product)
     panels = range(item * span, min((item + 1) * span, product.num_outputs // LANES))
     for panel in panels:
         for wanted in range(first, min(num_rows, first + ROWS_AT_ONCE), tile_rows):
@@ -273,7 +283,7 @@ def multiply_grouped_item(
                 at += ((panel - panels.start) * TILE_ROWS + row) * SUMS_BYTES
             for half in range(halves):
                 blocks = product.weights + (halves * panel + half) * panel_bytes(groups)
-                _multiply_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
+                multiply_grouped_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
             if not ticket:
                 put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, row, tile_rows)
     if ticket and may_put(ticket):
@@ -284,18 +294,18 @@ def multiply_grouped_item(
 
 @inlined
 def _num_items(product: Product) -> Any:
-    return -(-(product.num_outputs // LANES) // _panels_of_item(product))
+    return -(-(product.num_outputs // LANES) // panels_of_item(product))
 
 
 @inlined
-def _panels_of_item(product: Product) -> Any:
+def panels_of_item(product: Product) -> Any:
     # To take an item takes as long as to read a kilobyte.
     size = (2 if product.is_gated else 1) * panel_bytes(product.steps // STEPS)
     return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if product.num_rows <= TILE_ROWS else 1
 
 
 @inlined
-def _tile_rows(num_rows: int) -> int:
+def rows_of_tile(num_rows: int) -> int:
     # More rows to a tile take a sixteenth less, but some may be computed twice.
     are_many = num_rows >= _MANY_ROWS and (
         -num_rows % _MANY_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
@@ -319,7 +329,7 @@ def panel_bytes(groups: int) -> int:
 
 
 @njit(inline="always")
-def _multiply_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) -> None:
+def multiply_grouped_tile(rows: int, blocks: int, source: Any, groups: int, sums: int) -> None:
     if rows == 12:
         outlined(_TILE_12, (blocks, source, groups, sums))
     elif rows == 8:
@@ -342,7 +352,7 @@ def cost_of_items(weight_kind: Any, product: Product) -> tuple[int, int]:
 @overload(cost_of_items)
 def _choose_cost(weight_kind: Any, product: Any) -> Callable[..., tuple[int, int]]:
     def of_grouped(weight_kind: Any, product: Any) -> tuple[int, int]:
-        size = _panels_of_item(product) * panel_bytes(product.steps // STEPS)
+        size = panels_of_item(product) * panel_bytes(product.steps // STEPS)
         return _num_items(product), (2 if product.is_gated else 1) * size
 
     def of_others(weight_kind: Any, product: Any) -> tuple[int, int]:

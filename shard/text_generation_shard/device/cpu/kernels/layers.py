@@ -11,14 +11,22 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import float32, from_dtype, int64, njit, uint8
 
-from text_generation_shard.device.cpu.kernels import attention, pointwise
+from text_generation_shard.device.cpu.kernels import attention, exchange, pointwise
 from text_generation_shard.device.cpu.kernels.grouped_linear import (
     GROUP,
     multiply_grouped_item,
     sum_groups,
 )
 from text_generation_shard.device.cpu.kernels.linear import item_signature, multiply_item
-from text_generation_shard.device.cpu.kernels.llvm import address_of, itemsize
+from text_generation_shard.device.cpu.kernels.llvm import address_of, call, itemsize
+from text_generation_shard.device.cpu.kernels.part_products import (
+    multiply_grouped_parts_item,
+    multiply_parts_item,
+)
+from text_generation_shard.device.cpu.kernels.rank_steps import (
+    compute_rank_item,
+    write_rank_phases,
+)
 from text_generation_shard.device.cpu.kernels.steps import compute_item, num_phases, write_phases
 from text_generation_shard.device.cpu.kernels.structs import (
     Address,
@@ -56,6 +64,7 @@ LAYERS: Final = from_dtype(LAYER)[::1]
 CODES: Final = {
     "item": "of `compute_item`",
     "multiply": "of what multiplies with the weights of the layers",
+    "multiply_inputs": "of what multiplies with those whose inputs ranks share: out and down",
     "multiply_head": "of what multiplies with the weights of the head",
     "sum_groups": "of `sum_groups`; 0 where the weights do not ask for it",
     "embed": "of `scale_row`",
@@ -65,6 +74,8 @@ CODES: Final = {
     "attend": "of `attend_task`",
     "add_bias": "of `add_bias`",
     "widen": "of `widen_row`",
+    "own_item": "of several ranks: of `compute_item`, where `item` is of `compute_rank_item`",
+    "write_phases": "of several ranks: of `write_rank_phases`",
 }
 """Where the functions lie that compute items, see `llvm.call`."""
 SIZES: Final = {
@@ -74,8 +85,10 @@ SIZES: Final = {
     "num_kv_heads": "heads of keys and of values",
     "head_dim": "features of a head",
     "half": "of the features of a head, half of those that are rotated",
+    "out_parts": "in which sums behind attention are taken, see `part_products`",
+    "down_parts": "likewise those behind the gates",
 }
-"""What the layers have alike."""
+"""What the layers have alike, of what a rank has of them."""
 OTHERS: Final = {
     "board": "address: where threads tell each other what is done, see `thread_pool`",
     "embedding": "address: the tokens' vectors, [vocab_size, hidden_size]; 0: the hidden states "
@@ -85,7 +98,17 @@ OTHERS: Final = {
     "final_norm": "address: weights of the norm before the head, [hidden_size] float32",
     "vocab_size": "tokens that the head scores",
 }
-"""What lies before and behind the layers."""
+"""What lies before and behind the layers, of what a rank has of them."""
+OF_RANKS: Final = exchange.FIELDS | {
+    "first_token": "that this rank has the vector of, and scores",
+    "vectors": "address: of several ranks, the vectors of this one's tokens; 0: those are given as "
+    "hidden states",
+    "row_itemsize": "bytes of a number of rows",
+    "word": "of the first operation of a pass, see `rank_steps`",
+    "num_words": "how many operations it has",
+    "status": "address: a word for why waiting for a rank failed, 0 before",
+}
+"""Of several ranks; else 0."""
 CONSTANTS: Final = {
     "embedding_multiplier": "of the tokens' vectors",
     "attention_scale": "of queries",
@@ -105,7 +128,7 @@ CHANGING: Final = {
 }
 """Set by `run_layers`: where the rows of a pass lie."""
 PASS: Final = np.dtype(
-    [(name, np.int64) for name in (*CHANGING, *CODES, *SIZES, *OTHERS)]
+    [(name, np.int64) for name in (*CHANGING, *CODES, *SIZES, *OTHERS, *OF_RANKS)]
     + [(name, np.float32) for name in CONSTANTS]
 )
 """What a pass is computed from, beside its tokens."""
@@ -149,10 +172,11 @@ class Given(NamedTuple):
 Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
 
-def kernels(weight_kind: Any, kind: Any) -> Kernels:
+def kernels(weight_kind: Any, kind: Any, has_parts: bool = False) -> Kernels:
     """What CODES names but the items themselves, and what each takes, for weights and rows of
-    these types; what takes longest to compile first."""
-    multiply = multiply_grouped_item if weight_kind == uint8 else multiply_item
+    these types; what takes longest to compile first. has_parts: see `codes`."""
+    is_grouped = weight_kind == uint8
+    multiply = multiply_grouped_item if is_grouped else multiply_item
     found: Kernels = {
         "attend": (attention.attend_task, attention.task_signature(kind)),
         "multiply": (multiply, item_signature(weight_kind, kind)),
@@ -163,18 +187,31 @@ def kernels(weight_kind: Any, kind: Any) -> Kernels:
         "embed": (pointwise.scale_row, (kind, int64, float32, int64, int64)),
         "widen": (pointwise.widen_row, (kind, int64, int64, int64)),
     }
-    if weight_kind == uint8:
+    if has_parts:
+        by_parts = multiply_grouped_parts_item if is_grouped else multiply_parts_item
+        found["multiply_inputs"] = by_parts, item_signature(weight_kind, kind)
+    if is_grouped:
         found["sum_groups"] = sum_groups, (int64,) * 4
     return found
 
 
-def codes(weight_kind: Any, head_kind: Any, kind: Any) -> dict[str, int]:
+def codes(
+    weight_kind: Any, head_kind: Any, kind: Any, has_parts: bool, has_ranks: bool
+) -> dict[str, int]:
     """CODES for weights of the layers, those of the head, and rows of these types; compiled if need
-    be."""
-    found = {name: address_of(*kernel) for name, kernel in kernels(weight_kind, kind).items()}
-    head = address_of(multiply_item, item_signature(head_kind, kind))
-    item = address_of(compute_item, signature_of_item(weight_kind, head_kind, kind))
-    return {"sum_groups": 0, "multiply_head": head, "item": item} | found
+    be. has_parts: sums over inputs that ranks share are taken in parts, or left to be added to
+    those of other ranks; has_ranks: there are some."""
+    of_kinds = kernels(weight_kind, kind, has_parts)
+    found = {name: address_of(*kernel) for name, kernel in of_kinds.items()}
+    found |= {"sum_groups": 0, "multiply_inputs": found["multiply"]} | found
+    found["multiply_head"] = address_of(multiply_item, item_signature(head_kind, kind))
+    own = signature_of_item(weight_kind, head_kind, kind)
+    found |= {"item": address_of(compute_item, own), "own_item": 0, "write_phases": 0}
+    if has_ranks:
+        found["own_item"] = found["item"]
+        found["item"] = address_of(compute_rank_item, own)
+        found["write_phases"] = address_of(write_rank_phases, own[:2])
+    return found
 
 
 def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
@@ -209,8 +246,12 @@ def run_layers(given: Given, memory: Any, num_threads: int) -> int:
     _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
     if not is_widened:
         this.scores = np.int64(logits.ctypes.data)
-    phases = np.zeros(num_phases(given), PHASE)
-    write_phases(given, phases)
+    # An operation of ranks is cut into its own phases, publishes, and takes what is there.
+    phases = np.zeros(num_phases(given) + 4 * this.num_words, PHASE)
+    if this.write_phases:
+        call(this.write_phases, (given, phases))
+    else:
+        write_phases(given, phases)
     go_through(this.item, given, phases, this.board, num_threads)
     return needed
 

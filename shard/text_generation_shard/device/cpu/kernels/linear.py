@@ -67,10 +67,10 @@ _TALL_ROWS: Final = 16
 _WIDE_ROWS: Final = 6
 _SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
 # From so many rows on, whole numbers are made bfloat16 once for all of them ...
-_MANY_ROWS: Final = 32
+MANY_ROWS: Final = 32
 # ... this many steps at a time, which with all rows stay in the second-level cache.
-_DEQUANTIZED_STEPS: Final = 768
-_DEQUANTIZED_VECTORS: Final = SUMS_WIDTH * _DEQUANTIZED_STEPS
+DEQUANTIZED_STEPS: Final = 768
+DEQUANTIZED_VECTORS: Final = SUMS_WIDTH * DEQUANTIZED_STEPS
 
 _TILE_1_1, _TILE_2_1, _TILE_4_1, _TILE_8_1 = tile(1, 1), tile(2, 1), tile(4, 1), tile(8, 1)
 _TILE_1_3, _TILE_2_3, _TILE_4_3, _TILE_8_3 = tile(1, 3), tile(2, 3), tile(4, 3), tile(8, 3)
@@ -125,6 +125,7 @@ class PackedWeight:
     """Owns a weight [N, K] in packed form and multiplies rows with it."""
 
     _is_gated = False
+    _num_parts = 1
 
     def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
         """`weight` is bfloat16 or float32; or int8, and the product of bfloat16 rows with it is
@@ -135,7 +136,8 @@ class PackedWeight:
         steps_at_once = bfloat12.STEPS if is_narrow else 1
         self._packed, self._beside = pack(weight, steps_at_once), scales
         if is_narrow:
-            self._packed, self._beside = narrow(self._packed)
+            parts = self._packed.view(self._num_parts * len(self._packed), -1, LANES, 2)
+            self._packed, self._beside = narrow(parts)
         elif scales is not None:
             # They are read a vector at a time.
             self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
@@ -144,7 +146,7 @@ class PackedWeight:
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
-        self._code = address_of(multiply_item, item_signature(*kinds))
+        self._code = address_of(self._item(), item_signature(*kinds))
         self._address = self._packed.data_ptr()
         self._beside_address = 0 if self._beside is None else self._beside.data_ptr()
         self._padding = -self._num_inputs % (_numbers_at_once(weight.dtype) * steps_at_once)
@@ -157,7 +159,12 @@ class PackedWeight:
         if self._padding:
             return None
         where = self._address, self._beside_address
-        return WeightAddress(self._weight_kind, *where, self._packed.nbytes)
+        return WeightAddress(self._weight_kind, *where, self._packed.nbytes, self._num_parts)
+
+    @staticmethod
+    def _item() -> Any:
+        """The kernel that computes items of its products."""
+        return multiply_item
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of the weight: ids [T] → [T, K]."""
@@ -183,6 +190,8 @@ class PackedWeight:
             steps=self._steps,
             num_outputs=outputs,
             is_gated=self._is_gated,
+            num_parts=self._num_parts,
+            is_partial=False,
         )
         multiply(self._code, self._weight_kind, self._kind, product)
         return out
@@ -226,7 +235,7 @@ def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
 @inlined
 def num_items(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     """How many items the product has for at most ROWS_AT_ONCE of so many rows."""
-    return -(-num_panels(num_outputs) // _tile_columns(weight_kind, num_rows, num_outputs))
+    return -(-num_panels(num_outputs) // tile_columns(weight_kind, num_rows, num_outputs))
 
 
 @inlined
@@ -238,22 +247,22 @@ def num_panels(num_outputs: int) -> int:
 @inlined
 def item_bytes(weight_kind: Any, product: Product) -> Any:
     """Of the weights, what an item reads; they lie one behind the other."""
-    columns = _tile_columns(weight_kind, product.num_rows, product.num_outputs)
+    columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     halves = 2 if product.is_gated else 1
     return halves * columns * product.steps * bytes_per_step(weight_kind)
 
 
 @inlined
-def _is_narrow(weight_kind: Any) -> Any:
+def are_narrow(weight_kind: Any) -> Any:
     """Whether weights are BFLOAT12."""
     return bytes_per_step(weight_kind) == bfloat12.STEP_BYTES
 
 
 @inlined
-def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
+def tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
     """Rows of the next tile if so many are left, of at most all rows."""
     rows = TILE_ROWS
-    if _is_narrow(weight_kind):
+    if are_narrow(weight_kind):
         if columns > 1:
             # Two tiles, or the last one.
             return 2 * _WIDE_ROWS if left > _WIDE_ROWS else _WIDE_ROWS
@@ -267,9 +276,9 @@ def _tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
 
 
 @inlined
-def _tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
+def tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
     # Where memory is the limit, one panel after another is one stream from front to back.
-    is_stream = num_rows < (2 * _TALL_ROWS + 1 if _is_narrow(weight_kind) else 4)
+    is_stream = num_rows < (2 * _TALL_ROWS + 1 if are_narrow(weight_kind) else 4)
     is_stream &= bytes_per_step(weight_kind) >= bfloat12.STEP_BYTES
     return 1 if is_stream or num_panels(num_outputs) < TILE_COLUMNS else TILE_COLUMNS
 
@@ -283,12 +292,12 @@ def multiply_item(
 
     Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
     """
-    columns = _tile_columns(weight_kind, product.num_rows, product.num_outputs)
+    columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     panel = min(item * columns, num_panels(product.num_outputs) - columns)
     last, sums = min(product.num_rows, first + ROWS_AT_ONCE), scratch(_SUMS_VECTORS)
     # What is 12 bits is made bfloat16 beside the products.
     is_small = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES
-    if is_small and product.num_rows >= _MANY_ROWS:
+    if is_small and product.num_rows >= MANY_ROWS:
         _multiply_dequantized(weight_kind, kind, product, panel, columns, first, last, sums)
         return
     halves = 2 if product.is_gated else 1
@@ -296,7 +305,7 @@ def multiply_item(
     weights = product.weights + halves * panel * panel_bytes
     wanted = first
     while wanted < last:
-        rows = _tile_rows(weight_kind, columns, product.num_rows, last - wanted)
+        rows = tile_rows(weight_kind, columns, product.num_rows, last - wanted)
         row = min(wanted, product.num_rows - rows)
         source = product.inputs + row * row_bytes
         # Of few rows all sums are there before the first result is put.
@@ -305,11 +314,11 @@ def multiply_item(
             vectors = weights + half * columns * panel_bytes
             to = at + half * columns * VECTOR_BYTES
             steps = product.steps
-            _multiply_tile(
+            multiply_tile(
                 weight_kind, rows, columns, vectors, panel_bytes, source, row_bytes, steps, to
             )
         wanted = row + rows
-        if _is_narrow(weight_kind):
+        if are_narrow(weight_kind):
             panels = halves * panel, halves * columns, halves * num_panels(product.num_outputs)
             add_exceptions(product.beside, panels, source, row_bytes, rows, (at, SUMS_BYTES))
         if not ticket:
@@ -334,28 +343,28 @@ def _multiply_dequantized(
     halves, steps = 2 if product.is_gated else 1, product.steps
     row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
     weights = product.weights + halves * panel * panel_bytes
-    numbers = scratch(_DEQUANTIZED_VECTORS)
-    for begin in range(0, steps, _DEQUANTIZED_STEPS):
-        count = min(_DEQUANTIZED_STEPS, steps - begin)
+    numbers = scratch(DEQUANTIZED_VECTORS)
+    for begin in range(0, steps, DEQUANTIZED_STEPS):
+        count = min(DEQUANTIZED_STEPS, steps - begin)
         for column in range(halves * columns):
             source = weights + column * panel_bytes + begin * bytes_per_step(weight_kind)
             dequantize(source, count, numbers + column * count * VECTOR_BYTES)
         for wanted in range(first, last, TILE_ROWS):
             row = min(wanted, product.num_rows - TILE_ROWS)
             source = product.inputs + row * row_bytes + begin * STEP_BYTES
-            at = sums + (wanted - first if steps > _DEQUANTIZED_STEPS else 0) * SUMS_BYTES
+            at = sums + (wanted - first if steps > DEQUANTIZED_STEPS else 0) * SUMS_BYTES
             for half in range(halves):
                 to = at + half * columns * VECTOR_BYTES
                 if begin == 0:
                     clear(to, TILE_ROWS, columns)
                 part = numbers + half * columns * count * VECTOR_BYTES
-                _add_dequantized(kind, columns, part, source, row_bytes, count, to)
+                add_dequantized(kind, columns, part, source, row_bytes, count, to)
             if begin + count == steps:
                 put_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
 
 
 @njit(inline="always")
-def _add_dequantized(
+def add_dequantized(
     kind: Any, columns: int, numbers: int, inputs: int, row_bytes: int, steps: int, sums: int
 ) -> None:
     """Sums of many rows grow by the products of what is dequantized."""
@@ -369,7 +378,7 @@ def _add_dequantized(
 
 
 @njit(inline="always")
-def _multiply_tile(
+def multiply_tile(
     kind: Any,
     rows: int,
     columns: int,
@@ -385,7 +394,7 @@ def _multiply_tile(
         _multiply_column(kind, rows, (weights,), given)
         return
     starts = spaced(3, weights, panel_bytes)
-    if _is_narrow(kind):
+    if are_narrow(kind):
         for row in range(0, rows, _WIDE_ROWS):
             at, to = inputs + row * row_bytes, sums + row * SUMS_BYTES
             outlined(_TILE_6_3, (kind, starts, at, row_bytes, steps, to, SUMS_BYTES))

@@ -1,5 +1,5 @@
 """What the kernels are composed of where numba's own words do not reach. Here and in `vector_code`,
-nowhere else, LLVM's language is written.
+nowhere else but in `clock`, LLVM's language is written.
 
 Vectors are values of compiled code: they may be held in variables and tuples, and go through
 functions. `+ - * /`, `<< >> & |` and comparisons are lane by lane; `>>` fills with zeros, and a

@@ -58,6 +58,10 @@ class Product(NamedTuple):
     num_outputs: Count
     # Whether weights are gates above what they let through, see GatedWeight.
     is_gated: Flag
+    # In how many parts, of as many inputs each, a sum is taken, which are then added pairwise; and
+    # whether `out` is float32, whatever the kind of the rows: see `part_products`.
+    num_parts: Count = 1
+    is_partial: Flag = False
 
 
 PRODUCT: Final = struct_type(Product)
@@ -117,10 +121,10 @@ def _put_row(
 @inlined
 def _scaled(weight_kind: Any, sums: int, scales: int) -> Any:
     value = load(FLOATS, sums)
-    return value * load(FLOATS, scales) if _has_scales(weight_kind) else value
+    return value * load(FLOATS, scales) if has_scales(weight_kind) else value
 
 
-_has_scales = constant_of_type(lambda kind: kind in (types.int8, types.int16))
+has_scales = constant_of_type(lambda kind: kind in (types.int8, types.int16))
 
 
 @inlined

@@ -21,24 +21,24 @@ _QKV: Final = 1
 _ROTATE: Final = 2
 _ATTEND: Final = 3
 _SUM_ATTENDED: Final = 4
-_OUT: Final = 5
+OUT: Final = 5
 _NORM_BEFORE_MLP: Final = 6
 _GATE_UP: Final = 7
 _SUM_INNER: Final = 8
-_DOWN: Final = 9
-_NUM_STEPS: Final = 10
+DOWN: Final = 9
+NUM_STEPS: Final = 10
 _NUM_PRODUCTS: Final = 4
 # Behind the last layer; the head, if logits are wanted.
-_NORM_BEFORE_HEAD: Final = 10
-_HEAD: Final = 11
-_WIDEN: Final = 12
+NORM_BEFORE_HEAD: Final = 10
+HEAD: Final = 11
+WIDEN: Final = 12
 
 
 @njit(inline="always")
 def num_phases(given: Any) -> int:
     """At most, for all layers and what comes behind them."""
     blocks = -(-len(given.slots) // ROWS_AT_ONCE)
-    count = len(given.layers) * (_NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
+    count = len(given.layers) * (NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     return count + (blocks + 1 if len(given.logits) else 0)
 
 
@@ -48,24 +48,24 @@ def write_phases(given: Any, phases: Any) -> None:
     # Numba compiles a function anew for each literal that it is called with, and so there is none.
     end, last = np.int64(0), len(given.layers) - 1
     for layer in range(len(given.layers)):
-        for step in range(_NUM_STEPS):
-            end = _write_step(given, phases, end, layer, step)
-    for step in range(_NORM_BEFORE_HEAD, _WIDEN + 1 if len(given.logits) else _HEAD):
-        end = _write_step(given, phases, end, last, step)
+        for step in range(NUM_STEPS):
+            end = write_step(given, phases, end, layer, step)
+    for step in range(NORM_BEFORE_HEAD, WIDEN + 1 if len(given.logits) else HEAD):
+        end = write_step(given, phases, end, last, step)
 
 
 @njit
-def _write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
+def write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
     """The phases of a step, behind those written so far; returns how many are now."""
-    this, rows = given.passes[0], _num_rows(given, layer, step)
-    product = _product(given, layer, step)
+    this, rows = given.passes[0], num_rows(given, layer, step)
+    product = product_of(given, layer, step)
     for first in range(0, rows, ROWS_AT_ONCE if product.weights else rows + 1):
         phase = phases[end]
         end += 1
         phase.step, phase.layer = step, layer
-        phase.first, phase.last = first, min(rows, first + ROWS_AT_ONCE)
+        phase.first = first
         if product.weights:
-            if step == _HEAD:
+            if step == HEAD:
                 phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
             else:
                 phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
@@ -73,7 +73,7 @@ def _write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int
         elif step == _ATTEND:
             tasks = given.last_tasks if _is_narrowed(given, layer, step) else given.tasks
             phase.items = len(tasks) * this.num_kv_heads
-        elif step == _WIDEN and itemsize(given.kind) == 4:
+        elif step == WIDEN and itemsize(given.kind) == 4:
             phase.items = 0
         elif this.sum_groups or step not in (_SUM_ATTENDED, _SUM_INNER):
             phase.items = rows
@@ -89,15 +89,15 @@ def _is_narrowed(given: Any, layer: int, step: int) -> Any:
 
 
 @njit(inline="always")
-def _num_rows(given: Any, layer: int, step: int) -> Any:
+def num_rows(given: Any, layer: int, step: int) -> Any:
     """For how many tokens a step is."""
     return len(given.wanted) if _is_narrowed(given, layer, step) else len(given.slots)
 
 
 @njit(inline="always")
-def _product(given: Any, layer: int, step: int) -> Product:
+def product_of(given: Any, layer: int, step: int) -> Product:
     """Of a step; without weights if it is none."""
-    this, weights, rows = given.passes[0], given.layers[layer], _num_rows(given, layer, step)
+    this, weights, rows = given.passes[0], given.layers[layer], num_rows(given, layer, step)
     attended = this.num_heads * this.head_dim
     per_step = STEP_BYTES // itemsize(given.kind)
     where, steps, outputs = (0, 0, 0, 0), 0, 0
@@ -105,23 +105,30 @@ def _product(given: Any, layer: int, step: int) -> Product:
         where = weights.qkv, weights.qkv_scales, this.normed, this.heads
         steps = this.hidden_size // per_step
         outputs = attended + 2 * this.num_kv_heads * this.head_dim
-    elif step == _OUT:
+    elif step == OUT:
         where = weights.out, weights.out_scales, this.attended, this.delta
         steps, outputs = attended // per_step, this.hidden_size
     elif step == _GATE_UP:
         where = weights.gate_up, weights.gate_up_scales, this.normed, this.inner
         steps, outputs = this.hidden_size // per_step, this.inner_size
-    elif step == _DOWN:
+    elif step == DOWN:
         where = weights.down, weights.down_scales, this.inner, this.delta
         steps, outputs = this.inner_size // per_step, this.hidden_size
-    elif step == _HEAD:
+    elif step == HEAD:
         where = this.head, this.head_scales, this.normed, this.scores
         steps, outputs = this.hidden_size // per_step, this.vocab_size
+    parts: Any = np.int64(1)
+    if step == OUT:
+        parts = this.out_parts
+    elif step == DOWN:
+        parts = this.down_parts
     matrix, beside, inputs, out = where
-    if this.sum_groups and step != _HEAD:
+    if this.sum_groups and step != HEAD:
         # Weights of 4 bits have their scales among them; what they need is the inputs' sums.
         beside = this.sums
-    return Product(matrix, beside, inputs, out, rows, steps, outputs, step == _GATE_UP)
+    return Product(
+        matrix, beside, inputs, out, rows, steps, outputs, step == _GATE_UP, parts, False
+    )
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
@@ -135,9 +142,9 @@ def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) ->
         _attend(given, layer, item)
     elif step == _ROTATE:
         _rotate(given, layer, item)
-    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, _NORM_BEFORE_HEAD):
+    elif step in (_NORM_BEFORE_ATTENTION, _NORM_BEFORE_MLP, NORM_BEFORE_HEAD):
         _normalize(given, layer, step, item)
-    elif step == _WIDEN:
+    elif step == WIDEN:
         scores = this.scores + item * this.vocab_size * itemsize(given.kind)
         logits = np.int64(given.logits.ctypes.data) + item * this.vocab_size * 4
         call(this.widen, (given.kind, scores, logits, this.vocab_size))
@@ -149,10 +156,12 @@ def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) ->
 
 @njit(inline="always")
 def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
-    this, product = given.passes[0], _product(given, phase.layer, phase.step)
+    this, product = given.passes[0], product_of(given, phase.layer, phase.step)
     where = phase.first, item, ticket if phase.is_short else np.int64(0)
-    if phase.step == _HEAD:
+    if phase.step == HEAD:
         call(this.multiply_head, (given.head_kind, given.kind, product, *where))
+    elif phase.step in (OUT, DOWN):
+        call(this.multiply_inputs, (given.weight_kind, given.kind, product, *where))
     else:
         call(this.multiply, (given.weight_kind, given.kind, product, *where))
 
@@ -221,7 +230,7 @@ def _normalize(given: Any, index: int, step: int, row: int) -> None:
             vector = this.embedding + given.input_ids[row] * row_bytes
             target = this.hidden + row * row_bytes
             call(this.embed, (given.kind, vector, this.embedding_multiplier, target, size))
-    elif step == _NORM_BEFORE_HEAD:
+    elif step == NORM_BEFORE_HEAD:
         weight, bias = this.final_norm, layer.down_bias
     if bias:
         _add_bias(given, delta, bias, row, size)

@@ -24,12 +24,16 @@ from text_generation_shard.device.cpu.kernels.vector import ADDRESS
 PHASE: Final = np.dtype(
     [
         (name, np.int64)
-        for name in ("step", "layer", "first", "last", "items", "weights", "item_bytes", "is_short")
+        for name in (
+            *("step", "layer", "first", "items", "weights", "item_bytes", "is_short"),
+            *("word", "begin", "end"),
+        )
     ]
 )
-"""A phase: what is done, in which layer, for which rows; in how many items, none or more; where the
-weights lie that these read one after another, and the bytes of each (0: none); and whether an item
-asks `may_put` before it puts its results anywhere, so that two threads may compute it."""
+"""A phase: what is done, in which layer, from which row on; in how many items, none or more; where
+the weights lie that these read one after another, and the bytes of each (0: none); whether an item
+asks `may_put` before it puts its results anywhere, so that two threads may compute it; and of what
+several ranks do together the operation, see `rank_steps`, and its rows."""
 PHASES: Final = from_dtype(PHASE)[::1]
 
 # The board: a cache line with the number of the phase in the upper half of a word, and whether the

@@ -1,0 +1,251 @@
+"""Two shards, of which one is killed or stopped: everybody is told, and nothing is left."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from integration_tests.conftest import Launch
+from integration_tests.server import LauncherHandle, token_ids, wait_until
+
+PROMPT = "the cat sat on "
+LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
+FLAGS = "--device", "cpu", "--dtype", "float32", "--num-shard", "2"
+DEADLINE_S = 2
+NUM_CLIENTS = 4
+# A client reads its error so long after the event at the latest.
+NOTICE_S = 2.0
+# As the system calls it.
+MEMORY = "/memfd:text-generation-shards"
+# Of a launcher that starts, what its log says of a rank when a phase has begun; nothing: its
+# process is there.
+STARTING = {"meeting": "", "loading": "all have met", "warming up": "Server started at"}
+SERVING = ["prefill", "decode"]
+
+
+class Told(NamedTuple):
+    """What a client was told last, and when."""
+
+    event: dict[str, Any]
+    at: float
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Of a shard; None: it is none, or has ended."""
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return None
+    found = [re.fullmatch(r"--rank=(\d+)", word) for word in words]
+    return next((int(match[1]) for match in found if match), None)
+
+
+def shard(handle: LauncherHandle, rank: int) -> psutil.Process:
+    """The process of a rank, as soon as there is one."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        found[:] = [one for one in handle.family() if rank_of(one) == rank]
+        return bool(found)
+
+    wait_until(is_there, 30, f"shard {rank} was started")
+    return found[0]
+
+
+def read_all(handle: LauncherHandle, number: int, phase: str) -> Told:
+    """The end of what a client asks for: one long text, or many long prompts."""
+    last: dict[str, Any] = {}
+    for turn in range(1000 if phase == "prefill" else 1):
+        text, parameters = f"{number}-{turn} {PROMPT}", LONG
+        if phase == "prefill":
+            text, parameters = text * 12, {"max_new_tokens": 1}
+        body = {"inputs": text, "parameters": parameters}
+        with handle.client.stream("POST", "/generate_stream", json=body) as response:
+            lines = [line for line in response.iter_lines() if line.startswith(("data:", "{"))]
+        last = json.loads(lines[-1].removeprefix("data:"))
+        if "error" in last:
+            break
+    return Told(last, time.monotonic())
+
+
+def wait_until_busy(handle: LauncherHandle) -> None:
+    """Until it computes."""
+    wait_until(lambda: handle.metrics()["tgi_batch_current_size"] > 0, 20, "it computes")
+
+
+def memory_names() -> set[str]:
+    """What has a name in the memory that processes share."""
+    return set(os.listdir("/dev/shm"))
+
+
+def processes_of(handle: LauncherHandle) -> list[psutil.Process]:
+    """All that the launcher has started and that are there, also those whose parent has ended: each
+    has its folder."""
+    folder, found = str(handle.uds_path.parent), list[psutil.Process]()
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == folder and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def shares_memory(process: psutil.Process) -> bool:
+    """Whether it holds the memory in which ranks talk, which has no name in any folder."""
+    return MEMORY in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@contextmanager
+def nothing_left(handle: LauncherHandle) -> Iterator[None]:
+    """Inside the block the launcher ends; then none of its processes is there, and no socket. With
+    its processes goes the memory that only they have mapped."""
+    before, family = memory_names(), handle.family()
+    assert set(family) <= set(processes_of(handle))
+    yield
+    wait_until(lambda: not processes_of(handle), 10, "none of its processes is there")
+    assert not list(handle.uds_path.parent.glob("shard-[0-9]"))
+    assert memory_names() == before
+
+
+def assert_named(handle: LauncherHandle, victim: int, number: signal.Signals) -> None:
+    """The last thing that the launcher says is who has failed first, and how."""
+    assert handle.wait_for_exit(40) == 1
+    last = handle.log.rpartition(" ERROR text_generation_launcher: ")[2]
+    assert not re.search(r"^\d{4}-\d\d-\d\dT", last, re.MULTILINE), f"said afterwards: {last}"
+    if number is signal.SIGKILL:
+        assert f"shard {victim} was killed by signal 9" in last, last
+    else:
+        assert re.search(
+            rf"shard {victim} (did not come|shows no sign|was stopped|.*has not answered)", last
+        ), last
+
+
+def end_while_starting(
+    handle: LauncherHandle, victim: int, phase: str, number: signal.Signals
+) -> None:
+    process = shard(handle, victim)
+    if STARTING[phase]:
+        pattern = re.compile(rf"rank={victim}: .*{STARTING[phase]}")
+        wait_until(lambda: pattern.search(handle.log) is not None, 60, phase)
+    with nothing_left(handle):
+        process.send_signal(number)
+        assert_named(handle, victim, number)
+
+
+def end_while_serving(
+    handle: LauncherHandle, victim: int, phase: str, number: signal.Signals
+) -> None:
+    handle.wait_until_ready()
+    process = shard(handle, victim)
+    assert all(shares_memory(shard(handle, rank)) for rank in range(2))
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool, nothing_left(handle):
+        clients: Sequence[Future[Told]] = [
+            pool.submit(read_all, handle, client, phase) for client in range(NUM_CLIENTS)
+        ]
+        wait_until_busy(handle)
+        began = time.monotonic()
+        process.send_signal(number)
+        for client in clients:
+            told = client.result(30)
+            assert told.event["error_type"] in ("generation", "overloaded"), told
+            least = DEADLINE_S if number is signal.SIGSTOP else 0
+            assert told.at - began < least + NOTICE_S, told
+        assert_named(handle, victim, number)
+
+
+def end_shards(
+    launch: Launch, model: Path, phase: str, cases: Sequence[tuple[int, signal.Signals]]
+) -> None:
+    """Each case in a server of its own, all at once."""
+    flags = *FLAGS, "--step-deadline", str(DEADLINE_S)
+    handles = [launch(model, *flags) for _ in cases]
+    end = end_while_starting if phase in STARTING else end_while_serving
+    with ThreadPoolExecutor(len(cases)) as pool:
+        ends = [
+            pool.submit(end, handle, victim, phase, number)
+            for handle, (victim, number) in zip(handles, cases, strict=True)
+        ]
+        for one in ends:
+            one.result()
+
+
+@pytest.mark.parametrize("phase", STARTING)
+def test_a_shard_ends_while_it_starts(phase: str, launch: Launch, tiny_model_path: Path) -> None:
+    numbers = signal.SIGKILL, signal.SIGSTOP
+    cases = [(victim, number) for victim in range(2) for number in numbers]
+    end_shards(launch, tiny_model_path, phase, cases)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda one: one.name)
+@pytest.mark.parametrize("phase", SERVING)
+def test_a_shard_ends_while_it_serves(
+    phase: str, number: signal.Signals, launch: Launch, tiny_model_path: Path
+) -> None:
+    end_shards(launch, tiny_model_path, phase, [(victim, number) for victim in range(2)])
+
+
+WRONG = """
+import sys
+
+if "--rank=1" in sys.orig_argv and "serve" in sys.orig_argv:
+    from text_generation_shard.engine import output
+
+    plain, counts = output.verify, []
+
+    def wrong(plan, choice, *others):
+        # Of the rows of warm-up none is so far.
+        if choice.token_ids.size and plan.samples.positions[0] == 29 and not counts:
+            counts.append(1)
+            choice = choice._replace(token_ids=choice.token_ids ^ 1)
+        return plain(plan, choice, *others)
+
+    output.verify = wrong
+"""
+
+
+def test_another_token_is_noticed_in_its_step(
+    launch: Launch, tiny_model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WRONG)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    handle = launch(tiny_model_path, *FLAGS, PYTHONPATH=paths)
+    handle.wait_until_ready()
+    length = len(
+        handle.generate(PROMPT, decoder_input_details=True, max_new_tokens=1)["details"]["prefill"]
+    )
+    *tokens, last = handle.stream(PROMPT, **LONG)
+    # The wrong one stands at position 29.
+    assert len(tokens) == 29 - length
+    assert re.search(r"shard 1 chose other tokens than shard 0 in step \d+", last["error"])
+    # It goes on.
+    assert len(token_ids(handle.stream(PROMPT, max_new_tokens=60, ignore_eos_token=True))) == 60
+    handle.stop()
+
+
+def test_two_servers_end_in_order_under_load(launch: Launch, tiny_model_path: Path) -> None:
+    handles = [launch(tiny_model_path, *FLAGS) for _ in range(2)]
+    for handle in handles:
+        handle.wait_until_ready()
+    with ThreadPoolExecutor(2 * NUM_CLIENTS + 2) as pool:
+        streams = [
+            pool.submit(handle.stream, PROMPT, **LONG)
+            for _ in range(NUM_CLIENTS)
+            for handle in handles
+        ]
+        for handle in handles:
+            wait_until_busy(handle)
+        ends = [pool.submit(handle.stop) for handle in handles]
+        found = [token_ids(stream.result(60)) for stream in streams]
+        for end in ends:
+            end.result()
+    assert all(tokens == found[0] and len(tokens) == 400 for tokens in found)

@@ -1,0 +1,83 @@
+"""Who is named when several children have ended."""
+
+import signal
+
+import pytest
+from text_generation_launcher.failures import (
+    End,
+    Kind,
+    describe_end,
+    first_failure,
+    kind_of,
+    may_follow_another,
+)
+
+KILL, SEGV = -signal.SIGKILL, -signal.SIGSEGV
+ROUTER = -1
+
+
+def ends(*given: tuple[int, int, int]) -> list[End]:
+    """Of (rank, exit code, which look found it) among three shards and the router."""
+    return [
+        End(
+            f"shard {rank}" if rank != ROUTER else "the router",
+            code,
+            kind_of(code, 3) if rank != ROUTER else Kind.NOT_A_SHARD,
+            rank,
+            seen,
+        )
+        for rank, code, seen in given
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        # What killed one of them is the cause, whenever it was noticed.
+        ([(0, 3, 0), (1, KILL, 5)], "shard 1"),
+        ([(0, 1, 0), (2, SEGV, 1)], "shard 2"),
+        ([(ROUTER, KILL, 0), (1, KILL, 3)], "shard 1"),
+        # Then what failed by itself, what ended without a reason, what gave up, and the router.
+        ([(0, 3, 0), (1, 0, 0), (2, 1, 2)], "shard 2"),
+        ([(0, 3, 0), (1, 0, 2), (ROUTER, 1, 0)], "shard 1"),
+        ([(ROUTER, 1, 0), (2, 3, 4)], "shard 2"),
+        ([(ROUTER, 1, 0)], "the router"),
+        # Among equals the first that was seen, and of one look the lowest rank.
+        ([(0, KILL, 2), (1, KILL, 1)], "shard 1"),
+        ([(2, 1, 0), (1, 1, 0)], "shard 1"),
+        ([(2, 3, 0), (0, 3, 1)], "shard 2"),
+    ],
+)
+def test_who_failed_first(given, expected):
+    assert first_failure(ends(*given)).name == expected
+    assert first_failure(ends(*reversed(given))).name == expected
+
+
+@pytest.mark.parametrize(
+    "rank, code, num_shards, expected",
+    [
+        (0, KILL, 3, False),
+        (0, 1, 3, True),
+        (0, 0, 3, True),
+        (0, 3, 3, True),
+        (0, 3, 1, False),  # one shard has nobody to give up
+        (0, 1, 1, False),
+        (ROUTER, KILL, 1, True),
+        (ROUTER, 1, 3, True),
+    ],
+)
+def test_what_may_be_a_consequence(rank, code, num_shards, expected):
+    assert may_follow_another(*ends((rank, code, 0)), num_shards) is expected
+
+
+def test_the_sentence_names_the_rank_and_how_it_ended():
+    [killed, gave_up] = ends((1, KILL, 0), (0, 3, 0))
+    assert describe_end(killed, was_ready=True) == (
+        "shard 1 was killed by signal 9 (Killed), as the system does when memory runs out, while "
+        "serving and printed nothing"
+    )
+    assert describe_end(gave_up).startswith(
+        "shard 0 gave up because of another shard (exit code 3) and"
+    )
+    alone = End("shard 0", 3, kind_of(3, num_shards=1), 0, words=("a", "b"))
+    assert describe_end(alone) == "shard 0 failed with exit code 3; its last lines:\n  a\n  b"

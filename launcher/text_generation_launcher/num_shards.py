@@ -1,0 +1,78 @@
+"""How many shards there are, by TGI's rules: from two flags and the GPUs that are visible."""
+
+from collections.abc import Callable, Mapping
+
+from text_generation_launcher.option import InvalidOptions
+
+# Of NVIDIA_VISIBLE_DEVICES: it names none, but a container may have some.
+_NO_LIST = ("", "all", "void", "none")
+_BY_NAME = ("GPU-", "MIG-")
+
+
+def find_num_shards(
+    sharded: bool | None,
+    num_shard: int | None,
+    device: str | None,
+    environment: Mapping[str, str],
+    count_gpus: Callable[[], int],
+) -> int:
+    """At least 1. Raises InvalidOptions.
+
+    None is "not given". `count_gpus` says how many GPUs this machine has; it is asked only where
+    the answer counts, because that may take a second. On a CPU nothing is counted.
+    """
+    if num_shard is not None:
+        if sharded and num_shard <= 1:
+            raise InvalidOptions(
+                f"--sharded true and --num-shard {num_shard} contradict each other: give "
+                "--num-shard 2 or more, or leave --sharded away"
+            )
+        return num_shard
+    if sharded is False:
+        return 1
+    named = None if device == "cpu" else _num_named(environment, count_gpus)
+    if sharded:
+        return _num_for_all(named, device, count_gpus)
+    if named is None or named <= 1:
+        return 1
+    # The variable may be set where there is no GPU, and then the shard computes on the CPU.
+    return named if device == "cuda" or count_gpus() > 0 else 1
+
+
+def _num_named(environment: Mapping[str, str], count_gpus: Callable[[], int]) -> int | None:
+    """How many GPUs the environment gives us; None: it says nothing about them."""
+    if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return _num_visible(chosen)
+    if (chosen := environment.get("NVIDIA_VISIBLE_DEVICES")) is not None:
+        if chosen.strip().lower() in _NO_LIST:
+            return count_gpus()
+        return sum(bool(name.strip()) for name in chosen.split(","))
+    return None
+
+
+def _num_visible(chosen: str) -> int:
+    """CUDA takes the GPUs in front of the first that is none: `-1` hides all behind it."""
+    num = 0
+    for name in chosen.split(","):
+        if not (name.strip().isdigit() or name.strip().startswith(_BY_NAME)):
+            break
+        num += 1
+    return num
+
+
+def _num_for_all(named: int | None, device: str | None, count_gpus: Callable[[], int]) -> int:
+    """For `--sharded true` without a number."""
+    present = 0 if device == "cpu" else count_gpus()
+    if device != "cuda" and present == 0:
+        raise InvalidOptions(
+            "--sharded true needs --num-shard on a CPU, where there are no GPUs to count: add "
+            "--num-shard 2 or more"
+        )
+    num = present if named is None else named
+    if num <= 1:
+        raise InvalidOptions(
+            f"--sharded true needs more than one GPU, and {num} can be seen: make more visible "
+            "(CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES), give --num-shard, or leave --sharded "
+            "away"
+        )
+    return num

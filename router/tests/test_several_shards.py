@@ -1,0 +1,295 @@
+"""Several ranks of one model, in real gRPC servers: their numbers, what they agree on, who dies."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from text_generation_proto import pb
+from text_generation_router.client import shards as client_shards
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.errors import GenerationError
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Request, Sampling, StoppingCriteria
+from text_generation_router.scheduler import watch
+from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
+from text_generation_router.scheduler.shards import Advance, LostStepError
+from text_generation_router.scheduler.watch import WatchedShards
+
+from benchmarks.fake_shard import BLOCK_SIZE, Columns, FakeShard
+from router.tests.scheduling import collect, make_tokenizer
+from router.tests.test_shards import CALLS, Rank, serving
+from router.tests.test_translate import make_entry
+
+
+def numbers(rank: Any) -> list[int]:
+    """Of the messages it was sent, as they came."""
+    return [request.number for request in rank.asked if hasattr(request, "number")]
+
+
+async def test_all_ranks_get_the_same_numbers_one_more_each_time(tmp_path: Path) -> None:
+    async with serving(tmp_path, 3) as (client, ranks):
+        for call in [*CALLS, *CALLS]:
+            await call(client)
+        # Of the eight, Health, Info and CompileGrammar have none.
+        assert [numbers(rank) for rank in ranks] == [list(range(1, 11))] * 3
+
+
+async def test_numbers_go_on_behind_the_largest_of_all_ranks(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (_, ranks):
+        ranks[0].info.last_number, ranks[1].info.last_number = 6, 2**40
+        client = await ShardedClient.connect(f"{tmp_path}/shard-0", timeout_s=10)
+        assert (await client.info()).last_number == 2**40
+        await client.clear_cache(None)
+        await client.close()
+        assert numbers(ranks[0]) == numbers(ranks[1]) == [2**40 + 1]
+
+
+async def test_steps_ahead_are_numbered_as_they_are_sent(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        await client.decode([0], Advance())
+        ranks[1].delay_s = 0.002
+        calls = [client.decode([n], Advance(is_ahead=True)) for n in range(1, 20)]
+        await asyncio.gather(*(asyncio.create_task(call) for call in calls))
+        for rank in ranks:
+            assert [(request.batch_ids[0], request.number) for request in rank.asked] == [
+                (n, n + 1) for n in range(20)
+            ]
+
+
+async def test_a_rank_that_contradicts(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        ranks[1].info.vocab_size = 7
+        with pytest.raises(GenerationError, match="shard 1 says vocab_size 7, and shard 0 says 0"):
+            await client.info()
+
+
+async def test_a_rank_whose_socket_is_missing_is_named(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1) as (_, [rank]):
+        rank._urls.append(f"unix://{tmp_path}/shard-1")
+        sentence = f"no answer from the shard at {tmp_path}/shard-1 within 0.1 s, though that at"
+        with pytest.raises(GenerationError, match=sentence):
+            await ShardedClient.connect(f"{tmp_path}/shard-0", timeout_s=0.1)
+
+
+class Hanging(Rank):
+    """Notes which of its calls were given up."""
+
+    num_cancelled = 0
+
+    async def _answer(self, request: Any, context: Any, response: Any) -> Any:
+        try:
+            return await super()._answer(request, context, response)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.prefill(3, [make_entry()], None),
+        lambda client: client.decode([3], Advance()),
+        lambda client: client.clear_cache(3),
+        lambda client: client.warmup(100, 8),
+    ],
+)
+async def test_a_rank_that_dies_while_another_hangs(
+    tmp_path: Path, call: Callable[[ShardedClient], Any], dead: int
+) -> None:
+    async with serving(tmp_path, 2, Hanging) as (client, ranks):
+        for rank in ranks:
+            rank.delay_s = 3600
+        task = asyncio.create_task(call(client))
+        await until(lambda: all(rank.asked for rank in ranks))
+        await ranks[dead].stop(None)
+        started = time.perf_counter()
+        with pytest.raises(LostStepError, match=f"generation server: shard {dead}: |shard {dead}"):
+            await task
+        assert time.perf_counter() - started < 1
+        await until(lambda: ranks[1 - dead].num_cancelled == 1)
+        # And who comes afterwards is told at once.
+        with pytest.raises(LostStepError, match="Could not connect"):
+            await asyncio.wait_for(call(client), 2)
+
+
+async def test_a_rank_that_hangs_when_another_has_failed(tmp_path: Path) -> None:
+    """As one that was stopped: the other has given it up, and is about to end."""
+    async with serving(tmp_path, 2) as (client, ranks):
+        ranks[0].failure = (grpc.StatusCode.INTERNAL, "shard 1 did not come within 20 s")
+        ranks[1].delay_s = 3600
+        started = time.perf_counter()
+        with pytest.raises(LostStepError, match="Server error: shard 0: shard 1 did not come"):
+            await asyncio.wait_for(client.decode([3], Advance()), 10)
+        assert time.perf_counter() - started < 2 * client_shards.OTHERS_S + 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.decode([3], Advance()),
+        lambda client: client.clear_cache(None),
+        lambda client: client.info(),
+        lambda client: client.warmup(100, 8),
+    ],
+)
+async def test_a_rank_that_is_silent_when_another_has_answered(
+    tmp_path: Path, call: Callable[[ShardedClient], Any]
+) -> None:
+    """It was stopped when it had computed its part: no other rank waits for it."""
+    async with serving(tmp_path, 2) as (client, ranks):
+        client._answer_s, ranks[1].delay_s = 0.05, 3600
+        with pytest.raises(LostStepError, match="Server error: shard 1 did not answer, though"):
+            await asyncio.wait_for(call(client), 5)
+
+
+async def test_a_rank_that_listens_and_does_not_answer(tmp_path: Path) -> None:
+    async with serving(tmp_path, 1):
+        with socket.socket(socket.AF_UNIX) as deaf:
+            deaf.bind(f"{tmp_path}/deaf")
+            deaf.listen()
+            with pytest.raises(GenerationError, match="deaf listens and has not answered for"):
+                await ShardedClient.connect(f"{tmp_path}/deaf", answer_s=0.1)
+
+
+async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
+    """Both fail, neither waits for ever, and the message that clears goes to all ranks."""
+    async with serving(tmp_path, 2) as (client, ranks):
+        await client.decode([3], Advance())
+        for rank in ranks:
+            rank.delay_s, rank.failure = 0.01, (grpc.StatusCode.INTERNAL, "out of luck")
+        steps = [client.decode([3], Advance(is_ahead=True)) for _ in range(2)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 5)
+        assert {str(outcome) for outcome in outcomes} == {"Server error: shard 0: out of luck"}
+        for rank in ranks:
+            rank.failure = None
+        await client.clear_cache(3)
+        assert [numbers(rank)[-1] for rank in ranks] == [4, 4]
+
+
+async def test_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(client_shards, "_HEALTH_TIMEOUT_S", 0.05)
+    async with serving(tmp_path, 2) as (client, ranks):
+        ranks[1].delay_s = 3600
+        watched = WatchedShards(client, num_questions=2)
+        with pytest.raises(LostStepError) as caught:
+            await asyncio.wait_for(watched.decode([3], Advance()), 5)
+        assert watched.verdict is not None and watched.verdict.startswith("The shards have not ans")
+        assert watched.detail == "Server error: shard 1: Deadline Exceeded"
+        assert "shard 1" not in caught.value.message and "shard 1" in str(caught.value)
+        assert sum(isinstance(request, pb.HealthRequest) for request in ranks[1].asked) == 2
+
+
+class Numbered(FakeShard):
+    """A rank that writes a text, takes messages in order, and proves what it wrote."""
+
+    def __init__(self, rank: int, urls: list[str]) -> None:
+        super().__init__(urls[rank], [70, 71, 72], accepted=0)
+        self._rank, self._urls = rank, urls
+        self.asked: list[Any] = []
+        self.num_answered = 0
+        # The step in which it says that it chose another token.
+        self.wrong: int | None = None
+
+    async def Info(self, request: Any, context: Any) -> Any:
+        info = await super().Info(request, context)
+        info.rank, info.world_size = self._rank, len(self._urls)
+        return info
+
+    async def ServiceDiscovery(self, request: Any, context: Any) -> Any:
+        return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+    async def ClearCache(self, request: Any, context: Any) -> Any:
+        self._take(request)
+        return await super().ClearCache(request, context)
+
+    async def FilterBatch(self, request: Any, context: Any) -> Any:
+        self._take(request)
+        return await super().FilterBatch(request, context)
+
+    async def Prefill(self, request: Any, context: Any) -> Any:
+        self._take(request)
+        return await super().Prefill(request, context)
+
+    async def Decode(self, requests: Any, context: Any) -> Any:
+        async for answer in super().Decode(self._taken(requests), context):
+            yield answer
+
+    async def _taken(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in requests:
+            self._take(request)
+            yield request
+
+    def _take(self, request: Any) -> None:
+        assert request.number == len(self.asked) + 1
+        self.asked.append(request)
+
+    def _answer(self, batch_id: int, columns: Columns) -> pb.StepResponse:
+        response = super()._answer(batch_id, columns)
+        number = len(self.asked)
+        tokens = [*columns.request_ids, *columns.token_ids, number == self.wrong]
+        digest = blake2b(repr(tokens).encode(), digest_size=8).digest()
+        if self._rank:
+            response = pb.StepResponse()
+        response.forward_ns, response.digest = 1000, int.from_bytes(digest, "little")
+        return response
+
+
+@asynccontextmanager
+async def batching(client: ShardedClient, metrics: Metrics) -> AsyncIterator[Batcher]:
+    limits = SchedulerLimits(
+        num_blocks=64,
+        block_size=BLOCK_SIZE,
+        max_batch_size=8,
+        max_batch_prefill_tokens=64,
+        max_batch_total_tokens=64 * BLOCK_SIZE,
+        waiting_served_ratio=0.0,
+        max_waiting_tokens=20,
+    )
+    batcher = Batcher(WatchedShards(client), make_tokenizer(), metrics, limits)
+    task = asyncio.create_task(batcher.run())
+    try:
+        yield batcher
+    finally:
+        await batcher.close()
+        await task
+    batcher.integrity()
+
+
+async def test_a_batch_of_which_ranks_chose_differently_ends_and_the_next_begins(
+    tmp_path: Path,
+) -> None:
+    request = Request(input_ids=(1, 2, 3), sampling=Sampling(), stopping=StoppingCriteria(20))
+    metrics = Metrics(100, 200, num_shards=2)
+    async with serving(tmp_path, 2, Numbered) as (client, ranks):
+        async with batching(client, metrics) as batcher:
+            ranks[1].wrong = 5
+            outcomes = await asyncio.gather(*map(collect, batcher.submit_many([request] * 2)))
+            for outcome in outcomes:
+                assert "shard 1 chose other tokens than shard 0 in step 5" in str(outcome.error)
+                assert len(outcome.tokens) < 5
+            # Not asked for its health, the next is let in and finds an empty batch.
+            after = await collect(batcher.submit(request))
+            assert after.error is None and after.ids == [70 + n % 3 for n in range(20)]
+            assert batcher.is_healthy
+        steps = metrics.batch_inference_success
+        num_steps = steps.value(method="prefill") + steps.value(method="decode")
+        for rank in ("0", "1"):
+            assert metrics.batch_shard_duration.count(rank=rank) == num_steps
+        # Both took the same messages, numbered without a gap.
+        assert ranks[0].asked == ranks[1].asked and len(ranks[0].asked) > num_steps
+        assert any(isinstance(request, pb.ClearCacheRequest) for request in ranks[0].asked)

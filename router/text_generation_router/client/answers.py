@@ -1,0 +1,131 @@
+"""What all ranks have answered to one message, as one answer: compared, merged, or why there is
+none. Nothing here waits."""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import grpc
+from text_generation_proto import pb
+
+from text_generation_router.client import translate
+from text_generation_router.client.translate import ShardInfo
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.shards import LostStepError, StepResult
+
+# What ranks may say differently: who they are, how far they have come, and what their cores allow.
+_OF_A_RANK = {"rank", "last_number", "spares_core"}
+# How a rank speaks of another one, because of which it has failed.
+_OF_ANOTHER = re.compile(r"shard (\d+) |another shard ")
+
+
+def merge_infos(infos: Sequence[ShardInfo]) -> ShardInfo:
+    """What the shards are, in the order in which they were found. Raises GenerationError if they
+    are not the ranks of one model, and names who is not."""
+    first = infos[0]
+    for rank, info in enumerate(infos):
+        if info.rank != rank:
+            raise GenerationError(
+                f"the socket of shard {rank} is that of a shard with rank {info.rank}; give the "
+                "socket of rank 0"
+            )
+        if info.world_size != len(infos):
+            raise GenerationError(
+                f"shard {rank} is one of {info.world_size}, and {len(infos)} were found; start all "
+                "of them with the same number of shards"
+            )
+        for name in (field.name for field in fields(info) if field.name not in _OF_A_RANK):
+            theirs, ours = getattr(info, name), getattr(first, name)
+            if theirs != ours:
+                raise GenerationError(
+                    f"shard {rank} says {name} {theirs!r}, and shard 0 says {ours!r}; start all of "
+                    "them with the same program, model and options"
+                )
+    return replace(
+        first,
+        spares_core=all(info.spares_core for info in infos),
+        last_number=max(info.last_number for info in infos),
+    )
+
+
+def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult:
+    """The tokens that rank 0 has chosen, and the times of all ranks, if there are several.
+
+    Raises LostStepError if a rank has chosen others: it names that rank and the message.
+    """
+    first, *others = responses
+    if not others:
+        return translate.from_step(first)
+    check_digests(number, [r.digest if r.HasField("digest") else None for r in responses])
+    shard_ns = [response.forward_ns + response.decode_ns for response in responses]
+    return translate.from_step(first, shard_ns)
+
+
+def check_digests(number: int, digests: Sequence[int | None]) -> None:
+    """Raises LostStepError unless all ranks have sent one and the same digest, rank 0 first."""
+    if silent := [rank for rank, digest in enumerate(digests) if digest is None]:
+        raise LostStepError(
+            f"Server error: {_shards(silent)} did not say what was chosen in step {number}; start "
+            "all shards with the same version of this program"
+        )
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise LostStepError(
+            f"Server error: {_shards(others)} chose other tokens than shard 0 in step {number}, so "
+            "that nobody knows which are right"
+        )
+
+
+def failure(outcomes: Sequence[object]) -> BaseException | None:
+    """Why a call to several ranks has failed, None if it has not.
+
+    Of each rank either its answer or its exception; None: it was not waited for any longer. If only
+    some have failed, or one is gone or silent, it is a LostStepError. Of several errors the first
+    is told that is not about another rank.
+    """
+    errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
+    silent = [rank for rank, one in enumerate(outcomes) if one is None]
+    if not errors and silent:
+        return LostStepError(
+            f"Server error: {_shards(silent)} did not answer, though others have: stopped, or hung"
+        )
+    if not errors:
+        return None
+    is_lost = len(errors) < len(outcomes) or any(map(is_gone, errors.values()))
+    rank = min(errors, key=lambda rank: _is_about_another(rank, errors[rank]))
+    return generation_error(errors[rank], is_lost, f"shard {rank}: ")
+
+
+def is_gone(error: object) -> bool:
+    """Whether the call failed because nobody is there any more who could answer."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return False
+    return error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def generation_error(error: BaseException, is_lost: bool, who: str = "") -> BaseException:
+    """What a failed call means to a client; failures that are no RPC's stay as they are.
+
+    `is_lost`: other ranks have done what this one has not. `who` stands before what gRPC or the
+    shard says, which may name sockets and files, and is therefore for the log alone.
+    """
+    if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
+        return LostStepError("Could not connect to Text Generation server: channel closed")
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return error
+    detail = f"{who}{error.details() or error.code().name}"
+    if is_gone(error):
+        return LostStepError("Could not connect to Text Generation server", detail)
+    return (LostStepError if is_lost else GenerationError)("Server error", detail)
+
+
+def _is_about_another(rank: int, error: BaseException) -> bool:
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return False
+    named = _OF_ANOTHER.match(error.details() or "")
+    return named is not None and named[1] != str(rank)
+
+
+def _shards(ranks: Sequence[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"shards {', '.join(most)} and {last}" if most else f"shard {last}"

@@ -1,0 +1,202 @@
+"""Passes of several ranks, each a process: what computes with all threads of a process can not be
+two ranks.
+
+`python -m shard.tests.rank_passes` reads from stdin which cases are run with how many ranks, starts
+these as copies of itself, and writes what they found, as JSON. It computes nothing itself, because
+threads that compute do not survive in copies.
+"""
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from text_generation_shard.device import open_device
+from text_generation_shard.device.base import DeviceOptions
+from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives, memory_bytes
+from text_generation_shard.device.cpu.runner import FusedDecoder
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.errors import RankError
+from text_generation_shard.parallel import World
+
+from shard.tests.driver import Driver, load_engine
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+SHORT_DEADLINE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model; how it is held; how many ranks there are, with how many threads each; bytes of a
+    slot; and whether ranks fail, instead of what they compute."""
+
+    path: str
+    form: Mapping[str, Any]
+    sizes: Sequence[int]
+    num_threads: int = 1
+    slot_bytes: int = 2**16
+    fails: bool = False
+
+
+Found = dict[str, list[Any]]
+"""By number of ranks and number of the case, what each rank found; see `key`."""
+
+
+def key(size: int, number: int) -> str:
+    """Of `Found`."""
+    return f"{size} ranks, case {number}"
+
+
+def run_cases(cases: Sequence[Case]) -> Found:
+    """In processes of their own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "shard.tests.rank_passes"],
+        input=json.dumps([asdict(case) for case in cases]),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=True,
+    )
+    found: Found = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """See above."""
+    cases = [Case(**case) for case in json.load(sys.stdin)]
+    found: Found = {}
+    for size in sorted({size for case in cases for size in case.sizes}):
+        with tempfile.TemporaryDirectory() as folder:
+            _run_ranks(size, cases, Path(folder))
+            for number, case in enumerate(cases):
+                paths = [Path(folder) / f"{number}-{rank}" for rank in range(size)]
+                if size in case.sizes:
+                    found[key(size, number)] = [json.loads(path.read_text()) for path in paths]
+    print(json.dumps(found))
+
+
+def _run_ranks(size: int, cases: Sequence[Case], folder: Path) -> None:
+    """Each rank runs all cases that are for so many, one after another."""
+    most = max(memory_bytes(size, case.slot_bytes) for case in cases)
+    memory = [mmap.mmap(-1, most) for _ in cases]
+    ranks = []
+    for rank in range(size):
+        process = os.fork()
+        if process == 0:
+            try:
+                _be_rank(rank, size, cases, memory, folder)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(0)
+        ranks.append(process)
+    for process in ranks:
+        os.waitpid(process, 0)
+
+
+def _be_rank(
+    rank: int, size: int, cases: Sequence[Case], memory: Sequence[mmap.mmap], folder: Path
+) -> None:
+    for number, case in enumerate(cases):
+        if size not in case.sizes:
+            continue
+        torch.set_num_threads(case.num_threads)
+        own = torch.frombuffer(memory[number], dtype=torch.uint8)
+        collectives = SharedMemoryCollectives(own, rank, size, case.slot_bytes, DEADLINE_S)
+        world = World(rank, size, collectives) if size > 1 else World()
+        engine = _engine(case, world)
+        found = _failures(engine, world) if case.fails else _answers(engine)
+        (folder / f"{number}-{rank}").write_text(json.dumps(found))
+
+
+def _engine(case: Case, world: World) -> Engine:
+    settings = {"quantize": None, "deterministic": False, **case.form}
+    options = DeviceOptions(
+        settings["dtype"],
+        "float32",
+        settings["quantize"],
+        deterministic=settings["deterministic"],
+        rank=world.rank,
+        world_size=world.size,
+    )
+    device = open_device("cpu", options)
+    numba.set_num_threads(case.num_threads)
+    return load_engine(Path(case.path), device=device, world=world, **case.form)
+
+
+def _ids(number: int, count: int) -> list[int]:
+    return [3 + (7 * place + 11 * number) % 90 for place in range(count)]
+
+
+def _answers(engine: Engine) -> dict[str, Any]:
+    """Tokens and log-probabilities of prompts of many lengths, one longer than a product's rows, of
+    parts of prompts beside rows that decode, and of guesses."""
+    driver = Driver(engine)
+    given: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos_token": True}
+    first = driver.request(0, _ids(0, 40), prefill_logprobs=True, **given)
+    driver.add([first, driver.request(1, _ids(1, 300), **given)])
+    driver.add([driver.request(2, [7, 8, 9] * 9, **given)], driver.advance({}, 3))
+    driver.add([driver.request(3, _ids(3, 30), chunk_len=12, **given)], driver.advance({}))
+    driver.step({3: 18})
+    while driver.running:
+        driver.step(speculate=2)
+    return {
+        "is_fused": isinstance(getattr(engine._runner, "_forward", None), FusedDecoder),
+        "tokens": [driver.tokens[number] for number in range(4)],
+        "logprobs": [driver.logprobs[number] for number in range(4)],
+        "prompt": driver.prefill_logprobs[0][1:],
+    }
+
+
+def _failures(engine: Engine, world: World) -> dict[str, Any]:
+    """Rank 1 gives up a message, comes back for the next one, and then no more."""
+    driver, collectives = Driver(engine), world.collectives
+    given: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
+    collectives.begin(1)
+    driver.add([driver.request(0, _ids(0, 40), **given)])
+    collectives.begin(2)
+    given_up, late, seconds = "", "", 0.0
+    if world.rank == 1:
+        collectives.fail(2)
+    else:
+        given_up = _error_of_step(driver)
+    for number in range(3, 6):
+        collectives.begin(number)
+        driver.step()
+    if world.rank == 0:
+        decoder: Any = getattr(engine._runner, "_decoder", None)
+        decoder._pass["deadline_ns"] = int(SHORT_DEADLINE_S * 1e9)
+        began = time.monotonic()
+        # What all ranks do first in a message was done in the one before.
+        late, seconds = _error_of_step(driver), time.monotonic() - began
+    return {
+        "tokens": driver.tokens[0],
+        "given_up": given_up,
+        "late": late,
+        "seconds": seconds,
+    }
+
+
+def _error_of_step(driver: Driver) -> str:
+    try:
+        driver.step()
+    except RankError as error:
+        return f"{error} {error.is_final}"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Ranks meet: who is missing, who is unlike the others, who has failed. As threads here."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.errors import ModelError, RankError
+from text_generation_shard.meeting import Meeting, difference, facts_of
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def config_of(rank: int, size: int, port: int, deadline_s: float = 10.0) -> ShardConfig:
+    return ShardConfig(
+        model_path=Path("/model"),
+        rank=rank,
+        world_size=size,
+        master_port=port,
+        step_deadline=deadline_s,
+    )
+
+
+def join(config: ShardConfig, within_s: float = 5.0) -> Meeting:
+    return Meeting.join(config, "cpu", "float32", within_s)
+
+
+@contextmanager
+def meet(size: int, deadline_s: float = 10.0) -> Iterator[list[Meeting]]:
+    """So many ranks that have met."""
+    port = free_port()
+    with ThreadPoolExecutor(size) as pool:
+        configs = [config_of(rank, size, port, deadline_s) for rank in range(size)]
+        found = list(pool.map(join, configs))
+    try:
+        yield found
+    finally:
+        for meeting in found:
+            meeting.close()
+
+
+def test_all_give_and_all_get() -> None:
+    with meet(3) as meetings, ThreadPoolExecutor(3) as pool:
+        for what in ("first", "second"):
+            given = [pool.submit(one.gather, what, f"{what} of {one.rank}") for one in meetings]
+            found = [one.result() for one in given]
+            assert found == [[f"{what} of {rank}" for rank in range(3)]] * 3
+
+
+def test_only_this_address_is_listened_on() -> None:
+    with meet(2) as meetings:
+        port = int(meetings[0]._place.rpartition(":")[2])
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.2", port), timeout=5).close()
+
+
+def test_who_fails_is_named_with_the_reason() -> None:
+    with meet(3) as meetings, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(meetings[rank].all_here, "loaded") for rank in (0, 2)]
+        meetings[1].fail("no weights here")
+        for one in waiting:
+            with pytest.raises(RankError, match=r"^shard 1 has failed: no weights here$") as error:
+                one.result(timeout=10)
+            assert error.value.is_final
+
+
+def test_who_does_not_come_is_named() -> None:
+    place = config_of(0, 2, free_port())
+    where = f"localhost:{place.master_port}"
+    with pytest.raises(RankError, match=f"^shard 1 did not come to {where} within 0.3 s$"):
+        join(place, within_s=0.3)
+    nobody = config_of(1, 2, free_port())
+    with pytest.raises(RankError, match=r"^shard 0 was not found at .* \(nobody listens there\)"):
+        join(nobody, within_s=0.3)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ModelError, match=r"Address already in use.*--master-port"):
+            join(config_of(0, 2, port))
+
+
+def test_a_name_that_nobody_has() -> None:
+    with pytest.raises(ModelError, match=r"shard 0 can not listen at nowhere\.invalid:29500"):
+        join(replace(config_of(0, 2, 29500), master_addr="nowhere.invalid"))
+
+
+def test_two_servers_at_one_port() -> None:
+    with meet(2) as meetings:
+        config = config_of(1, 2, int(meetings[0]._place.rpartition(":")[2]))
+        with pytest.raises(
+            ModelError, match=r"two processes came to .* as shard 1: another server"
+        ):
+            join(config)
+
+
+def test_all_ranks_say_in_what_they_differ() -> None:
+    port, other = free_port(), replace(config_of(1, 2, 0), master_port=0, quantize="int8")
+    own = [config_of(0, 2, port), replace(other, master_port=port)]
+    sentence = "shard 1 has --quantize int8, shard 0 has None: start all shards with the same"
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(join, config) for config in own]:
+            with pytest.raises((ModelError, RankError), match=sentence):
+                one.result(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("torch", "2.1", "shard 1 runs torch 2.1, shard 0 2.2: install one version for both"),
+        ("pytgi", "1.0", "shard 1 runs pytgi 1.0, shard 0 2.2: install one version for both"),
+        ("device", "cpu", "shard 1 has device cpu, shard 0 has 2.2: start all shards with one "),
+    ],
+)
+def test_what_must_be_alike(name: str, value: str, sentence: str) -> None:
+    facts = facts_of(config_of(0, 2, 1), "cpu", "float32")
+    assert difference([facts, json.loads(json.dumps(facts))]) == ""
+    found = difference([facts | {name: "2.2"}, facts | {name: value}])
+    assert found.startswith(sentence)
+
+
+def test_nothing_of_a_meeting_runs_when_it_is_closed() -> None:
+    with meet(2) as meetings:
+        threads = [one._thread for one in meetings]
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    assert not [one for one in threading.enumerate() if one.name == "join" and one.is_alive()]

@@ -1,0 +1,88 @@
+"""Compiled passes of several ranks: the same as of one, to the last bit where sums have fixed
+parts; and a rank that fails."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from text_generation_shard.device.cpu.kernels import are_vectors_wide
+
+from integration_tests.checkpoints import write_checkpoint
+from shard.tests.rank_passes import Case, Found, key, run_cases
+
+DETERMINISTIC = {"deterministic": True}
+FORMS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16", **DETERMINISTIC},
+    {"dtype": "float32", **DETERMINISTIC},
+    {"dtype": "bfloat16"},
+]
+QUANTIZED: list[dict[str, Any]] = [
+    {"dtype": "bfloat16", "quantize": kind, **DETERMINISTIC} for kind in ("int8", "int4")
+]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    folder = tmp_path_factory.mktemp("ranks")
+    # Features of the feed-forward that are no whole number of parts, two KV heads, a vocabulary
+    # that is no multiple of 8.
+    eight = {"num_attention_heads": 8, "head_dim": 16, "vocab_size": 301, "mlp_bias": False}
+    small = str(write_checkpoint("llama3", folder / "llama3", **eight))
+    # Biases behind attention, multipliers, normed heads; slots of a few rows.
+    granite = str(write_checkpoint("granite", folder / "granite", mlp_bias=False))
+    cases = [
+        Case(small, FORMS[0], [1, 2, 4, 8]),
+        Case(small, FORMS[1], [1, 2, 4], num_threads=2),
+        Case(granite, FORMS[1], [1, 2], slot_bytes=2**12),
+        Case(granite, FORMS[2], [1, 2], num_threads=2),
+        Case(small, FORMS[2], [2], num_threads=2, fails=True),
+    ]
+    if are_vectors_wide():
+        sizes = {"intermediate_size": 256, "hidden_size": 128, "head_dim": 64, "mlp_bias": False}
+        wide = str(write_checkpoint("llama3", folder / "wide", **sizes))
+        cases += [Case(wide, form, [1, 2]) for form in QUANTIZED]
+    return cases
+
+
+@pytest.fixture(scope="module")
+def found(cases: list[Case]) -> Found:
+    return run_cases(cases)
+
+
+def test_ranks_give_what_one_gives(cases: list[Case], found: Found) -> None:
+    for number, case in enumerate(cases):
+        if case.fails:
+            continue
+        one = found[key(1, number)][0]
+        assert one["is_fused"]
+        for size in case.sizes[1:]:
+            ranks = found[key(size, number)]
+            assert all(rank["is_fused"] and rank["tokens"] == one["tokens"] for rank in ranks)
+            same = one["prompt"], one["logprobs"]
+            if "deterministic" in case.form:
+                assert (ranks[0]["prompt"], ranks[0]["logprobs"]) == same
+            assert ranks[0]["prompt"] == pytest.approx(one["prompt"], abs=0.1)
+
+
+def test_a_rank_that_gives_up_or_does_not_come_is_named(cases: list[Case], found: Found) -> None:
+    number = next(number for number, case in enumerate(cases) if case.fails)
+    first, other = found[key(2, number)]
+    assert first["given_up"] == "shard 1 has given up message 2 False"
+    # What was undone is computed as if nothing had been.
+    assert first["tokens"] == other["tokens"] and len(first["tokens"]) == 4
+    assert first["late"].startswith("shard 1 did not come within") and first["late"].endswith(
+        "True"
+    )
+    assert 0.9 < first["seconds"] < 10
+
+
+def test_ranks_have_fixed_parts_of_a_sum(tmp_path: Path) -> None:
+    """See `part_products.num_parts`."""
+    from text_generation_shard.device.cpu.kernels.part_products import num_parts
+    from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, FLOAT32, INT4
+
+    assert [num_parts(1536 // size, 192, BFLOAT16) for size in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    # Groups of 4 bits are taken in pairs.
+    assert [num_parts(768 // size, 96, INT4) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    # No whole parts, or as many as no branch of a tree has.
+    assert num_parts(200, 192, FLOAT32) == num_parts(576, 192, FLOAT32) == 1

@@ -1,0 +1,252 @@
+"""What ranks on one machine compute together, through memory that their processes share."""
+
+import json
+import logging
+import os
+from typing import Final
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from text_generation_shard.arrays import Ints
+from text_generation_shard.device.cpu import host
+from text_generation_shard.device.cpu.kernels import exchange
+from text_generation_shard.errors import ModelError, RankError
+from text_generation_shard.meeting import JOIN_S, Meeting, try_out
+
+logger = logging.getLogger(__name__)
+
+# Of the head of the memory, what says to which launch it belongs.
+_NAME_BYTES: Final = 32
+_MOST_OPERATIONS: Final = 1 << exchange.COUNT_BITS
+# Slots are whole pages: what a rank writes lies in no cache line of another's.
+_PAGE_BYTES: Final = 4096
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class SharedMemory:
+    """Owns this process's view of memory that all ranks of a launch share. It has no name, and is
+    gone with the last of their processes, however they end."""
+
+    def __init__(self, meeting: Meeting, nbytes: int) -> None:
+        """All ranks call this at once. All of the memory is taken here: what lacks is a ModelError
+        now, and nothing later. Of another rank it is a RankError."""
+        descriptor, told = -1, ""
+        try:
+            if meeting.rank == 0:
+                descriptor = _create(nbytes, meeting.size)
+                os.pwrite(descriptor, name := uuid4().hex.encode(), 0)
+                told = json.dumps([os.getpid(), descriptor, name.decode()])
+            process, number, name = json.loads(meeting.gather("shared memory", told)[0])
+            self.bytes = _map(f"/proc/{process}/fd/{number}", name, nbytes)
+            meeting.all_here("shared memory of all")
+        except ModelError as error:
+            meeting.fail(str(error))
+            raise
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _create(nbytes: int, size: int) -> int:
+    """The descriptor of new memory, filled with zeros."""
+    free = host.free_bytes()
+    lack = (
+        f"{size} shards exchange what they compute through {nbytes / 2**20:.0f} MiB of shared "
+        "memory, and {} are free: stop other processes, raise the container's memory limit, or use "
+        "a smaller --num-shard"
+    )
+    if nbytes > free:
+        raise ModelError(lack.format(f"{free / 2**20:.0f} MiB"))
+    descriptor = os.memfd_create("text-generation-shards")
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise ModelError(lack.format(f"fewer ({error.strerror})")) from error
+    return descriptor
+
+
+def _map(path: str, name: str, nbytes: int) -> Tensor:
+    """The bytes of memory that is another process's descriptor."""
+    try:
+        if os.stat(path).st_size < nbytes:
+            raise ModelError(f"{path} is not the shared memory of this launch: start it again")
+        found = torch.from_file(path, True, nbytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise ModelError(
+            f"the memory that shards share can not be opened at {path} ({error}): all shards must "
+            "run as one user, in one container"
+        ) from error
+    if bytes(found[:_NAME_BYTES].tolist()) != name.encode():
+        raise ModelError(f"{path} is the shared memory of another launch: start this one again")
+    return found
+
+
+class SharedMemoryCollectives:
+    """See `Collectives`. Owns this rank's place in what the messages have brought so far: compiled
+    code that does operations itself asks for their words (`reserve`), waits by `exchange`, and has
+    a failure raised here (`check`)."""
+
+    name = "shared memory"
+
+    def __init__(
+        self, memory: Tensor, rank: int, size: int, slot_bytes: int, deadline_s: float
+    ) -> None:
+        """memory: of `memory_bytes`, in all ranks the same."""
+        self.rank, self.size = rank, size
+        self._memory, self.deadline_s = memory, deadline_s
+        # The words of this process; see `exchange.FIELDS`. Not in one cache line.
+        self._words = np.zeros(2 * exchange.LINE // 8, np.int64)
+        self._stop, self._waited = 0, exchange.LINE // 8
+        lines = memory.data_ptr() + exchange.HEAD_BYTES
+        slot_bytes = whole_pages(slot_bytes)
+        slots = memory.data_ptr() + _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
+        self.exchange = np.array(
+            [
+                (
+                    *(lines, slots, slot_bytes, rank, size, int(deadline_s * 1e9)),
+                    *(self._words.ctypes.data, self._words[self._waited :].ctypes.data),
+                )
+            ],
+            exchange.EXCHANGE,
+        )
+        """One element, for compiled code."""
+        rows = memory[slots - memory.data_ptr() :][: 2 * size * slot_bytes]
+        self._slots = rows.view(size, 2, slot_bytes)
+        self._number, self._count = 0, 0
+        self._meeting: Meeting | None = None
+
+    @classmethod
+    def meet(cls, meeting: Meeting, slot_bytes: int) -> "SharedMemoryCollectives":
+        """Of all ranks that meet, each of which gives at most so many bytes at once; they have been
+        tried out."""
+        memory = SharedMemory(meeting, memory_bytes(meeting.size, slot_bytes))
+        deadline_s = min(JOIN_S, meeting.deadline_s)
+        found = cls(memory.bytes, meeting.rank, meeting.size, slot_bytes, deadline_s)
+        # What rank 0 keeps for all is gone with its meeting.
+        found._meeting = meeting
+        try_out(found, meeting)
+        found.wait_at_most(meeting.deadline_s)
+        return found
+
+    def wait_at_most(self, seconds: float) -> None:
+        """The deadline of operations from here on; of none that is under way."""
+        self.deadline_s = seconds
+        self.exchange["deadline_ns"] = int(seconds * 1e9)
+
+    def begin(self, number: int) -> None:
+        """See Collectives."""
+        assert 0 <= number < 1 << 62 - exchange.COUNT_BITS, "a word has 64 bits"
+        self._number, self._count = number, 0
+
+    def reserve(self, count: int) -> int:
+        """The word of the first of the next `count` operations; the others' follow it."""
+        if self._count == 0:
+            # Nothing is put for a message before all are done with the one before.
+            self._exchange(self._word())
+        first = self._word() + 1
+        self._count += count
+        assert self._count < _MOST_OPERATIONS, "operations of one message have words"
+        return first
+
+    def check(self, status: int) -> None:
+        """Raise what a status says; see `exchange.await_rank`."""
+        reason, rank = status & 3, status >> 2
+        if reason == exchange.ARRIVED:
+            return
+        where = f"message {self._number}"
+        if reason == exchange.LATE:
+            raise RankError(
+                f"shard {rank} did not come within {self.deadline_s:g} s ({where})", is_final=True
+            )
+        self.fail(self._number)
+        if reason == exchange.STOPPED:
+            raise RankError(
+                f"this shard is stopping, and does not wait for shard {rank} ({where})",
+                is_final=True,
+            )
+        raise RankError(f"shard {rank} has given up {where}", is_final=False)
+
+    @property
+    def waited_ns(self) -> int:
+        """How long threads of this rank have waited for others so far, together."""
+        return int(self._words[self._waited])
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """See Collectives."""
+        assert partial.dtype in _FLOATS, "sums are of numbers with a fraction"
+        flat = partial.contiguous().view(-1)
+        for piece in torch.split(flat, self._slots.shape[2] // 4):
+            word = self.reserve(1)
+            parts = self._slots[:, word & 1, : 4 * len(piece)].view(torch.float32)
+            parts[self.rank].copy_(piece)
+            self._exchange(word)
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
+            piece.copy_(total)
+        return flat.view(partial.shape)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """See Collectives."""
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        found = torch.empty(self.size, *part.shape, dtype=part.dtype)
+        taken = found.view(self.size, part.numel()).view(torch.uint8)
+        for first in range(0, len(flat), self._slots.shape[2]):
+            piece = flat[first : first + self._slots.shape[2]]
+            word = self.reserve(1)
+            parts = self._slots[:, word & 1, : len(piece)]
+            parts[self.rank].copy_(piece)
+            self._exchange(word)
+            taken[:, first : first + len(piece)] = parts
+        return torch.cat(list(found), dim=-1)
+
+    def broadcast(self, values: Ints) -> Ints:
+        """See Collectives."""
+        flat = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
+        for piece in torch.split(flat, self._slots.shape[2] // 8):
+            word = self.reserve(1)
+            given = self._slots[0, word & 1, : 8 * len(piece)].view(torch.int64)
+            if self.rank == 0:
+                given.copy_(piece)
+            self._exchange(word)
+            piece.copy_(given)
+        values[...] = flat.numpy().reshape(values.shape)
+        return values
+
+    def fail(self, number: int) -> None:
+        """See Collectives."""
+        exchange.give_up_message(self.exchange, number)
+
+    def stop(self) -> None:
+        """See Collectives."""
+        if not self._words[self._stop]:
+            logger.info(
+                "shard %d has waited %.2f s for the others while it computed",
+                *(self.rank, self.waited_ns / 1e9),
+            )
+        self._words[self._stop] = 1
+
+    def _word(self) -> int:
+        return (self._number << exchange.COUNT_BITS) + self._count
+
+    def _exchange(self, word: int) -> None:
+        self.check(exchange.exchange_word(self.exchange, word))
+
+
+def memory_bytes(size: int, slot_bytes: int) -> int:
+    """Of what so many ranks share."""
+    head = _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
+    return head + 2 * size * whole_pages(slot_bytes)
+
+
+def whole_pages(nbytes: int) -> int:
+    """The least number of bytes that are whole pages and hold so many."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _head_bytes(size: int) -> int:
+    return exchange.HEAD_BYTES + size * exchange.BYTES_OF_RANK

@@ -1,0 +1,291 @@
+"""A pass of several ranks: the steps of a layer, and between them what ranks tell each other.
+
+An operation takes some rows of a pass, as many as a slot has room for: their part is put into this
+rank's slot, one item publishes it, and the items behind it, one for each row, wait for all ranks
+and make numbers of all parts. What is exchanged are vectors of tokens, which one rank has; the sums
+behind attention and behind the gates, float32, which are added by a binary tree and rounded once;
+and the scores of each rank's part of the vocabulary.
+
+`given` is a `layers.Given` everywhere, whose `PASS` has the fields of an exchange. A thread that
+waits is in an item: the others go on to look for work, and leave the core to others. When waiting
+fails, all other items of the pass do nothing, and `status` says why.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from text_generation_shard.device.cpu.kernels import exchange, llvm
+from text_generation_shard.device.cpu.kernels.grouped_linear import (
+    STEPS,
+    cost_of_items,
+    sums_bytes,
+)
+from text_generation_shard.device.cpu.kernels.llvm import (
+    FLOATS,
+    LANES,
+    VECTOR_BYTES,
+    call,
+    itemsize,
+)
+from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
+from text_generation_shard.device.cpu.kernels.steps import (
+    DOWN,
+    HEAD,
+    NORM_BEFORE_HEAD,
+    NUM_STEPS,
+    OUT,
+    num_rows,
+    product_of,
+    write_step,
+)
+from text_generation_shard.device.cpu.kernels.thread_pool import may_put
+from text_generation_shard.device.cpu.kernels.vector import (
+    FLOAT32,
+    STEP_BYTES,
+    inlined,
+    load_numbers,
+    store_numbers,
+)
+
+# Behind those of `steps`.
+_EMBED: Final = 13
+_PUBLISH: Final = 14
+_TAKE_VECTORS: Final = 15
+_TAKE_SUMS: Final = 16
+_TAKE_SCORES: Final = 17
+# Of sums of as many ranks as there may be.
+_LEVELS: Final = 16
+
+
+def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> int:
+    """How many operations a pass has of so many tokens; those whose last hidden states are wanted,
+    and of which there are logits. this: a `layers.PASS`."""
+    itemsize = int(this["row_itemsize"])
+    vectors = _num_chunks(this, rows, int(this["hidden_size"]) * itemsize)
+    sums = [_num_chunks(this, count, int(this["hidden_size"]) * 4) for count in (rows, wanted)]
+    scores = _num_chunks(this, num_logits, int(this["vocab_size"]) * itemsize)
+    return vectors + 2 * ((num_layers - 1) * sums[0] + sums[1]) + scores
+
+
+def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
+    rows_at_once = int(this["slot_bytes"]) // row_bytes
+    assert rows_at_once > 0, "a slot has room for a row"
+    return -(-rows // rows_at_once)
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def write_rank_phases(given: Any, phases: Any) -> None:
+    """`write_phases` of several ranks."""
+    # Numba compiles a function anew for each literal that it is called with, and so there is none.
+    end, last = np.int64(0), len(given.layers) - 1
+    word = np.int64(given.passes[0].word)
+    end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
+    for layer in range(len(given.layers)):
+        for step in range(NUM_STEPS):
+            if step in (OUT, DOWN):
+                end, word = _write_operations(given, phases, end, word, layer, step)
+            else:
+                end = write_step(given, phases, end, layer, step)
+    end = write_step(given, phases, end, last, np.int64(NORM_BEFORE_HEAD))
+    if len(given.logits):
+        end, word = _write_operations(given, phases, end, word, last, np.int64(HEAD))
+
+
+@njit
+def _write_operations(
+    given: Any, phases: Any, end: int, word: int, layer: int, step: int
+) -> tuple[int, int]:
+    """The phases of a step whose results ranks exchange, behind those written so far; returns how
+    many are now, and the word of the next operation."""
+    this = given.passes[0]
+    rows = len(given.slots) if step == _EMBED else num_rows(given, layer, step)
+    row_bytes, take = this.hidden_size * 4, _TAKE_SUMS
+    if step == _EMBED:
+        row_bytes, take = this.hidden_size * itemsize(given.kind), _TAKE_VECTORS
+    elif step == HEAD:
+        row_bytes, take = this.vocab_size * itemsize(given.kind), _TAKE_SCORES
+    chunk = this.slot_bytes // row_bytes
+    for begin in range(0, rows, chunk):
+        count = min(rows - begin, chunk)
+        for first in range(0, count, count if step == _EMBED else ROWS_AT_ONCE):
+            phase = phases[end]
+            _note_operation(phase, step, layer, word, begin, count)
+            phase.first, phase.items = first, count
+            if step != _EMBED:
+                _note_cost(given, phase)
+            end += 1
+        _note_operation(phases[end], _PUBLISH, layer, word, begin, count)
+        phases[end].items = 1
+        _note_operation(phases[end + 1], take, layer, word, begin, count)
+        phases[end + 1].items = count
+        end += 2
+        word += 1
+    return end, word
+
+
+@njit
+def _note_operation(phase: Any, step: int, layer: int, word: int, begin: int, count: int) -> None:
+    phase.step, phase.layer, phase.word = step, layer, word
+    phase.begin, phase.end = begin, begin + count
+
+
+@njit(inline="always")
+def _note_cost(given: Any, phase: Any) -> None:
+    product = _partial_product(given, phase)
+    if phase.step == HEAD:
+        phase.items, phase.item_bytes = cost_of_items(given.head_kind, product)
+    else:
+        phase.items, phase.item_bytes = cost_of_items(given.weight_kind, product)
+    phase.weights, phase.is_short = product.weights, product.num_rows <= TILE_ROWS
+
+
+@njit(inline="always")
+def _partial_product(given: Any, phase: Any) -> Product:
+    """Of the rows of an operation, whose results go into this rank's slot."""
+    this, whole = given.passes[0], product_of(given, phase.layer, phase.step)
+    beside = whole.beside
+    if this.sum_groups and phase.step != HEAD:
+        beside += phase.begin * sums_bytes(whole.steps // STEPS)
+    return Product(
+        whole.weights,
+        beside,
+        whole.inputs + phase.begin * whole.steps * STEP_BYTES,
+        exchange.slot(this, this.rank, phase.word),
+        phase.end - phase.begin,
+        whole.steps,
+        whole.num_outputs,
+        whole.is_gated,
+        whole.num_parts,
+        phase.step != HEAD,
+    )
+
+
+@njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
+def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
+    """An item of a phase of several ranks; ticket: see `may_put`."""
+    this, now = given.passes[0], phases[phase]
+    if llvm.get_word(this.status) != exchange.ARRIVED:
+        # Asked once, also of what nobody computes.
+        if now.is_short:
+            may_put(ticket)
+    elif now.word == 0:
+        call(this.own_item, (given, phases, phase, item, ticket))
+    elif now.weights:
+        _multiply(given, now, item, ticket)
+    elif now.step == _EMBED:
+        _embed(given, now, item)
+    elif now.step == _PUBLISH:
+        exchange.publish(this, now.word)
+    elif _all_are_there(this, now.word):
+        if now.step == _TAKE_SUMS:
+            _take_sums(given, now, item)
+        elif now.step == _TAKE_VECTORS:
+            _take_vector(given, now, item)
+        else:
+            _take_scores(given, now, item)
+
+
+@njit(inline="always")
+def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
+    this, product = given.passes[0], _partial_product(given, phase)
+    where = phase.first, item, ticket if phase.is_short else np.int64(0)
+    if phase.step == HEAD:
+        call(this.multiply_head, (given.head_kind, given.kind, product, *where))
+    else:
+        call(this.multiply_inputs, (given.weight_kind, given.kind, product, *where))
+
+
+@njit(inline="always")
+def _embed(given: Any, phase: Any, item: int) -> None:
+    """The vector of a token that is this rank's goes into its slot."""
+    this, row = given.passes[0], phase.begin + item
+    own, row_bytes = (
+        given.input_ids[row] - this.first_token,
+        this.hidden_size * itemsize(given.kind),
+    )
+    if 0 <= own < this.vocab_size:
+        source, multiplier = this.hidden + row * row_bytes, np.float32(1.0)
+        if this.vectors:
+            source, multiplier = this.vectors + own * row_bytes, this.embedding_multiplier
+        target = exchange.slot(this, this.rank, phase.word) + item * row_bytes
+        call(this.embed, (given.kind, source, multiplier, target, this.hidden_size))
+
+
+@njit(inline="always")
+def _take_vector(given: Any, phase: Any, item: int) -> None:
+    """Hidden states begin with the vector of a token, which one rank has put."""
+    this, row = given.passes[0], phase.begin + item
+    row_bytes = this.hidden_size * itemsize(given.kind)
+    owner = given.input_ids[row] // this.vocab_size
+    source = exchange.slot(this, owner, phase.word) + item * row_bytes
+    target = this.hidden + row * row_bytes
+    call(this.embed, (given.kind, source, np.float32(1.0), target, this.hidden_size))
+
+
+@njit(inline="always")
+def _take_scores(given: Any, phase: Any, item: int) -> None:
+    """Logits of a row; the scores of what is no token are cut away."""
+    this, num_tokens = given.passes[0], given.logits.shape[1]
+    row = np.int64(given.logits.ctypes.data) + (phase.begin + item) * num_tokens * 4
+    for rank in range(this.size):
+        first = rank * this.vocab_size
+        count = min(this.vocab_size, num_tokens - first)
+        if count > 0:
+            slot = exchange.slot(this, rank, phase.word)
+            source = slot + item * this.vocab_size * itemsize(given.kind)
+            call(this.widen, (given.kind, source, row + first * 4, count))
+
+
+@njit(inline="always")
+def _take_sums(given: Any, phase: Any, item: int) -> None:
+    """What a block adds to the hidden states of a row: the sum of all ranks."""
+    this = given.passes[0]
+    size, levels = this.hidden_size, llvm.scratch(_LEVELS)
+    target = this.delta + (phase.begin + item) * size * itemsize(given.kind)
+    for start in range(0, size, LANES):
+        count, at = min(LANES, size - start), (item * size + start) * 4
+        value = _sum_of_ranks(this, phase.word, at, count, levels)
+        store_numbers(given.kind, value, target + start * itemsize(given.kind), count)
+
+
+@inlined
+def _sum_of_ranks(this: Any, word: int, at: int, count: int, levels: int) -> Any:
+    """Neighbours are added, and neighbours of these, as in `part_products`: on a level lies the sum
+    of 2 ** level ranks that have no neighbour yet."""
+    for rank in range(this.size):
+        value, level, rest = _part(this, rank, word, at, count), levels, rank
+        while rest & 1:
+            value = llvm.load(FLOATS, level) + value
+            level += VECTOR_BYTES
+            rest >>= 1
+        llvm.store(value, level)
+    # Where ranks are no power of two, what is left on the levels.
+    rest, level = this.size, levels
+    while not rest & 1:
+        level += VECTOR_BYTES
+        rest >>= 1
+    value = llvm.load(FLOATS, level)
+    while rest > 1:
+        level += VECTOR_BYTES
+        rest >>= 1
+        if rest & 1:
+            value = llvm.load(FLOATS, level) + value
+    return value
+
+
+@inlined
+def _part(this: Any, rank: int, word: int, at: int, count: int) -> Any:
+    return load_numbers(FLOAT32, exchange.slot(this, rank, word) + at, count)
+
+
+@njit(inline="always")
+def _all_are_there(this: Any, word: int) -> bool:
+    """Wait until all ranks have put their part; if one does not, that is the status of the pass."""
+    for rank in range(this.size):
+        status = exchange.await_rank(this, rank, word)
+        if status != exchange.ARRIVED:
+            llvm.put_word(this.status, status)
+            return False
+    return True

@@ -1,0 +1,338 @@
+"""How the processes of several ranks find each other, and who is missing while they load."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.errors import ModelError, RankError
+from text_generation_shard.parallel import Collectives
+
+JOIN_S: Final = 10.0
+"""How long a rank is waited for that has not come yet, and the first operation of all ranks."""
+# Seconds between two signs of life, at most, and between two looks at what all wait for.
+_BEAT_S = 1.0
+_LOOK_S = 0.02
+# How long a rank that ends because of an error waits until the others know.
+_LAST_WORDS_S = 1.0
+# Longer than a process takes to end.
+_NEVER = timedelta(hours=1)
+# Of a rank's settings, what may be its own.
+_OWN_SETTINGS = {"rank", "master_addr", "enable_reflection"}
+
+
+class Meeting:
+    """Owns this rank's connection to what all ranks write and read, which rank 0 keeps, and a
+    thread that shows the others that this rank lives, until `close`.
+
+    RankError, which is final: another rank has not come within JOIN_S, has shown no sign of life
+    for the step deadline, or has failed. It names that rank.
+    """
+
+    def __init__(self, store: TCPStore, config: ShardConfig, within_s: float = JOIN_S) -> None:
+        """The store is this object's alone. within_s: how long a rank is waited for that has not
+        come yet."""
+        self.rank, self.size = config.rank, config.world_size
+        self.address, self.deadline_s = config.master_addr, config.step_deadline
+        self._store, self._within_s = store, within_s
+        self._place = f"{config.master_addr}:{config.master_port}"
+        self._changed = threading.Condition()
+        now = time.monotonic()
+        self._answered, self._noted = now, now
+        # Of each rank: how many signs of life it has given, and when the last was new.
+        self._signs, self._heard = [0] * self.size, [now] * self.size
+        # What all ranks give now, and all that they gave.
+        self._wanted: str | None = None
+        self._found: list[str] = []
+        self._asked: list[Callable[[], None]] = []
+        self._failure = ""
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def join(
+        cls, config: ShardConfig, device: str, dtype: str, within_s: float = JOIN_S
+    ) -> "Meeting":
+        """The meeting of all ranks of a launch; device and dtype are what this one computes with.
+        ModelError if two ranks differ in what all must have alike, or if rank 0 can not listen."""
+        connect = _host if config.rank == 0 else _find
+        meeting = cls(connect(config, within_s), config, within_s)
+        facts = facts_of(config, device, dtype)
+        try:
+            meeting._come()
+            found = meeting.gather("facts", json.dumps(facts))
+            if sentence := difference([json.loads(one) for one in found]):
+                raise ModelError(sentence)
+        except ModelError as error:
+            meeting.fail(str(error))
+            meeting.close()
+            raise
+        except RankError:
+            meeting.close()
+            raise
+        return meeting
+
+    @property
+    def store(self) -> Store:
+        """For torch.distributed, of a connection of its own."""
+        return PrefixStore("torch", self._store.clone())  # type: ignore[attr-defined]
+
+    def gather(self, what: str, value: str) -> list[str]:
+        """What all ranks give, in the order of ranks; each `what` is asked once. From one
+        thread."""
+        with self._changed:
+            self._asked.append(lambda: self._store.set(f"{what}/{self.rank}", value))
+            self._wanted, self._found = what, []
+            self._changed.notify_all()
+        sentence = ""
+        while not sentence:
+            with self._changed:
+                if found := self._answer():
+                    self._wanted = None
+                    return found
+                if not (sentence := self._reason(what)):
+                    self._changed.wait(_LOOK_S)
+        if not self._failure:
+            self._announce(sentence)
+        raise RankError(sentence, is_final=True)
+
+    def all_here(self, what: str) -> None:
+        """Wait until all ranks call this, however long it takes each that shows that it lives."""
+        self.gather(what, "")
+
+    def fail(self, sentence: str) -> None:
+        """Tell the others that this rank can not go on, and why; they know when this returns, or
+        will not. It raises nothing."""
+        self._announce(f"shard {self.rank} has failed: {sentence}")
+
+    def close(self) -> None:
+        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on for
+        as long as rank 0 has this object. Rank 0 waits until all have closed, for a while: others
+        may still read what all gave."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        # A thread that comes back from torch while Python ends would abort this process.
+        self._thread.join(2 * _LAST_WORDS_S)
+
+    def _come(self) -> None:
+        """ModelError if a process has come as this rank already."""
+        found: list[int] = []
+        with self._changed:
+            self._asked.append(lambda: found.append(self._store.add(f"came/{self.rank}", 1)))
+            self._changed.notify_all()
+            # Why there may be no answer, the first `gather` says.
+            self._changed.wait_for(lambda: bool(found or self._failure), self._within_s)
+        if found and found[0] > 1:
+            raise ModelError(
+                f"two processes came to {self._place} as shard {self.rank}: another server uses "
+                "the port; give each server its own --master-port"
+            )
+
+    def _answer(self) -> list[str]:
+        """What all gave; empty: not all have."""
+        return self._found
+
+    def _reason(self, what: str) -> str:
+        """Why this rank can not wait any longer; empty: it can."""
+        now = self._now()
+        if self._failure:
+            return self._failure
+        if now - self._answered > self.deadline_s:
+            return f"shard 0 shows no sign of life for {self.deadline_s:g} s (waiting for: {what})"
+        for rank in range(self.size):
+            silent_s = now - self._heard[rank]
+            if rank == self.rank:
+                continue
+            if not self._signs[rank] and silent_s > self._within_s:
+                return f"shard {rank} did not come to {self._place} within {self._within_s:g} s"
+            if self._signs[rank] and silent_s > self.deadline_s:
+                return (
+                    f"shard {rank} shows no sign of life for {silent_s:.0f} s (waiting for: {what})"
+                )
+        return ""
+
+    def _now(self) -> float:
+        """The time. While this process stood still itself, it has missed no sign of others."""
+        now = time.monotonic()
+        gap, self._noted = now - self._noted, now
+        if gap > _BEAT_S:
+            self._answered += gap
+            self._heard = [heard + gap for heard in self._heard]
+        return now
+
+    def _announce(self, sentence: str) -> None:
+        """Have all others end with this sentence, unless there is one already. Rank 0 waits until
+        they have read it: with its process, all is gone."""
+        done = threading.Event()
+
+        def tell() -> None:
+            said = self._store.compare_set("failed", "", sentence).decode()
+            self._failure = self._failure or said
+            self._linger("read", self.size - 1)
+            done.set()
+
+        with self._changed:
+            self._asked.append(tell)
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            done.wait(2 * _LAST_WORDS_S)
+
+    def _linger(self, name: str, count: int) -> None:
+        """Rank 0 waits until so many have said a thing, or for a while."""
+        end = time.monotonic() + _LAST_WORDS_S
+        while self.rank == 0 and time.monotonic() < end:
+            if self._store.add(name, 0) >= count:
+                return
+            time.sleep(_LOOK_S)
+
+    def _run(self) -> None:
+        next_beat = 0.0
+        try:
+            while True:
+                with self._changed:
+                    self._now()
+                    asked, wanted, self._asked = self._asked, self._wanted, []
+                    is_closed = self._is_closed
+                for one in asked:
+                    one()
+                if is_closed:
+                    self._store.add("closed", 1)
+                    if not self._failure:
+                        self._linger("closed", self.size)
+                    return
+                if time.monotonic() >= next_beat:
+                    self._beat()
+                    next_beat = time.monotonic() + min(_BEAT_S, self.deadline_s / 4)
+                self._look(wanted)
+                with self._changed:
+                    self._answered = time.monotonic()
+                    self._changed.notify_all()
+                    if not self._asked:
+                        self._changed.wait(_LOOK_S if self._wanted else _BEAT_S / 4)
+        except DistError:
+            with self._changed:
+                self._failure = self._failure or f"shard 0 at {self._place} has ended"
+                self._changed.notify_all()
+
+    def _beat(self) -> None:
+        """Show that this rank lives, and see who else does."""
+        self._store.add(f"alive/{self.rank}", 1)
+        for rank in range(self.size):
+            signs = self._store.add(f"alive/{rank}", 0)
+            if signs != self._signs[rank]:
+                self._signs[rank], self._heard[rank] = signs, time.monotonic()
+
+    def _look(self, wanted: str | None) -> None:
+        """See what all have given, and whether one has failed."""
+        if wanted is not None:
+            names = [f"{wanted}/{rank}" for rank in range(self.size)]
+            if self._store.check(names):
+                found = [value.decode() for value in self._store.multi_get(names)]
+                with self._changed:
+                    if self._wanted == wanted:
+                        self._found = found
+        if not self._failure and self._store.check(["failed"]):
+            self._store.add("read", 1)
+            self._failure = self._store.get("failed").decode()
+
+
+def _host(config: ShardConfig, within_s: float) -> TCPStore:
+    """What rank 0 keeps for all; others can come through this address alone."""
+    address, port = config.master_addr, config.master_port
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        # Where a name has addresses of both versions, that of version 4.
+        family, *_, place = min(found, key=lambda one: one[0])
+        listener = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise ModelError(
+            f"shard 0 can not listen at {address}:{port} ({error.strerror}): choose another "
+            "--master-port, or --master-addr"
+        ) from error
+    seconds = timedelta(seconds=within_s)
+    return TCPStore(address, port, None, True, seconds, False, master_listen_fd=listener.detach())
+
+
+def _find(config: ShardConfig, within_s: float) -> TCPStore:
+    """The connection of another rank to what rank 0 keeps."""
+    address, port = config.master_addr, config.master_port
+    end, is_there = time.monotonic() + within_s, False
+    while not is_there and time.monotonic() < end:
+        # torch would try seldom, and log each time.
+        with suppress(OSError), socket.create_connection((address, port), timeout=within_s):
+            is_there = True
+        if not is_there:
+            time.sleep(_LOOK_S)
+    stores: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(DistError):
+            stores.append(TCPStore(address, port, None, False, _NEVER, False))
+
+    # What listens there may be something else, which does not answer: torch waits for it, whatever
+    # its timeout is. This process ends then; that thread must not come back to Python meanwhile.
+    thread = threading.Thread(target=connect, name="join", daemon=True)
+    if is_there:
+        thread.start()
+        thread.join(max(1.0, end - time.monotonic()))
+    if not stores:
+        who = "another program listens there" if is_there else "nobody listens there"
+        raise RankError(
+            f"shard 0 was not found at {address}:{port} within {within_s:g} s ({who}): see what it "
+            "logged, or choose another --master-port",
+            is_final=True,
+        )
+    return stores[0]
+
+
+def facts_of(config: ShardConfig, device: str, dtype: str) -> dict[str, str]:
+    """What all ranks must have alike, by its name."""
+    settings = {
+        f"--{name.replace('_', '-')}": str(getattr(config, name))
+        for name in ShardConfig.__dataclass_fields__
+        if name not in _OWN_SETTINGS
+    }
+    versions = {"torch": torch.__version__, "pytgi": version("pytgi")}
+    return versions | {"device": device, "dtype": dtype} | settings
+
+
+def difference(facts: Sequence[Mapping[str, str]]) -> str:
+    """The first thing in which a rank is unlike rank 0, as a sentence; empty: none is."""
+    for rank, own in enumerate(facts):
+        for name, value in facts[0].items():
+            if own.get(name) == value:
+                continue
+            if name in ("torch", "pytgi"):
+                remedy = "install one version for both"
+                return f"shard {rank} runs {name} {own.get(name)}, shard 0 {value}: {remedy}"
+            if name in ("device", "dtype"):
+                remedy = f"start all shards with one --{name}, on machines alike"
+            else:
+                remedy = "start all shards with the same"
+            return f"shard {rank} has {name} {own.get(name)}, shard 0 has {value}: {remedy}"
+    return ""
+
+
+def try_out(collectives: Collectives, meeting: Meeting, device: str = "cpu") -> None:
+    """The first operation of all ranks, whose result is known. ModelError if it is another."""
+    collectives.begin(0)
+    numbers = torch.full((64,), meeting.rank + 1.0, device=device)
+    found = collectives.all_reduce(numbers).tolist()
+    expected = meeting.size * (meeting.size + 1) / 2
+    if found != [expected] * len(found):
+        raise ModelError(
+            f"{meeting.size} shards added their numbers by {collectives.name}, and shard "
+            f"{meeting.rank} has {found[0]:g} for {expected:g}: what connects them is not reliable"
+        )
