@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,9 @@ MODELS = {
 LOADS = ("c1", "c8", "c32")
 # Runs of each server in a round.
 SLICES = 2
+# Both are asked in turn for so long before anything is measured: the one that was started first has
+# been seen to be slow at first, while it is asked for some ten seconds.
+SETTLING_S = 40.0
 _WAITED = re.compile(r"shard (\d+) has waited ([0-9.]+) s")
 _STEPS = re.compile(r'^tgi_batch_shard_duration_sum\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
 
@@ -70,8 +74,8 @@ def main() -> None:
                 for key, values in _round(PAIRS[name], model, options, number).items():
                     found.setdefault(f"{model}, {key}", []).append(values)
                     print(model, key, values, file=sys.stderr)
-            # After every pair: what was measured outlives a run that is broken off.
-            _write(options.output, found)
+                # After every round: what was measured outlives a run that is broken off.
+                _write(options.output, found)
     print(table(found))
     print(f"written to {options.output}", file=sys.stderr)
 
@@ -86,7 +90,8 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=[*PAIRS])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS])
-    parser.add_argument("--rounds", type=int, default=3)
+    # Even: each server is started first as often as the other.
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument(
         "--output",
@@ -126,6 +131,7 @@ def _round(
     with tempfile.TemporaryDirectory() as folder:
         with ExitStack() as stack:
             handles = _started(stack, servers if number % 2 == 0 else servers[::-1], Path(folder))
+            _settle(handles, replace(loads.LOADS["c1"], new_tokens=options.new_tokens), seeds)
             for load in options.loads:
                 shape = replace(loads.LOADS[load], new_tokens=options.new_tokens)
                 found[f"{pair.name} {load}: tokens/s"] = _rates(handles, shape, seeds)
@@ -142,6 +148,14 @@ def _started(stack: ExitStack, servers: Sequence[Server], folder: Path) -> dict[
         server.name: stack.enter_context(running(server, folder / server.name.replace(" ", "-")))
         for server in servers
     }
+
+
+def _settle(handles: dict[str, Running], shape: loads.Shape, seeds: Iterator[int]) -> None:
+    """Asks both in turn, and measures nothing."""
+    end = time.monotonic() + SETTLING_S
+    while time.monotonic() < end:
+        for handle in handles.values():
+            run_load(handle, replace(shape, requests=1), next(seeds))
 
 
 def _rates(

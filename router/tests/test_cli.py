@@ -217,10 +217,12 @@ class FakeClient:
 
     def __init__(self, fails_at: str = "", warmup: WarmupResult = WARMUP) -> None:
         self.calls: list[str] = []
+        self.answer_s = 0.0
         self._fails_at = fails_at
         self._warmup = warmup
 
     async def connect(self, path: str, answer_s: float) -> "FakeClient":
+        self.answer_s = answer_s
         if self._fails_at == "connect":
             raise ConnectionError("nobody there")
         return self
@@ -249,7 +251,9 @@ async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     client = FakeClient()
     monkeypatch.setattr(services, "ShardedClient", client)
     write_tokenizer(tmp_path)
-    async with services.start(RouterConfig(tokenizer_name=str(tmp_path))) as started:
+    config = RouterConfig(tokenizer_name=str(tmp_path), step_deadline=7.5)
+    async with services.start(config) as started:
+        assert client.answer_s == 7.5
         assert client.calls == ["clear_cache", "info", "warmup"]
         assert started.scheduler_limits.max_batch_total_tokens == 512 * 16
         assert started.limits.max_input_tokens == 4095

@@ -44,7 +44,7 @@ def test_switches_and_paths():
 @pytest.mark.parametrize(
     "given, flags",
     [
-        ({"num_shard": 2, "step_deadline": 7.5}, ("--num-shard=2", "--step-deadline=7.5")),
+        ({"num_shard": 2}, ("--num-shard=2",)),
         ({"sharded": True, "master_port": 29501}, ("--sharded=true", "--master-port=29501")),
         ({"sharded": False}, ("--sharded=false",)),
     ],
@@ -52,8 +52,14 @@ def test_switches_and_paths():
 def test_several_shards_are_the_business_of_the_launcher(given, flags):
     options = sort_options(None, given)
     assert options.shard_flags == flags
-    assert options.router == {name: given[name] for name in given if name == "step_deadline"}
+    assert options.router == {}
     assert set(read_options(flags, {}, Mode.SHARDS)) == {name.replace("_", "-") for name in given}
+
+
+def test_shards_and_router_have_the_same_step_deadline():
+    options = sort_options(None, {"step_deadline": 7.5})
+    assert options.shard_flags == ("--step-deadline=7.5",)
+    assert options.router_config(ADDRESS).step_deadline == 7.5
 
 
 @pytest.mark.parametrize(

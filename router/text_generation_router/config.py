@@ -36,7 +36,10 @@ class RouterConfig:
         False, "Wait for that socket without limit: for whoever starts both, and watches the shard."
     )
     step_deadline: float = _option(
-        20.0, "Seconds in which a shard that listens answers while the router starts.", 0
+        20.0,
+        "Seconds to wait, while starting, for a shard that listens; later for the others when one "
+        "has answered.",
+        0,
     )
     hostname: str = _option("0.0.0.0", "Address to listen on.")
     port: int = _option(3000, "Port to listen on; 0 takes a free one.", 0)
