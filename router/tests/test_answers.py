@@ -9,7 +9,7 @@ from text_generation_proto import pb
 from text_generation_router.client import answers
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.shards import LostStepError
+from text_generation_router.scheduler.shards import LostStepError, SilentShardError
 
 INFO = ShardInfo("float32", "cpu", 16, "compiled", 100, 2048, "1", 0, 2, spares_core=True)
 OTHER = replace(INFO, rank=1)
@@ -59,6 +59,12 @@ def test_a_call_that_has_not_failed() -> None:
     assert answers.failure([pb.StepResponse(), pb.StepResponse()]) is None
 
 
+def test_a_shard_is_silent_while_others_have_answered() -> None:
+    failure = answers.failure([pb.StepResponse(), None])
+    assert isinstance(failure, SilentShardError)
+    assert "shard 1 did not answer, though others have" in failure.message
+
+
 @pytest.mark.parametrize(
     ("digests", "sentence"),
     [
@@ -75,6 +81,14 @@ def test_ranks_that_chose_other_tokens(digests: list[int | None], sentence: str)
     # It names nothing but numbers, and clients are told it.
     assert str(caught.value).startswith(f"Server error: {sentence}")
     assert sentence in caught.value.message
+
+
+def test_ranks_that_kept_other_requests() -> None:
+    kept = [pb.CachedBatch(id=3, request_ids=ids) for ids in ([1, 2], [1, 2], [1])]
+    responses = [pb.FilterBatchResponse(batch=batch) for batch in kept]
+    assert answers.merge_kept(17, responses[:2]).request_ids == (1, 2)
+    with pytest.raises(LostStepError, match="shard 2 kept other requests than shard 0 in step 17"):
+        answers.merge_kept(17, responses)
 
 
 def test_ranks_that_chose_the_same() -> None:

@@ -6,7 +6,7 @@ import pytest
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.shards import Advance, LostStepError
+from text_generation_router.scheduler.shards import Advance, LostStepError, SilentShardError
 from text_generation_router.scheduler.watch import STUCK_S, WatchedShards, longest_call_s
 
 from router.tests.scheduling import (
@@ -118,6 +118,19 @@ async def test_who_hangs_is_given_up_for_good(
     for call in (watched.decode([1], Advance()), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):
             await call
+
+
+async def test_who_alone_does_not_answer_is_given_up_for_good() -> None:
+    class OneIsSilent(FakeShards):
+        async def clear_cache(self, batch_id: int | None) -> None:
+            raise SilentShardError("shard 1 did not answer")
+
+    watched = WatchedShards(OneIsSilent())
+    with pytest.raises(SilentShardError):
+        await watched.clear_cache(None)
+    assert watched.verdict == "shard 1 did not answer"
+    with pytest.raises(LostStepError, match="shard 1 did not answer"):
+        await watched.decode([1], Advance())
 
 
 async def test_every_request_gets_its_ending() -> None:

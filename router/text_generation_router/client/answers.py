@@ -12,7 +12,12 @@ from text_generation_proto import pb
 from text_generation_router.client import translate
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.shards import LostStepError, StepResult
+from text_generation_router.scheduler.shards import (
+    CachedBatch,
+    LostStepError,
+    SilentShardError,
+    StepResult,
+)
 
 # What ranks may say differently: who they are, how far they have come, and what their cores allow.
 _OF_A_RANK = {"rank", "last_number", "spares_core"}
@@ -62,6 +67,18 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
     return translate.from_step(first, shard_ns)
 
 
+def merge_kept(number: int, responses: Sequence[pb.FilterBatchResponse]) -> CachedBatch:
+    """What is left of a batch. Raises LostStepError if a rank has kept other requests than rank 0:
+    it names that rank and the message."""
+    kept = [translate.from_cached_batch(response.batch) for response in responses]
+    if others := [rank for rank, batch in enumerate(kept) if batch != kept[0]]:
+        raise LostStepError(
+            f"Server error: {_shards(others)} kept other requests than shard 0 in step {number}, "
+            "so that they no longer compute the same"
+        )
+    return kept[0]
+
+
 def check_digests(number: int, digests: Sequence[int | None]) -> None:
     """Raises LostStepError unless all ranks have sent one and the same digest, rank 0 first."""
     if silent := [rank for rank, digest in enumerate(digests) if digest is None]:
@@ -80,13 +97,13 @@ def failure(outcomes: Sequence[object]) -> BaseException | None:
     """Why a call to several ranks has failed, None if it has not.
 
     Of each rank either its answer or its exception; None: it was not waited for any longer. If only
-    some have failed, or one is gone or silent, it is a LostStepError. Of several errors the first
-    is told that is not about another rank.
+    some have failed, or one is gone or silent, it is a LostStepError, a SilentShardError if none
+    has failed. Of several errors the first is told that is not about another rank.
     """
     errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
     silent = [rank for rank, one in enumerate(outcomes) if one is None]
     if not errors and silent:
-        return LostStepError(
+        return SilentShardError(
             f"Server error: {_shards(silent)} did not answer, though others have: stopped, or hung"
         )
     if not errors:

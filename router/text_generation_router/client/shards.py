@@ -161,8 +161,8 @@ class ShardedClient:
         request = pb.FilterBatchRequest(
             batch_id=batch_id, request_ids=request_ids, number=self._next_number()
         )
-        [response, *_] = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
-        return translate.from_cached_batch(response.batch)
+        responses = await self._all_soon(stub.FilterBatch(request) for stub in self._stubs)
+        return answers.merge_kept(request.number, responses)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""

@@ -14,6 +14,10 @@ class LostStepError(GenerationError):
     """Nobody can say what the shards have computed: their answer is lost or makes no sense."""
 
 
+class SilentShardError(LostStepError):
+    """A shard does not answer what others have answered: nothing can be computed any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class CachedBatch:
     """A receipt for the rows that live on the shards."""

@@ -13,6 +13,7 @@ from text_generation_router.scheduler.shards import (
     GrammarResult,
     LostStepError,
     Shards,
+    SilentShardError,
     StepResult,
 )
 
@@ -40,9 +41,10 @@ class WatchedShards:
     """The same `Shards`, on which nobody waits for ever.
 
     While a step takes long they are asked for their health, which they tell while they compute. If
-    they do not answer, or answer but do not end the step, what is under way fails with
-    LostStepError, and so does all that follows: `verdict` says why, and the process should end, so
-    that whoever supervises it starts everything anew.
+    they do not answer, or answer but do not end the step, or if one of them does not answer what
+    the others have, what is under way fails with LostStepError, and so does all that follows:
+    `verdict` says why, and the process should end, so that whoever supervises it starts everything
+    anew.
     """
 
     def __init__(
@@ -116,6 +118,10 @@ class WatchedShards:
                 if self._timer is None and self._question is None:
                     self._timer = loop.call_later(PATIENCE_S, self._look)
                 return await call(*arguments, **options)
+        except SilentShardError as error:
+            del self._calls[scope]  # it has ended
+            self._give_up(str(error))
+            raise
         except TimeoutError:
             self._check()
             raise
