@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,9 @@ MEMORY = "/memfd:text-generation-shards"
 # process is there.
 STARTING = {"meeting": "", "loading": "all have met", "warming up": "Server started at"}
 SERVING = ["prefill", "decode"]
+# Who waits for another rank for milliseconds gives up its core so often in the time that is looked
+# at; who waits for a message does not.
+LOOK_S, FEWEST_NAPS = 0.05, 50
 
 
 class Told(NamedTuple):
@@ -80,6 +83,36 @@ def read_all(handle: LauncherHandle, number: int, phase: str) -> Told:
 def wait_until_busy(handle: LauncherHandle) -> None:
     """Until it computes."""
     wait_until(lambda: handle.metrics()["tgi_batch_current_size"] > 0, 20, "it computes")
+
+
+def num_naps(process: psutil.Process) -> int:
+    """How often its threads have given up a core so far."""
+    total = 0
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+            status = (task / "status").read_text()
+            total += int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.M)[1])
+    return total
+
+
+@contextmanager
+def waiting_for(process: psutil.Process, other: psutil.Process) -> Iterator[None]:
+    """Inside the block a rank waits in an operation for another one, which does not run."""
+
+    def is_waiting() -> bool:
+        other.suspend()
+        before = num_naps(process)
+        time.sleep(LOOK_S)
+        if num_naps(process) - before >= FEWEST_NAPS:
+            return True
+        other.resume()
+        return False
+
+    wait_until(is_waiting, 20, "one rank waits for the other")
+    try:
+        yield
+    finally:
+        other.resume()
 
 
 def memory_names() -> set[str]:
@@ -153,8 +186,11 @@ def end_while_serving(
             pool.submit(read_all, handle, client, phase) for client in range(NUM_CLIENTS)
         ]
         wait_until_busy(handle)
-        began = time.monotonic()
-        process.send_signal(number)
+        with ExitStack() as stack:
+            if phase == "in a sum":
+                stack.enter_context(waiting_for(process, shard(handle, 1 - victim)))
+            began = time.monotonic()
+            process.send_signal(number)
         for client in clients:
             told = client.result(30)
             assert told.event["error_type"] in ("generation", "overloaded"), told
@@ -192,6 +228,12 @@ def test_a_shard_ends_while_it_serves(
     phase: str, number: signal.Signals, launch: Launch, tiny_model_path: Path
 ) -> None:
     end_shards(launch, tiny_model_path, phase, [(victim, number) for victim in range(2)])
+
+
+def test_a_shard_ends_while_it_waits_for_another(launch: Launch, tiny_model_path: Path) -> None:
+    numbers = signal.SIGKILL, signal.SIGSTOP
+    cases = [(victim, number) for victim in range(2) for number in numbers]
+    end_shards(launch, tiny_model_path, "in a sum", cases)
 
 
 WRONG = """
@@ -243,7 +285,9 @@ def test_two_servers_end_in_order_under_load(launch: Launch, tiny_model_path: Pa
             for handle in handles
         ]
         for handle in handles:
-            wait_until_busy(handle)
+            wait_until(
+                lambda of=handle: of.metrics()["tgi_request_count"] == NUM_CLIENTS, 20, "all came"
+            )
         ends = [pool.submit(handle.stop) for handle in handles]
         found = [token_ids(stream.result(60)) for stream in streams]
         for end in ends:

@@ -165,6 +165,20 @@ async def test_a_rank_that_listens_and_does_not_answer(tmp_path: Path) -> None:
                 await ShardedClient.connect(f"{tmp_path}/deaf", answer_s=0.1)
 
 
+async def test_a_rank_that_stops_before_it_has_said_where_the_others_are(tmp_path: Path) -> None:
+    class Stops(Rank):
+        is_stopped = False
+
+        async def ServiceDiscovery(self, request: Any, context: Any) -> Any:
+            await asyncio.sleep(3600 * self.is_stopped)
+            return await super().ServiceDiscovery(request, context)
+
+    async with serving(tmp_path, 1, Stops) as (_, [rank]):
+        rank.is_stopped = True
+        with pytest.raises(GenerationError, match="shard-0 listens and has not answered for"):
+            await ShardedClient.connect(f"{tmp_path}/shard-0", answer_s=0.2)
+
+
 async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
     """Both fail, neither waits for ever, and the message that clears goes to all ranks."""
     async with serving(tmp_path, 2) as (client, ranks):

@@ -76,19 +76,19 @@ class ShardedClient:
         user's.
         """
         channels, sockets = list[grpc.aio.Channel](), list[ShardSocket]()
-        path, last_numbers = master_uds_path, list[int]()
+        path = master_uds_path
         try:
             async with asyncio.timeout(timeout_s):
-                last_numbers.append(await _reach(path, channels, sockets, answer_s))
-                found = await _stub(channels[0]).ServiceDiscovery(pb.ServiceDiscoveryRequest())
-                for path in map(path_of, found.urls[1:]):
-                    last_numbers.append(await _reach(path, channels, sockets, answer_s))
+                last_number, urls = await _reach(path, channels, sockets, answer_s)
+                for path in map(path_of, urls[1:]):
+                    number, _ = await _reach(path, channels, sockets, answer_s)
+                    last_number = max(last_number, number)
         except BaseException as error:
             await cls(channels, sockets).close()
             if not isinstance(error, (TimeoutError, grpc.aio.AioRpcError)):
                 raise
             raise GenerationError(_no_answer(path, master_uds_path, timeout_s)) from error
-        return cls(channels, sockets, max(last_numbers), answer_s)
+        return cls(channels, sockets, last_number, answer_s)
 
     async def close(self) -> None:
         """Closes the channels; calls under way fail. May be repeated."""
@@ -222,8 +222,9 @@ async def _reach(
     channels: list[grpc.aio.Channel],
     sockets: list[ShardSocket],
     answer_s: float,
-) -> int:
-    """Connects to one more shard, as soon as it listens; the number of its last message."""
+) -> tuple[int, Sequence[str]]:
+    """Connects to one more shard, as soon as it listens; the number of its last message, and where
+    it says that all shards are."""
     is_first = not sockets
     if is_first:
         sockets.append(await ShardSocket.wait_for(path))
@@ -233,13 +234,15 @@ async def _reach(
                 sockets.append(await ShardSocket.wait_for(path))
             channels.append(_open(sockets[-1]))
             await channels[-1].channel_ready()
-            info: pb.InfoResponse = await _stub(channels[-1]).Info(pb.InfoRequest())
+            stub = _stub(channels[-1])
+            info: pb.InfoResponse = await stub.Info(pb.InfoRequest())
+            found = await stub.ServiceDiscovery(pb.ServiceDiscoveryRequest())
     except TimeoutError as error:
         raise GenerationError(
             f"the shard at {path} listens and has not answered for {answer_s:g} s: it hangs or was "
             "stopped; start all shards anew"
         ) from error
-    return info.last_number
+    return info.last_number, found.urls
 
 
 def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
