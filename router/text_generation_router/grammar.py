@@ -37,6 +37,8 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # Keywords next to which a closed object could exclude what another schema asks for.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+# Keywords that say what a value is where there is no `type`.
+_OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 # An object without any of these is hardly meant as a schema; TGI asks for `properties`.
 _KEYWORDS = frozenset({*_NAMED, *_LISTED, *_SINGLE, "type", "enum", "const", "$ref", "not", "if"})
 
@@ -140,6 +142,9 @@ def _schema(source: str) -> dict[str, Any]:
     parts = list(_parts(schema, 1))
     for part in parts:
         _check(part)
+        if "properties" in part and not part.keys() & _OTHER_TYPES:
+            # As it is meant, and as in TGI; JSON Schema itself would take a number, too.
+            part.setdefault("type", "object")
         is_closed &= not ("properties" in part and part.keys() & _COMBINING) and "allOf" not in part
     if is_closed:
         # As in TGI: objects have the properties that are named, and no others.
