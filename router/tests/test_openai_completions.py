@@ -141,14 +141,18 @@ async def test_logprobs(server: Server) -> None:
         "tokens": ["a", "b", "h", "bytes:\\xc3", "bytes:\\xa9"],
         "token_logprobs": [-0.25, -0.25, -0.1, -0.2, -0.3],
         "top_logprobs": [
-            None,
-            None,
+            {"!": -0.5, "a": -0.25},
+            {"!": -0.5, "b": -0.25},
             {"!": -0.5, "h": -0.1},
             {"!": -0.5, "bytes:\\xc3": -0.2},
             {"!": -0.5, "bytes:\\xa9": -0.3},
         ],
         "text_offset": [0, 1, 2, 3, 3],
     }
+    ids = [BOS_ID, *script_of("ab")]
+    choice = (await post(server, prompt=[ids], max_tokens=1, logprobs=1, echo=True)).json()
+    tops = choice["choices"][0]["logprobs"]["top_logprobs"]
+    assert tops == [None, {"!": -0.5, "a": -0.25}, {"!": -0.5, "b": -0.25}, {"!": -0.5, "h": -0.1}]
     choice = (await post(server, prompt=[BOS_ID], max_tokens=1, logprobs=0, echo=True)).json()
     assert choice["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.1]
     assert choice["choices"][0]["logprobs"]["top_logprobs"] is None

@@ -36,9 +36,18 @@ class Answer:
         self._held = ""
         self._num_tokens = 0
 
-    def prefill(self, logprobs: Sequence[float]) -> PrefillOutput:
-        """The prompt's tokens; one log-probability each."""
-        return PrefillOutput(self._tokens(self._request.input_ids, logprobs))
+    def prefill(
+        self,
+        logprobs: Sequence[float],
+        top_tokens: tuple[Sequence[int], Sequence[float]] = ((), ()),
+    ) -> PrefillOutput:
+        """The prompt's tokens; one log-probability each. `top_tokens`: see StepResult."""
+        input_ids = self._request.input_ids
+        best = self._tokens(*top_tokens)
+        each = len(best) // max(1, len(logprobs) - 1)
+        places = range(0, len(best), each) if best else ()
+        tops = tuple(best[place : place + each] for place in places)
+        return PrefillOutput(self._tokens(input_ids, logprobs), ((), *tops) if tops else ())
 
     def step(
         self,

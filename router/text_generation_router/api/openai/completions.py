@@ -190,12 +190,13 @@ def _prompt_tokens(
     prompt: Prompt, result: GenerateResult, tokenizer: Tokenizer
 ) -> list[ScoredToken]:
     """The tokens of the prompt, without the special ones that the tokenizer put before its text."""
-    tokens = list(result.prefill)
+    found = result.prefill
+    tokens = list(zip(found.tokens, found.top_tokens or ((),) * len(found.tokens), strict=True))
     if prompt.asked.input_ids is None:
-        while tokens and tokens[0].special and not prompt.text.startswith(tokens[0].text):
+        while tokens and tokens[0][0].special and not prompt.text.startswith(tokens[0][0].text):
             del tokens[0]
     decoder = tokenizer.stream_decoder()
-    return [ScoredToken(decoder.step(token.id), token, ()) for token in tokens]
+    return [ScoredToken(decoder.step(token.id), token, tops) for token, tops in tokens]
 
 
 class _ChoiceStream:

@@ -110,16 +110,15 @@ def completion_logprobs(
 ) -> Json:
     """The `logprobs` object of a choice of /v1/completions.
 
-    `offset` is where the first token is in the text. What else could have stood in the prompt is
-    not known, so there are no top tokens.
+    `offset` is where the first token is in the text. The very first token of a prompt, which
+    nothing precedes, has no log-probability and no top tokens.
     """
     scored = [*prompt, *answer]
     offsets: list[int] = []
     for one in scored:
         offsets.append(offset)
         offset += len(one.text)
-    tops: list[Json | None] = [None] * len(prompt)
-    tops += [_top(one, num_top, tokenizer) for one in answer]
+    tops = [None if one.token.logprob is None else _top(one, num_top, tokenizer) for one in scored]
     return {
         "tokens": [_name(one.token, tokenizer) for one in scored],
         "token_logprobs": [
