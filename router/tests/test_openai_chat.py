@@ -379,7 +379,7 @@ async def test_tool_prompt(server: Server) -> None:
         ({"tools": [{"type": "custom"}]}, "tools.0.type", "function"),
         ({"tools": [{"function": {"name": "none"}}]}, "tools.0", "none"),
         (
-            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            {"tools": [TOOL], "response_format": {"type": "regex", "value": "a"}},
             "response_format",
             "mutually exclusive",
         ),
@@ -398,6 +398,21 @@ async def test_refused(server: Server, body: Json, param: str | None, words: str
         error = response.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert words in error["message"]
+
+
+async def test_tools_beside_a_format(server: Server) -> None:
+    """The answer is one or the other; which text that allows is tested with the grammars."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    writes(server, '{"a": 1}')
+    [choice] = await both(server, tools=[TOOL], response_format=form)
+    assert choice["message"]["content"] == '{"a": 1}' and choice["finish_reason"] == "stop"
+    writes(server, CALL)
+    [choice] = await both(server, tools=[TOOL], response_format=form)
+    assert choice["message"]["tool_calls"] and choice["finish_reason"] == "tool_calls"
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": [{}]}}}
+    error = (await post(server, tools=[TOOL], response_format=bad)).json()["error"]
+    assert "`tools` and `response_format` can not be enforced" in error["message"]
 
 
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:

@@ -109,7 +109,7 @@ def write(grammar: Grammar) -> str:
             f"Given: {size}"
         )
     if grammar.kind == "json_schema":
-        return _wrap({"json_schema": _schema(grammar.source)})
+        return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
         return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
     return _wrap({"lark_grammar": grammar.source})
@@ -128,8 +128,9 @@ def _escaped(regex: str) -> str:
     return lines.replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _schema(source: str) -> dict[str, Any]:
-    """The schema with our options, closed where it says nothing about other properties."""
+def checked_schema(source: str) -> dict[str, Any]:
+    """The schema with our options, closed where it says nothing about other properties. Raises
+    GrammarError."""
     try:
         schema = orjson.loads(source)
     except orjson.JSONDecodeError as error:
