@@ -88,13 +88,15 @@ def generate(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: list[str]) 
     padding = token_id(tokenizer, END_OF_TEXT)
     ends = [token_id(tokenizer, TURN_END), padding]
     answers: list[str] = []
+    untyped: Any = model
     for start in range(0, len(prompts), BATCH_SIZE):
         rows = [tokenizer.encode(prompt).ids for prompt in prompts[start : start + BATCH_SIZE]]
         width = max(map(len, rows))
         # Padded on the left, so that every row's answer starts at the same position.
         inputs = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        output: Any = model.generate(  # type: ignore[misc]
+        # Versions of transformers disagree on whether it is typed.
+        output = untyped.generate(
             inputs.to(model.device),
             attention_mask=mask.to(model.device),
             max_new_tokens=ANSWER_LIMIT,
