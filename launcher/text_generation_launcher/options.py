@@ -213,14 +213,12 @@ OPTIONS: tuple[Option, ...] = (
         "default its id",
         to=ROUTER,
         repeat=True,
-        modes=HTTP,
     ),
     Option(
         "any-model-name",
         "false: OpenAI's routes answer 404 when asked for another name (default true)",
         true_or_false,
         ROUTER,
-        modes=HTTP,
     ),
     Option(
         "hostname",
