@@ -119,6 +119,8 @@ class Plan:
                 start, known = int(scheduled.starts[index]), int(table.input_lens[row])
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
                 # None behind the input: this step may be behind the one that completes it.
+                if len(targets) == 0:
+                    continue
                 found = self.prompt_logprobs.setdefault(row, PromptLogprobs())
                 num_top = table.top_n_tokens.get(row, 0)
                 for at in range(0, len(targets), LOGPROB_ROWS):
