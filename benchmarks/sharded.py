@@ -39,8 +39,8 @@ MODELS = {
 LOADS = ("c1", "c8", "c32")
 # Runs of each server in a round.
 SLICES = 2
-# Both are asked in turn for so long before anything is measured: the one that was started first has
-# been seen to be slow at first, while it is asked for some ten seconds.
+# Both are asked in turn for so long before anything is measured: a server that idles while another
+# one starts is slow at first.
 SETTLING_S = 40.0
 _WAITED = re.compile(r"shard (\d+) has waited ([0-9.]+) s")
 _STEPS = re.compile(r'^tgi_batch_shard_duration_sum\{rank="(\d+)"\} (\S+)$', re.MULTILINE)

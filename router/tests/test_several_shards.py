@@ -156,6 +156,21 @@ async def test_a_rank_that_is_silent_when_another_has_answered(
             await asyncio.wait_for(call(client), 5)
 
 
+async def test_a_silent_rank_ends_all_that_is_under_way(tmp_path: Path) -> None:
+    """Also a step that was launched behind the one that is found to be lost."""
+    async with serving(tmp_path, 2) as (client, ranks):
+        client._answer_s, ranks[1].delay_s = 0.05, 3600
+        watched = WatchedShards(client)
+        steps = [watched.decode([3], Advance(is_ahead=ahead)) for ahead in (False, True)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 5)
+        sentence = "Server error: shard 1 did not answer, though others have: stopped, or hung"
+        assert watched.verdict == sentence
+        for outcome in outcomes:
+            assert isinstance(outcome, LostStepError) and str(outcome) == sentence
+        with pytest.raises(LostStepError, match="shard 1 did not answer"):
+            await watched.clear_cache(None)
+
+
 async def test_a_rank_that_listens_and_does_not_answer(tmp_path: Path) -> None:
     async with serving(tmp_path, 1):
         with socket.socket(socket.AF_UNIX) as deaf:

@@ -70,7 +70,7 @@ def masks_are_those_of_the_step_before(patch: pytest.MonkeyPatch) -> None:
         found = start(self, rows)
         if found is not None:
             jobs.append(found._job)
-            # Nobody waits for it any more, and two threads must not use one matcher.
+            # The step does not wait for this job, and two threads must not use one matcher.
             found._job.result()
             found._job = jobs[-2:][0]
         return found

@@ -43,8 +43,7 @@ class WatchedShards:
     While a step takes long they are asked for their health, which they tell while they compute. If
     they do not answer, or answer but do not end the step, or if one of them does not answer what
     the others have, what is under way fails with LostStepError, and so does all that follows:
-    `verdict` says why, and the process should end, so that whoever supervises it starts everything
-    anew.
+    `verdict` says why, and the process should end, so that its supervisor starts everything anew.
     """
 
     def __init__(
@@ -169,6 +168,9 @@ class WatchedShards:
         return False
 
     def _give_up(self, verdict: str) -> None:
+        """Once: what is under way then ends, and nothing is asked afterwards."""
+        if self.verdict is not None:
+            return
         self.verdict = verdict
         now = asyncio.get_running_loop().time()
         for scope in self._calls:
