@@ -34,7 +34,9 @@ def conformance_server() -> Iterator[LauncherHandle]:
 @pytest.mark.parametrize(("path", "name"), CASES)
 def test_transcript(conformance_server: LauncherHandle, path: Path, name: str) -> None:
     entry = transcript.read(path)[name]
-    answer = transcript.transcribe(transcript.send(conformance_server.client, entry["request"]))
+    response = transcript.send(conformance_server.client, entry["request"])
+    assert response.headers["x-request-id"]
+    answer = transcript.transcribe(response)
     if entry.get("is_interleaved"):
         answer["events"] = transcript.sorted_by_choice(answer["events"])
     if os.environ.get("UPDATE_FROZEN") == "1":

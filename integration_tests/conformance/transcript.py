@@ -36,8 +36,9 @@ _ID_KEYS = {"id", "item_id", "response_id", "tool_call_id", "tool_use_id", "call
 _TIME_KEYS = {"created", "created_at", "completed_at"}
 _CACHE_KEYS = {"cached_tokens", "cache_read_input_tokens"}  # depend on what was asked before
 _VERSION_KEYS = {"version", "system_fingerprint"}
-_UNSHOWN = {"date", "connection", "content-length", "transfer-encoding"}  # uvicorn's affair
-_VOLATILE_HEADER = re.compile(r"^x-.*-time$|^x-time-per-token$|-processing-ms$|request-id$")
+# uvicorn's affair, and what every answer has.
+_UNSHOWN = {"date", "connection", "content-length", "transfer-encoding", "x-request-id"}
+_VOLATILE_HEADER = re.compile(r"^x-.*-time$|^x-time-per-token$|-processing-ms$|^request-id$")
 
 
 def send(client: httpx.Client, request: Mapping[str, Any]) -> httpx.Response:

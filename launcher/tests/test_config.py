@@ -129,7 +129,7 @@ def test_the_old_name_of_the_input_limit():
         (["--model-id", "/nowhere"], {}, "--model-id /nowhere does not exist"),
         (["--model-id", "a/b/c"], {}, "--model-id a/b/c does not exist"),
         (["--model-id", __file__], {}, "is a file"),
-        ([], {"ATTENTION": "flashinfer"}, "ATTENTION=flashinfer is not supported yet"),
+        ([], {"ATTENTION": "slow"}, "ATTENTION=slow is not known"),
         ([], {"PREFIX_CACHING": "maybe"}, "PREFIX_CACHING=maybe is neither on nor off"),
         ([], {"PREFILL_CHUNKING": "2"}, "PREFILL_CHUNKING=2 is neither on nor off"),
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL='loud' is not a level"),
@@ -142,7 +142,7 @@ def test_what_does_not_fit_together(argv, environment, expected):
 
 
 def test_environment_variables_that_ask_for_what_is_done_anyway():
-    argv = create(ATTENTION="torch", PREFIX_CACHING="true", PREFILL_CHUNKING="1").router.argv
+    argv = create(PREFIX_CACHING="true", PREFILL_CHUNKING="1").router.argv
     other = create(ATTENTION="", PREFIX_CACHING="", USE_PREFIX_CACHING="True").router.argv
     assert argv == other == create().router.argv
     assert not any("disable-pre" in argument for argument in argv)

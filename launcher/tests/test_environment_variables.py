@@ -55,11 +55,8 @@ TO_DOWNLOAD = [
 ]
 REFUSED = [
     ("QUANTIZE", "awq"),
-    ("TRUST_REMOTE_CODE", "true"),
     ("WEIGHTS_CACHE_OVERRIDE", "/w"),
     ("LORA_ADAPTERS", "a/b"),
-    ("OTLP_ENDPOINT", "http://x"),
-    ("OTLP_SERVICE_NAME", "x"),
     ("NGROK", "true"),
     ("NGROK_AUTHTOKEN", "x"),
     ("NGROK_EDGE", "x"),
@@ -67,6 +64,9 @@ REFUSED = [
 WITHOUT_EFFECT = [
     ("DISABLE_CUSTOM_KERNELS", "true"),
     ("ENABLE_PREFILL_LOGPROBS", "true"),
+    ("TRUST_REMOTE_CODE", "true"),
+    ("OTLP_ENDPOINT", "http://x"),
+    ("OTLP_SERVICE_NAME", "x"),
     ("USAGE_STATS", "on"),
 ]
 # Each has a test of its own below, but `--env`, which is no variable in TGI either.
@@ -114,6 +114,11 @@ def test_it_is_refused_with_its_name(variable: str, value: str) -> None:
 def test_it_is_said_to_have_no_effect(variable: str, value: str) -> None:
     said = notes(read_options([], {variable: value}))
     assert [note.split()[0] for note in said] == [f"--{variable.lower().replace('_', '-')}"]
+
+
+@pytest.mark.parametrize("name", ["paged", "flashdecoding", "flashdecoding-ipex", "flashinfer"])
+def test_a_kernel_of_tgi_is_named_and_not_refused(name: str) -> None:
+    assert [note.split()[0] for note in create(ATTENTION=name).notes] == [f"ATTENTION={name}"]
 
 
 def test_api_keys_reach_the_router_and_nobody_else() -> None:

@@ -40,6 +40,7 @@ OUR_FLAGS = [
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
     "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection", "step-deadline",
+    "served-model-name", "any-model-name",
 ]  # fmt: skip
 
 
@@ -176,15 +177,11 @@ def test_a_bad_value_is_one_line_and_exit_code_2(argv, environment, expected, ca
     [
         (["--quantize", "awq"], {}, "--quantize takes int8 or int4"),
         ([], {"QUANTIZE": "awq"}, "--quantize takes int8 or int4"),
-        (["--trust-remote-code"], {}, "pytgi never runs code from a model repository"),
-        ([], {"TRUST_REMOTE_CODE": "true"}, "pytgi never runs code"),
         (["--weights-cache-override", "/w"], {}, "--weights-cache-override"),
         (["--lora-adapters", "a/b"], {}, "--lora-adapters"),
         (["--ngrok"], {}, "--ngrok"),
         (["--ngrok-authtoken", "t"], {}, "--ngrok-authtoken"),
         (["--ngrok-edge", "t"], {}, "--ngrok-edge"),
-        (["--otlp-endpoint", "http://x"], {}, "--otlp-endpoint"),
-        (["--otlp-service-name", "x"], {}, "--otlp-service-name"),
     ],
 )
 def test_what_is_not_supported_is_refused(argv, environment, expected):

@@ -67,6 +67,10 @@ class LauncherConfig:
     """How long the router, then the shards, may take to end."""
 
 
+# What TGI takes in ATTENTION.
+_ATTENTIONS = ("paged", "flashdecoding", "flashdecoding-ipex", "flashinfer")
+
+
 def console_script(name: str, module: str) -> tuple[str, ...]:
     """How to run a program of this installation, whether or not PATH knows it."""
     script = Path(sys.executable).with_name(name)
@@ -93,7 +97,7 @@ def create_config(
 ) -> LauncherConfig:
     """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
     options.refuse(values)
-    _refuse_environment(environment)
+    attention_notes = _attention_notes(environment)
     values = {**_switched_off(environment), **values}
     if mode is Mode.SERVE:
         values = {**values, "port": values.get("aip-http-port", values["port"])}
@@ -124,7 +128,7 @@ def create_config(
         temporary_folders=tuple(Path(folder) for folder in temporary if folder),
         master_addr=_master_addr(values),
         master_port=int(values["master-port"][0]) if "master-port" in values else None,
-        notes=_without_effect(values) if num_shards == 1 else (),
+        notes=attention_notes + (_without_effect(values) if num_shards == 1 else ()),
     )
     return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
 
@@ -207,12 +211,14 @@ def _check_tls(values: Values) -> None:
             )
 
 
-def _refuse_environment(environment: Mapping[str, str]) -> None:
+def _attention_notes(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What is said where a variable chooses one of TGI's kernels."""
     attention = environment.get("ATTENTION", "")
-    if attention not in ("", "torch"):
+    if attention and attention not in _ATTENTIONS:
         raise InvalidOptions(
-            f"ATTENTION={attention} is not supported yet: unset it, attention runs on torch"
+            f"ATTENTION={attention} is not known: unset it, pytgi has its own kernels"
         )
+    return (f"ATTENTION={attention} has no effect: pytgi has its own kernels",) if attention else ()
 
 
 def _switched_off(environment: Mapping[str, str]) -> Values:

@@ -31,9 +31,10 @@ HTTP = (Mode.SERVE,)
 WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
 PORT = whole(1, 65535)
 _NEVER_REMOTE_CODE = (
-    "--trust-remote-code is refused: pytgi never runs code from a model repository; start without "
-    "it and serve a model whose architecture is built in"
+    "--trust-remote-code has no effect: pytgi never runs code from a model repository, and serves "
+    "models whose architecture is built in"
 )
+_NO_TRACES = "has no effect: traces are not supported yet; /metrics is there"
 # What TGI takes beside: most need a checkpoint that was quantized before.
 _CHECKPOINT_QUANTIZATIONS = (
     "awq",
@@ -88,10 +89,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "trust-remote-code",
-        "never: pytgi runs no code from a model repository",
+        "no effect: pytgi runs no code from a model repository",
         true_or_false,
         switch=True,
-        refusal=_NEVER_REMOTE_CODE,
+        note=_NEVER_REMOTE_CODE,
     ),
     refused("weights-cache-override", "a separate weights folder", "give --model-id a directory"),
     refused("lora-adapters", "LoRA adapters", "merge the adapter into the weights first"),
@@ -207,6 +208,19 @@ OPTIONS: tuple[Option, ...] = (
     Option("disable-grammar-support", "refuse grammars", true_or_false, ROUTER, switch=True),
     # the HTTP side
     Option(
+        "served-model-name",
+        "name of the model on OpenAI's routes; may be given several times, the first is told; by "
+        "default its id",
+        to=ROUTER,
+        repeat=True,
+    ),
+    Option(
+        "any-model-name",
+        "false: OpenAI's routes answer 404 when asked for another name (default true)",
+        true_or_false,
+        ROUTER,
+    ),
+    Option(
         "hostname",
         "address to listen on (HOSTNAME counts only when it is an address: containers set it to "
         "their own name)",
@@ -303,8 +317,10 @@ OPTIONS: tuple[Option, ...] = (
         true_or_false,
         switch=True,
     ),
-    refused("otlp-endpoint", "traces", "use the metrics at /metrics"),
-    refused("otlp-service-name", "traces", "use the metrics at /metrics"),
+    Option("otlp-endpoint", "no effect: no traces yet", note=f"--otlp-endpoint {_NO_TRACES}"),
+    Option(
+        "otlp-service-name", "no effect: no traces yet", note=f"--otlp-service-name {_NO_TRACES}"
+    ),
     Option(
         "usage-stats",
         "no effect: pytgi never sends usage statistics",

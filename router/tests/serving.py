@@ -79,7 +79,13 @@ class ScriptedShards:
             for entry in entries
             if entry.request.prefill_logprobs
         }
-        return replace(result, prefill_logprobs=prompts)
+        tops: dict[int, tuple[list[int], list[float]]] = {}
+        for entry in entries:
+            count = entry.request.top_n_tokens
+            if entry.id in prompts and count:
+                places = len(entry.request.input_ids) - 1
+                tops[entry.id] = [*range(count)] * places, [-0.5] * count * places
+        return replace(result, prefill_logprobs=prompts, prefill_top_tokens=tops)
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         await self._pause()

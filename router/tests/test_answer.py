@@ -164,6 +164,19 @@ def test_special_tokens_are_shown_on_demand_but_never_the_end(keeps: bool) -> No
         assert [output.token.special for output in outputs] == [False, True, last == 9]
 
 
+@pytest.mark.parametrize(("keeps", "told"), [(True, LENGTH), (False, EOS)])
+def test_an_end_that_is_the_last_token_allowed(keeps: bool, told: FinishReason) -> None:
+    """TGI tells of the length, OpenAI of the end."""
+    for limit, ending in ((2, told), (3, EOS)):
+        request = make_request((0,), limit)
+        stopping = replace(request.stopping, keeps_stop_sequence=keeps)
+        answer = Answer(replace(request, stopping=stopping), TOKENIZER)
+        answer.step(0, -1.0, None)
+        generated = answer.step(9, -1.0, EOS).generated
+        assert generated is not None
+        assert (generated.text, generated.finish_reason) == (" one", ending)
+
+
 def test_a_stop_string_over_a_special_token_that_is_shown() -> None:
     outputs = show([0, 9, 1], None, ("e<s> t",), frozenset({"<s>"}))
     assert [output.delta for output in outputs] == [" on", "", ""]

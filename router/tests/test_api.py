@@ -1,6 +1,7 @@
 """The routes of a running server: bodies to the byte, headers, statuses."""
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from text_generation_router.api import info
 from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
+from text_generation_router.logs import LineFormatter
 from text_generation_router.scheduler.batcher import Batcher
 
 from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
@@ -179,6 +181,35 @@ async def test_traceparent_changes_nothing(server: Server, traceparent: str) -> 
     headers = {"traceparent": traceparent}
     response = await server.client.post("/generate", json=request, headers=headers)
     assert response.text == '{"generated_text":"h"}'
+
+
+@pytest.mark.parametrize(
+    "path", ["/generate", "/generate_stream", "/info", "/nowhere", "/v1/messages"]
+)
+async def test_every_answer_has_an_id(
+    server: Server, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.handler.setFormatter(LineFormatter(json_output=False))
+    method = "GET" if path == "/info" else "POST"
+
+    async def id_of(given: str | None = None) -> str:
+        headers = {} if given is None else {"x-request-id": given}
+        body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+        answer = await server.client.request(method, path, json=body, headers=headers)
+        assert answer.headers.get_list("request-id") == (
+            answer.headers.get_list("x-request-id") if path == "/v1/messages" else []
+        )
+        [found] = answer.headers.get_list("x-request-id")
+        return found
+
+    assert await id_of("mine-1") == "mine-1"
+    assert await id_of() != await id_of()
+    for bad in ("", "two words", "x" * 129):
+        assert await id_of(bad) not in ("", bad)
+    told = [line for line in caplog.text.splitlines() if line.endswith(" id=mine-1")]
+    assert told and all(f" route={path} " in line for line in told)
+    assert any("Success total_time=" in line for line in told) == path.startswith("/generate")
 
 
 async def test_tokenize(server: Server) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import pytest
@@ -54,6 +55,7 @@ class Matched:
         parallel: bool = True,
         is_special: bool = False,
         in_reasoning: bool = False,
+        answer: dict[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._matching = tokenizer(is_special)
         grammar = tool_grammar(
@@ -63,6 +65,7 @@ class Matched:
             parallel=parallel,
             special_ids=special_ids(form, is_special),
             starts_in_reasoning=in_reasoning,
+            answer=answer,
         )
         assert grammar is not None and grammar.kind == "lark"
         self._source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
@@ -248,3 +251,33 @@ def test_nothing_is_asked_without_tools() -> None:
     assert tool_grammar(FORMATS["hermes"], [], "auto", parallel=True) is None
     with pytest.raises(ToolError, match="Tool with name nope not found"):
         tool_grammar(FORMATS["hermes"], TOOLS, "nope", parallel=True)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "friend": {"$ref": "#/$defs/person"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"person": {"type": "object", "properties": {"age": {"type": "integer"}}}},
+}
+
+
+@both_tokenizers
+@every_format
+def test_auto_takes_json_of_a_schema_and_calls(form: ChatFormat, is_special: bool) -> None:
+    matched = Matched(form, "auto", is_special=is_special, answer=PERSON)
+    for text in ('{"name": "Zoe"}', '{"name": "a", "friend": {"age": 3}}'):
+        assert matched.takes(text), text
+    for text in ("", "Hi", '{"age": 1}', '{"name": 1}', '{"name": "a", "friend": {"age": "x"}}'):
+        assert not matched.takes(text), text
+    for calls in ([WEATHER], [ADD], [NOW]):
+        assert matched.takes(form.write_calls(calls)), calls
+        assert matched.takes(marked(form).write_calls(calls)), calls
+    if form.begin:
+        assert matched.takes(marked(form).write_calls([WEATHER, ADD]))
+    if form.reasoning:
+        assert matched.takes('<think>hm</think>\n{"name": "Zoe"}'.replace("\n", ""))
+    # One of two things is asked for: a call.
+    assert not Matched(form, "required", is_special=is_special, answer=PERSON).takes(
+        '{"name": "Zoe"}'
+    )

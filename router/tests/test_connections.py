@@ -41,6 +41,25 @@ async def test_client_leaves_a_stream(server: Server) -> None:
     assert dropped(server) == 1
 
 
+@pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/health"])
+async def test_answers_to_http_1_0_have_no_chunks(server: Server, path: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = json.dumps({"inputs": "n", "parameters": {"max_new_tokens": 3}}).encode()
+    if path == "/health":
+        writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    else:
+        head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    head, _, rest = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert b" 200 OK" in head and b"chunked" not in head and b"connection: close" in head
+    if path == "/generate_stream":
+        events = [line for line in rest.splitlines() if line]
+        assert len(events) == 3 and all(line.startswith(b"data: {") for line in events)
+    elif path == "/generate":
+        assert json.loads(rest) == {"generated_text": "hel"}
+
+
 async def test_client_leaves_while_it_waits(server: Server) -> None:
     server.shards.delay_s = 0.005
     call = asyncio.create_task(server.client.post("/generate", json=LONG))

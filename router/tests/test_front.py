@@ -37,7 +37,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def request(number: int, method: str = "POST") -> Scope:
-    return {"type": "http", "method": method, "path": "/generate", "number": number}
+    return {"type": "http", "method": method, "path": "/generate", "headers": [], "number": number}
 
 
 async def test_a_burst_comes_in_order_and_by_and_by() -> None:

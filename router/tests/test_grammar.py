@@ -117,12 +117,26 @@ def test_objects_have_the_properties_that_are_named() -> None:
         assert written(unchanged) == unchanged
 
 
+def test_what_has_properties_is_an_object() -> None:
+    """The first example of TGI's documentation has no type."""
+    inner = {"properties": {"b": {"type": "null"}}, "required": ["b"]}
+    found = written({"properties": {"a": inner}, "required": ["a"]})
+    assert found["type"] == found["properties"]["a"]["type"] == "object"
+    for other in ({"type": ["object", "null"]}, {"enum": [{}, 1]}, {"$ref": "#/$defs/x"}):
+        told = written({"properties": {"a": {}}, "$defs": {"x": {}}, **other})
+        assert told.get("type") == other.get("type")
+
+
 @pytest.mark.parametrize(
     "combined",
     [
-        {"allOf": [OBJECT, {"properties": {"b": {}}, "required": ["b"]}]},
-        {**OBJECT, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
-        {**OBJECT, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}},
+        {"allOf": [OBJECT, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+        {**OBJECT, "anyOf": [{"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+        {
+            **OBJECT,
+            "$ref": "#/$defs/x",
+            "$defs": {"x": {"type": "object", "properties": {"b": {}}}},
+        },
         {**OBJECT, "patternProperties": {"^b": {}}},
     ],
 )

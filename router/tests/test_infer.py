@@ -178,7 +178,7 @@ async def test_best_of_takes_the_likeliest_and_tells_of_the_prompt_everywhere() 
     async with house() as it:
         best, others = await it.infer.generate_best_of(asked)
         for result in (best, *others):
-            assert [token.id for token in result.prefill] == list(ids_of(PROMPT))
+            assert [token.id for token in result.prefill.tokens] == list(ids_of(PROMPT))
             assert [len(top) for top in result.top_tokens] == [2] * 6
         seeds = {result.ending.generated.seed for result in (best, *others)}
         assert len(seeds) == 3

@@ -98,7 +98,7 @@ async def test_every_line_has_its_result_in_order(tmp_path: Path):
             }
         ),
     ]
-    async with rig(tmp_path) as the:
+    async with rig(tmp_path, any_model_name=False) as the:
         tally = await the.run(*lines)
     results = the.results()
     assert [one["custom_id"] for one in results] == ["a", None, "c", "d", "a", "f", "g"]

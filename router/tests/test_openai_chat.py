@@ -195,11 +195,29 @@ async def test_logprobs(server: Server) -> None:
         {"token": "\ufffd", "logprob": -0.2, "bytes": [0xC3], "top_logprobs": top},
         {"token": "\ufffd", "logprob": -0.3, "bytes": [0xA9], "top_logprobs": top},
     ]
+    [choice] = await both(server, max_tokens=1, logprobs=True, top_logprobs=20)
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 20
     writes(server, "hm</think>a<b" + CALL)
     kwargs = {"chat_template_kwargs": {"thinks": True}}
     [choice] = await both(server, logprobs=True, tools=[TOOL], **kwargs)
     assert choice["message"]["content"] == "a<b"
     assert [one["token"] for one in choice["logprobs"]["content"]] == ["a", "<", "b"]
+
+
+@pytest.mark.parametrize("content", ["a", "that", "t", "that a"])
+async def test_logprobs_are_not_those_of_the_reasoning(server: Server, content: str) -> None:
+    """Which has the same text, as has the marker between."""
+    thought = "that a"
+    writes(server, f"{thought}</think>{content}")
+    kwargs = {"chat_template_kwargs": {"thinks": True}}
+    [choice] = await both(server, logprobs=True, **kwargs)
+    assert choice["message"]["content"] == content
+    scored = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in scored) == content
+    # The n-th token has the log-probability -n / 10.
+    first = len(thought) + len("</think>") + 1
+    places = [round(one["logprob"] * -10) for one in scored]
+    assert places == [*range(first, first + len(content))]
 
 
 async def test_reasoning(server: Server) -> None:
@@ -350,7 +368,6 @@ async def test_tool_prompt(server: Server) -> None:
             "needs a string `text`",
         ),
         ({"top_logprobs": 1}, "top_logprobs", "needs `logprobs`"),
-        ({"top_logprobs": 6, "logprobs": True}, "top_logprobs", "<= 5 (--max-top-n-tokens)"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
         ({"max_tokens": 0}, "max_tokens", "strictly positive"),
         ({"max_tokens": 5000}, "messages", "must be <= 4096"),
@@ -362,7 +379,7 @@ async def test_tool_prompt(server: Server) -> None:
         ({"tools": [{"type": "custom"}]}, "tools.0.type", "function"),
         ({"tools": [{"function": {"name": "none"}}]}, "tools.0", "none"),
         (
-            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            {"tools": [TOOL], "response_format": {"type": "regex", "value": "a"}},
             "response_format",
             "mutually exclusive",
         ),
@@ -372,8 +389,6 @@ async def test_tool_prompt(server: Server) -> None:
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"audio": {}}, "audio", "not supported"),
         ({"functions": [{}]}, "functions", "not supported"),
-        ({"store": True}, "store", "not supported"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
     ],
 )
 async def test_refused(server: Server, body: Json, param: str | None, words: str) -> None:
@@ -385,10 +400,31 @@ async def test_refused(server: Server, body: Json, param: str | None, words: str
         assert words in error["message"]
 
 
+async def test_tools_beside_a_format(server: Server) -> None:
+    """The answer is one or the other; which text that allows is tested with the grammars."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    writes(server, '{"a": 1}')
+    [choice] = await both(server, tools=[TOOL], response_format=form)
+    assert choice["message"]["content"] == '{"a": 1}' and choice["finish_reason"] == "stop"
+    writes(server, CALL)
+    [choice] = await both(server, tools=[TOOL], response_format=form)
+    assert choice["message"]["tool_calls"] and choice["finish_reason"] == "tool_calls"
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": [{}]}}}
+    error = (await post(server, tools=[TOOL], response_format=bad)).json()["error"]
+    assert "`tools` and `response_format` can not be enforced" in error["message"]
+
+
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     body = {"store": False, "modalities": ["text"], "service_tier": "auto", "functions": []}
     names = ("tools", "tool_choice", "n", "stop", "stream", "logprobs", "user", "response_format")
     assert (await post(server, **body, **dict.fromkeys(names), unknown=1)).status_code == 200
+    hints = {"store": True, "reasoning_effort": "low", "verbosity": "high", "service_tier": "flex"}
+    for stream in (False, True):
+        assert "warning" not in (await post(server, **body, stream=stream)).headers
+        answer = await post(server, **hints, stream=stream)
+        named = "reasoning_effort, service_tier, store, verbosity"
+        assert answer.headers["warning"] == f'299 - "changes nothing here: {named}"'
     for name in ("tgi", "dummy", "", "model", "org/model"):
         assert (await post(server, model=name)).status_code == 200
 

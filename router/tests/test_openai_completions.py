@@ -141,14 +141,18 @@ async def test_logprobs(server: Server) -> None:
         "tokens": ["a", "b", "h", "bytes:\\xc3", "bytes:\\xa9"],
         "token_logprobs": [-0.25, -0.25, -0.1, -0.2, -0.3],
         "top_logprobs": [
-            None,
-            None,
+            {"!": -0.5, "a": -0.25},
+            {"!": -0.5, "b": -0.25},
             {"!": -0.5, "h": -0.1},
             {"!": -0.5, "bytes:\\xc3": -0.2},
             {"!": -0.5, "bytes:\\xa9": -0.3},
         ],
         "text_offset": [0, 1, 2, 3, 3],
     }
+    ids = [BOS_ID, *script_of("ab")]
+    choice = (await post(server, prompt=[ids], max_tokens=1, logprobs=1, echo=True)).json()
+    tops = choice["choices"][0]["logprobs"]["top_logprobs"]
+    assert tops == [None, {"!": -0.5, "a": -0.25}, {"!": -0.5, "b": -0.25}, {"!": -0.5, "h": -0.1}]
     choice = (await post(server, prompt=[BOS_ID], max_tokens=1, logprobs=0, echo=True)).json()
     assert choice["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.1]
     assert choice["choices"][0]["logprobs"]["top_logprobs"] is None
@@ -195,6 +199,13 @@ async def test_null_is_the_default(server: Server) -> None:
         assert (await post(server, **given)).json()["choices"] == plain["choices"]
 
 
+async def test_limits_of_tgi_are_not_those_of_openai(server: Server) -> None:
+    choices = (await post(server, prompt=["a"] * 8, max_tokens=1)).json()["choices"]
+    assert len(choices) == 8
+    choices = (await post(server, prompt="a", best_of=3, max_tokens=1)).json()["choices"]
+    assert len(choices) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -206,12 +217,12 @@ async def test_null_is_the_default(server: Server) -> None:
         ({"prompt": ["a", ""]}, "prompt", "cannot be empty"),
         ({"prompt": [258]}, "prompt", "vocabulary"),
         ({"prompt": [2**32 - 1]}, "prompt", "vocabulary"),
-        ({"prompt": ["a"] * 5}, "prompt", "maximum allowed batch size of 4"),
+        ({"prompt": ["a"] * 129}, "prompt", "at most 128"),
         ({"suffix": "x"}, "suffix", "Suffix is not supported"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"n": 128, "prompt": ["a", "b"]}, "n", "at most 128"),
         ({"n": 2, "best_of": 1}, "best_of", "must be >= `n`, which is 2"),
-        ({"best_of": 3, "n": 3}, "best_of", "must be <= 2 (--max-best-of)"),
+        ({"best_of": 65, "n": 65, "prompt": ["a", "b"]}, "best_of", "at most 128"),
         ({"best_of": 2, "stream": True}, "best_of", "`stream`"),
         ({"logprobs": 6}, "logprobs", "less than or equal to 5"),
         ({"logprobs": True}, "logprobs", "integer"),
@@ -235,12 +246,6 @@ async def test_refused(server: Server, body: Json, param: str, words: str) -> No
         error = response.json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert words in error["message"]
-
-
-async def test_logprobs_over_the_limit(tmp_path: Path) -> None:
-    async with serve(tmp_path, max_top_n_tokens=2) as server:
-        error = (await post(server, logprobs=3)).json()["error"]
-        assert error["message"] == "`logprobs` must be >= 0 and <= 2. Given: 3"
 
 
 async def test_client_that_leaves_ends_the_generation(server: Server) -> None:

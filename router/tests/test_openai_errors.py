@@ -194,6 +194,7 @@ async def test_failure_before_the_first_chunk_is_a_status(server: Server) -> Non
 async def test_models(server: Server) -> None:
     served = server.services.config.served_model_id
     model = {"id": served, "object": "model", "created": 0, "owned_by": served}
+    model["max_model_len"] = server.services.limits.max_total_tokens
     assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [model]}
     for name in (served, Path(served).name, "tgi"):
         assert (await server.client.get(f"/v1/models/{name}")).json() == model
@@ -202,10 +203,36 @@ async def test_models(server: Server) -> None:
     assert response.json()["error"]["code"] == "model_not_found"
 
 
+BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
-async def test_a_model_that_is_not_served(server: Server, path: str) -> None:
-    body = {"model": "gpt-4", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
-    response = await server.client.post(path, json=body)
+async def test_a_model_that_is_not_served(tmp_path: Path, path: str) -> None:
+    async with serve(tmp_path, any_model_name=False) as server:
+        response = await server.client.post(path, json={"model": "gpt-4", **BODY})
     assert response.status_code == 404
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize("name", ["gpt-3.5-turbo", "https://a.b/c", None])
+async def test_whatever_model_a_request_names_is_served(server: Server, name: str | None) -> None:
+    response = await server.client.post("/v1/completions", json={"model": name, **BODY})
+    assert response.status_code == 200
+    assert response.json()["model"] == server.services.config.served_model_id
+
+
+async def test_the_names_that_the_model_was_given(tmp_path: Path) -> None:
+    names = ("mine", "org/other")
+    async with serve(tmp_path, served_model_name=names, any_model_name=False) as server:
+        listed = (await server.client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["mine", "org/other"]
+        for name, told in {"mine": "mine", "other": "org/other", "tgi": "mine"}.items():
+            found = (await server.client.get(f"/v1/models/{name}")).json()
+            assert found["id"] == told
+            answer = await server.client.post("/v1/completions", json={"model": name, **BODY})
+            assert answer.json()["model"] == "mine"
+        served = server.services.config.served_model_id
+        assert (await server.client.get("/info")).json()["model_id"] == served
+        refused = await server.client.post("/v1/completions", json={"model": served, **BODY})
+        assert refused.status_code == 404

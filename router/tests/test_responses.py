@@ -20,7 +20,7 @@ TEXT = f"<think>hm</think>Hé!{CALL}"
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path, TEXT) as server:
+    async with serve_chat(tmp_path, TEXT, any_model_name=False) as server:
         yield server
 
 
@@ -163,6 +163,17 @@ async def test_client_that_leaves(server: Server) -> None:
     assert server.services.metrics.request_failure.value(err="dropped") == 1
 
 
+async def test_hints_that_change_nothing_are_named(server: Server) -> None:
+    asked = {"store": True, "service_tier": "flex", "truncation": "auto"}
+    asked |= {"text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
+    for stream in (False, True):
+        body = {"input": "a", "stream": stream} | asked
+        response = await server.client.post("/v1/responses", json=body)
+        assert response.status_code == 200
+        named = "text.verbosity, reasoning.effort, service_tier, store, truncation"
+        assert response.headers["warning"] == f'299 - "changes nothing here: {named}"'
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "words"),
     [
@@ -171,14 +182,9 @@ async def test_client_that_leaves(server: Server) -> None:
         ({"input": [{"type": "item_reference", "id": "a"}]}, 400, "input.0", "Items can be"),
         ({"previous_response_id": "r"}, 400, "previous_response_id", "nothing is stored"),
         ({"conversation": "c"}, 400, "conversation", "nothing is stored"),
-        ({"store": True}, 400, "store", "not supported"),
         ({"background": True}, 400, "background", "not supported"),
-        ({"service_tier": "flex"}, 400, "service_tier", "not supported"),
-        ({"text": {"verbosity": "low"}}, 400, "text.verbosity", "not supported"),
         ({"top_logprobs": 1}, 400, "top_logprobs", "needs message.output_text.logprobs"),
-        ({"truncation": "auto"}, 400, "truncation", "not supported"),
         ({"include": ["file_search_call.results"]}, 400, "include", "can only name"),
-        ({"reasoning": {"effort": "low"}}, 400, "reasoning.effort", "not supported"),
         ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata", "at most 16"),
         ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type", "function"),
         ({"tools": [TOOL | {"name": "auto"}]}, 400, "tools.0.name", "can not be called"),

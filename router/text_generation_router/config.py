@@ -17,6 +17,12 @@ def _option(default: Any, text: str, minimum: int | None = None, **argparse: Any
     return field(default=default, metadata=metadata)
 
 
+def _true_or_false(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError(value)
+    return value == "true"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """All settings of the router; the names are TGI's flags with underscores.
@@ -28,6 +34,15 @@ class RouterConfig:
         metadata={"help": "Directory that holds the model's tokenizer.json.", "argparse": {}}
     )
     model_id: str | None = _option(None, "Name shown by /info; default: the tokenizer name.")
+    served_model_name: tuple[str, ...] = _option(
+        (), "Name of the model on OpenAI's routes; repeatable, the first is told; default: its id."
+    )
+    any_model_name: bool = _option(
+        True,
+        "Serve it whatever name OpenAI's routes are asked for: true, or false for 404.",
+        action="store",
+        type=_true_or_false,
+    )
     revision: str | None = _option(None, "Revision of the model, shown by /info as model_sha.")
     master_shard_uds_path: str = _option(
         "/tmp/text-generation-server-0", "Unix socket of the shard with rank 0."
@@ -149,6 +164,8 @@ class RouterConfig:
                 "`max_input_tokens` must be < `max_total_tokens`. "
                 f"Given: {self.max_input_tokens} and {self.max_total_tokens}"
             )
+        if "" in self.served_model_name:
+            raise ValueError("`--served-model-name` must not be empty; leave it out for the id")
         if "" in self.api_key:
             raise ValueError("`--api-key` must not be empty; leave it out to ask for no key")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -168,8 +185,13 @@ class RouterConfig:
 
     @property
     def served_model_id(self) -> str:
-        """The name clients see."""
+        """Its id, as TGI's routes tell it."""
         return self.model_id or self.tokenizer_name
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What it is called on OpenAI's routes, which tell the first."""
+        return self.served_model_name or (self.served_model_id,)
 
     @property
     def batch_rows(self) -> int:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from text_generation_router.http10 import without_chunks
 from text_generation_router.metrics import Counter
 
 # RFC 3986: a name or an address of version 4, or an address in brackets; a port. It may be empty.
@@ -249,6 +250,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from text_generation_router.api.sse import DIRECT_SEND
+from text_generation_router.request_id import named
 
 # The way from a socket to the queue takes about 0.5 ms of a request, all in one go: hundreds that
 # come together would stop every stream, and /health, until the last of them is read.
@@ -18,7 +19,8 @@ PIECE_BYTES = 65536
 
 class Front:
     """Lets requests in a few at a time, in the order they came, and tells streams the server's own
-    `send`. Once it is closed, whoever comes is refused. Large answers go out in pieces.
+    `send`. Once it is closed, whoever comes is refused. Large answers go out in pieces, and every
+    answer bears the id of its request.
 
     At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone
     does not wait. Owns the line of those that do.
@@ -38,23 +40,25 @@ class Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._is_closed and scope["path"] != ALWAYS_OPEN:
-            await self._refuse(scope, receive, send)
+            return
+        send_named = named(scope, send)
+        if self._is_closed and scope["path"] != ALWAYS_OPEN:
+            await self._refuse(scope, receive, send_named)
         elif scope["method"] != "POST":
-            await self._app(scope, receive, in_pieces(send))
+            await self._app(scope, receive, in_pieces(send_named))
         else:
-            await self._run(scope, receive, send)
+            await self._run(scope, receive, send, send_named)
 
     def close(self) -> None:
         """Refuses whoever comes from now on; those who are in stay."""
         self._is_closed = True
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self, scope: Scope, receive: Receive, send: Send, send_named: Send) -> None:
         self.num_running += 1
         scope[DIRECT_SEND] = send
         try:
             await self._enter()
-            await self._app(scope, receive, in_pieces(send))
+            await self._app(scope, receive, in_pieces(send_named))
         finally:
             self.num_running -= 1
             # The server's `send` holds the scope: together they would be garbage in a circle.

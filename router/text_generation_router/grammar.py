@@ -37,6 +37,8 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # Keywords next to which a closed object could exclude what another schema asks for.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+# Keywords that say what a value is where there is no `type`.
+_OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 # An object without any of these is hardly meant as a schema; TGI asks for `properties`.
 _KEYWORDS = frozenset({*_NAMED, *_LISTED, *_SINGLE, "type", "enum", "const", "$ref", "not", "if"})
 
@@ -107,7 +109,7 @@ def write(grammar: Grammar) -> str:
             f"Given: {size}"
         )
     if grammar.kind == "json_schema":
-        return _wrap({"json_schema": _schema(grammar.source)})
+        return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
         return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
     return _wrap({"lark_grammar": grammar.source})
@@ -126,8 +128,9 @@ def _escaped(regex: str) -> str:
     return lines.replace("\n", "\\n").replace("\r", "\\r")
 
 
-def _schema(source: str) -> dict[str, Any]:
-    """The schema with our options, closed where it says nothing about other properties."""
+def checked_schema(source: str) -> dict[str, Any]:
+    """The schema with our options, closed where it says nothing about other properties. Raises
+    GrammarError."""
     try:
         schema = orjson.loads(source)
     except orjson.JSONDecodeError as error:
@@ -140,6 +143,9 @@ def _schema(source: str) -> dict[str, Any]:
     parts = list(_parts(schema, 1))
     for part in parts:
         _check(part)
+        if "properties" in part and not part.keys() & _OTHER_TYPES:
+            # As it is meant, and as in TGI; JSON Schema itself would take a number, too.
+            part.setdefault("type", "object")
         is_closed &= not ("properties" in part and part.keys() & _COMBINING) and "allOf" not in part
     if is_closed:
         # As in TGI: objects have the properties that are named, and no others.

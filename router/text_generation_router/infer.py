@@ -66,7 +66,7 @@ class GenerateResult:
 
     prompt_tokens: int
     cached_tokens: int
-    prefill: tuple[Token, ...]
+    prefill: PrefillOutput
     tokens: tuple[Token, ...]
     top_tokens: tuple[tuple[Token, ...], ...]
     ending: Ending
@@ -138,13 +138,13 @@ class Generation:
 
     async def collect(self) -> GenerateResult:
         """Reads it to its end; raises its failure."""
-        prefill: tuple[Token, ...] = ()
+        prefill = PrefillOutput(())
         tokens: list[Token] = []
         top_tokens: list[tuple[Token, ...]] = []
         async for outputs in self:
             for output in outputs:
                 if isinstance(output, PrefillOutput):
-                    prefill = output.tokens
+                    prefill = output
                     continue
                 tokens.append(output.token)
                 top_tokens.append(output.top_tokens)

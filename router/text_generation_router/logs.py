@@ -7,11 +7,14 @@ import orjson
 from text_generation_process.descriptors import Output
 from text_generation_process.logs import send_to_output
 
+from text_generation_router.request_id import current
+
 _SHORT_LEVELS = {"WARNING": "WARN"}
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-11-21T09:45:49.123456Z  INFO text_generation_router: message`, or the same as JSON."""
+    """`2026-11-21T09:45:49.123456Z  INFO text_generation_router: message`, or the same as JSON; of
+    a line that is written for a request with its route and id."""
 
     def __init__(self, json_output: bool) -> None:
         super().__init__()
@@ -24,9 +27,13 @@ class LineFormatter(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message = f"{message.rstrip()}\n{self.formatException(record.exc_info)}"
+        request = current()
         if not self._json_output:
-            return f"{timestamp} {level:>5} {record.name}: {message}"
+            name = "" if request is None else f" route={request.route} id={request.request_id}"
+            return f"{timestamp} {level:>5} {record.name}: {message}{name}"
         line = {"timestamp": timestamp, "level": level, "target": record.name, "message": message}
+        if request is not None:
+            line |= {"route": request.route, "request_id": request.request_id}
         try:
             return orjson.dumps(line).decode()
         except TypeError:  # names of files need not be text

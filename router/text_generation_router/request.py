@@ -115,6 +115,8 @@ class PrefillOutput:
     """The prompt's tokens with their log-probabilities, for requests that asked for them."""
 
     tokens: tuple[Token, ...]
+    # By token the best ones in its place, none for the first; empty: they were not asked for.
+    top_tokens: tuple[tuple[Token, ...], ...] = ()
 
 
 class TokenOutput(NamedTuple):

@@ -52,6 +52,9 @@ class GenerateParameters:
     grammar: Grammar | None = None
     adapter_id: str | None = None
     keeps_stop_sequence: bool = True
+    # What the API that was asked allows, where that is more than this server's `Limits` for TGI's.
+    most_stop_sequences: int = 0
+    most_top_n_tokens: int = 0
     visible_special_tokens: frozenset[str] = frozenset()
     deterministic: bool = False
     cache_salt: str | None = None
@@ -141,12 +144,10 @@ def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | Non
 
 
 def _stop_sequences(asked: GenerateParameters, limits: Limits) -> str | None:
-    if len(asked.stop) <= limits.max_stop_sequences:
+    most = max(limits.max_stop_sequences, asked.most_stop_sequences)
+    if len(asked.stop) <= most:
         return None
-    return (
-        f"`stop` supports up to {limits.max_stop_sequences} stop sequences. "
-        f"Given: {len(asked.stop)}"
-    )
+    return f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}"
 
 
 def _seed_with_best_of(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -156,10 +157,10 @@ def _seed_with_best_of(asked: GenerateParameters, limits: Limits) -> str | None:
 
 
 def _top_n_tokens(asked: GenerateParameters, limits: Limits) -> str | None:
-    given = asked.top_n_tokens or 0
-    if given <= limits.max_top_n_tokens:
+    given, most = asked.top_n_tokens or 0, max(limits.max_top_n_tokens, asked.most_top_n_tokens)
+    if given <= most:
         return None
-    return f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given}"
+    return f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given}"
 
 
 def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:

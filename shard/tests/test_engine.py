@@ -98,9 +98,9 @@ def test_length_end_token_and_ignored_end_token(driver: Driver) -> None:
     assert ignoring == [0] * 8
     late = alone(driver, 3, [5, 6, 7], sampling=sampling, min_new_tokens=5)
     assert len(late) == 6 and 0 not in late[:5] and late[5] == 0
-    # The last token allowed is an end token: length wins.
+    # Also where it is the last token allowed: the router knows which of them each API tells.
     assert alone(driver, 4, [5, 6, 7], sampling=sampling, max_new_tokens=1) == [0]
-    assert driver.reasons[4] == FinishReason.LENGTH
+    assert driver.reasons[4] == FinishReason.EOS_TOKEN
 
 
 def test_top_tokens_only_for_who_asked(driver: Driver) -> None:

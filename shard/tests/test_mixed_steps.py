@@ -1,7 +1,7 @@
 """Prompts in parts, beside rows that decode and guess: the same tokens as one request alone."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -280,3 +280,38 @@ def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
     driver.step({1: 21, 2: 15})
     driver.run()
     assert driver.tokens[1] == driver.tokens[2] == driver.tokens[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "stream"])
+def test_the_best_tokens_in_place_of_those_of_a_prompt(
+    device: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """In one piece and in parts; among all tokens is the one that the prompt has."""
+    engine = load_engine(checkpoint("llama3"), device=device)
+    num_tokens = engine.model.config.vocab_size
+    driver, ids = Driver(engine), [random.Random(2).randrange(3, 300) for _ in range(50)]
+    options = {"prefill_logprobs": True, "max_new_tokens": 2}
+    driver.add([driver.request(0, ids, top_n_tokens=num_tokens, **options)])
+    driver.add(
+        [driver.request(1, ids, top_n_tokens=3, chunk_len=21, **options)], driver.advance({})
+    )
+    driver.step({1: 29})
+    driver.add([driver.request(2, ids, **options)], driver.advance({}))
+    driver.run()
+    everything = driver.prefill_top_tokens[0]
+    best = list(batched(everything, num_tokens))
+    assert len(best) == len(ids) - 1 and 2 not in driver.prefill_top_tokens
+    for place, (ranked, token_id) in enumerate(zip(best, ids[1:], strict=True), start=1):
+        values = [value for _, value in ranked]
+        assert values == sorted(values, reverse=True)
+        assert dict(ranked)[token_id] == driver.prefill_logprobs[0][place]
+    few = list(batched(driver.prefill_top_tokens[1], 3))
+    for three, ranked in zip(few, best, strict=True):
+        assert [value for _, value in three] == pytest.approx([v for _, v in ranked[:3]], abs=1e-4)
+    assert driver.prefill_logprobs[2][1:] == pytest.approx(driver.prefill_logprobs[0][1:], abs=1e-4)
+
+
+def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """As many at a time."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]

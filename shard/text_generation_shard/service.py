@@ -415,6 +415,10 @@ def _to_response(result: StepOutput) -> pb.StepResponse:
             pb.PrefillLogprobs(request_id=request_id, logprobs=values)
             for request_id, values in result.prefill_logprobs
         ],
+        prefill_top_tokens=[
+            pb.PrefillTopTokens(request_id=request_id, token_ids=ids, logprobs=values)
+            for request_id, ids, values in result.prefill_top_tokens
+        ],
         errors=[
             pb.RequestError(request_id=request_id, message=message)
             for request_id, message in result.errors

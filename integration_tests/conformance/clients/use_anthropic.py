@@ -133,9 +133,11 @@ def typed_exceptions() -> None:
         lambda: client.messages.create(**{**GREEDY, "max_tokens": 1_000_000}),
     )
     error = raised(
-        anthropic.NotFoundError, lambda: client.messages.create(**{**GREEDY, "model": "nothing"})
+        anthropic.NotFoundError, lambda: client.get("/v1/messages/nowhere", cast_to=object)
     )
     equal(error.type, "not_found_error")
+    answer = client.messages.create(**{**GREEDY, "model": "nothing"})
+    assert answer._request_id
 
 
 @check

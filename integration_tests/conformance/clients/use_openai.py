@@ -381,11 +381,11 @@ def typed_exceptions() -> None:
         lambda: client.chat.completions.create(**{**GREEDY, "max_tokens": 1_000_000}),
     )
     equal(error.code, "context_length_exceeded")
-    error = raised(
-        openai.NotFoundError,
-        lambda: client.chat.completions.create(**{**GREEDY, "model": "gpt-nothing"}),
-    )
+    error = raised(openai.NotFoundError, lambda: client.models.retrieve("gpt-nothing"))
     equal(error.code, "model_not_found")
+    answer = client.chat.completions.create(**{**GREEDY, "model": "gpt-nothing"})
+    equal(answer.model, client.models.list().data[0].id)
+    assert answer._request_id
     raised(
         openai.BadRequestError,
         lambda: client.chat.completions.create(**{**GREEDY, "messages": []}),

@@ -302,6 +302,16 @@ class PrefillLogprobs(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, request_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class PrefillTopTokens(_message.Message):
+    __slots__ = ("request_id", "token_ids", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class RequestError(_message.Message):
     __slots__ = ("request_id", "message")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -311,7 +321,7 @@ class RequestError(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors", "digest")
+    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors", "digest", "prefill_top_tokens")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +331,7 @@ class StepResponse(_message.Message):
     CONCAT_NS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generations: Generations
     batch: CachedBatch
     prefill_logprobs: _containers.RepeatedCompositeFieldContainer[PrefillLogprobs]
@@ -330,4 +341,5 @@ class StepResponse(_message.Message):
     concat_ns: int
     errors: _containers.RepeatedCompositeFieldContainer[RequestError]
     digest: int
-    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ..., digest: _Optional[int] = ...) -> None: ...
+    prefill_top_tokens: _containers.RepeatedCompositeFieldContainer[PrefillTopTokens]
+    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ..., digest: _Optional[int] = ..., prefill_top_tokens: _Optional[_Iterable[_Union[PrefillTopTokens, _Mapping]]] = ...) -> None: ...

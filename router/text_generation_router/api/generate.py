@@ -280,7 +280,7 @@ def _sequence(result: GenerateResult) -> Json:
         "seed": generated.seed,
         "prefill": [
             {"id": token.id, "text": token.text, "logprob": float32(token.logprob)}
-            for token in result.prefill
+            for token in result.prefill.tokens
         ],
         "tokens": [_token(token) for token in result.tokens],
     }

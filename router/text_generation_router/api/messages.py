@@ -24,6 +24,7 @@ from text_generation_router.api.messages_schemas import (
     MessagesRequest,
     TokenCountBody,
 )
+from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.sse import named_events
 from text_generation_router.errors import RouterError
@@ -55,7 +56,7 @@ async def messages(
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = MessageRun(body, services)
-    headers = {"x-compute-type": services.compute_type}
+    headers = {"x-compute-type": services.compute_type} | warning(body)
     if body.stream:
         return await open_stream(request, _encoded(run), headers, keep_alive=_PING)
     whole = await unless_disconnected(request, _whole(run))

@@ -29,7 +29,7 @@ class MessageRun:
             "id": make_id("msg"),
             "type": "message",
             "role": "assistant",
-            "model": services.config.served_model_id,
+            "model": services.config.model_names[0],
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -26,6 +26,8 @@ from text_generation_router.validation import GenerateParameters
 
 Message = dict[str, Any]
 
+# Anthropic has no limit that it tells; each costs time at every token.
+_MOST_STOPS = 128
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -58,6 +60,7 @@ def _parameters(body: MessagesRequest) -> GenerateParameters:
         **sampling(body.temperature, body.top_p, body.top_k),
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
+        most_stop_sequences=_MOST_STOPS,
         grammar=grammar,
         deterministic=bool(body.deterministic),
         cache_salt=body.cache_salt,

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 
 from text_generation_router.api.bounded import IN_SLICES, Items
+from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
 from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
@@ -102,7 +103,7 @@ class Thinking(Body):
     """Whether the model thinks first; its chat template is told as `enable_thinking`."""
 
     type: Literal["adaptive", "enabled", "disabled"]
-    budget_tokens: Refused = None
+    budget_tokens: Annotated[Any, Hint(), IGNORED] = None
 
 
 class JsonOutputFormat(Body):
@@ -116,7 +117,7 @@ class OutputConfig(Body):
     """How the text has to look."""
 
     format: JsonOutputFormat | None = None
-    effort: Refused = None
+    effort: Annotated[Any, Hint(), IGNORED] = None
 
 
 class CountTokensRequest(Body):

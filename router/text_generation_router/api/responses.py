@@ -15,6 +15,7 @@ from text_generation_router.api.generate import (
     unless_disconnected,
 )
 from text_generation_router.api.openai.errors import BUG, ERRORS
+from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.responses_events import ResponseRun
 from text_generation_router.api.responses_output import Json
@@ -48,7 +49,7 @@ async def responses(
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = ResponseRun(body, services)
-    headers = {"x-compute-type": services.compute_type}
+    headers = {"x-compute-type": services.compute_type} | warning(body)
     if body.stream:
         return await open_stream(request, _encoded(run), headers)
     whole = await unless_disconnected(request, _whole(run))

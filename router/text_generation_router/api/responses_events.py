@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from text_generation_router.api.ids import make_id
-from text_generation_router.api.openai.logprobs import TokenTrail, chat_logprobs
+from text_generation_router.api.openai.logprobs import TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.responses_input import conversation_of
 from text_generation_router.api.responses_output import Json, OutputWriter
 from text_generation_router.api.responses_schemas import ResponsesRequest
-from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
+from text_generation_router.chat.parser import ChatEvent, ReasoningDelta
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
@@ -55,9 +55,8 @@ class ResponseRun:
 
     def _logprobs(self, event: ChatEvent) -> list[Json]:
         """Those of the tokens that spell a piece of text, if they were asked for."""
-        if not (self._has_logprobs and isinstance(event, ContentDelta)):
+        if not self._has_logprobs or not (tokens := tokens_of(event, self._trail)):
             return []
-        tokens = self._trail.take(event.text)
         told = chat_logprobs(tokens, self._num_top_logprobs, self._services.tokenizer)["content"]
         assert isinstance(told, list)
         return told
@@ -117,7 +116,7 @@ def _envelope(body: ResponsesRequest, services: Services) -> Json:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": services.config.served_model_id,
+        "model": services.config.model_names[0],
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,

@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.api.openai.messages import CalledFunction
+from text_generation_router.api.openai.schemas import MOST_TOP_LOGPROBS
 from text_generation_router.api.responses_schemas import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -43,6 +44,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
             **sampling(body.temperature, body.top_p),
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
+            most_top_n_tokens=MOST_TOP_LOGPROBS,
             grammar=_grammar(body.text.format if body.text else None),
             deterministic=bool(body.deterministic),
             cache_salt=body.cache_salt,

@@ -13,7 +13,12 @@ from pydantic import (
 )
 
 from text_generation_router.api.bounded import Entries, Items
-from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
+from text_generation_router.api.openai.hints import IGNORED, Hint
+from text_generation_router.api.openai.schemas import (
+    MOST_TOP_LOGPROBS,
+    NOT_SUPPORTED,
+    refuses,
+)
 from text_generation_router.api.schemas import Body, CacheSalt, Float32
 
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -148,14 +153,14 @@ class TextConfig(Body):
     """How the text has to look."""
 
     format: Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Any, refuses("medium"), NOT_SUPPORTED] = None
+    verbosity: Annotated[Any, Hint("medium"), IGNORED] = None
 
 
 class Reasoning(Body):
     """How the model should think: as it does."""
 
-    effort: Refused = None
-    summary: Annotated[Any, refuses("auto"), NOT_SUPPORTED] = None
+    effort: Annotated[Any, Hint(), IGNORED] = None
+    summary: Annotated[Any, Hint("auto"), IGNORED] = None
 
 
 def _check_input(given: str | list[InputItem]) -> str | list[InputItem]:
@@ -222,14 +227,14 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
     metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = None
     include: Annotated[Items[str] | None, AfterValidator(_check_include)] = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"Needs {_LOGPROBS} in `include`."
     )
     reasoning: Reasoning | None = None
-    service_tier: Annotated[Any, refuses("auto", "default"), NOT_SUPPORTED] = None
-    store: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    service_tier: Annotated[Any, Hint("auto", "default"), IGNORED] = None
+    store: Annotated[Any, Hint(False), IGNORED] = None
     background: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
-    truncation: Annotated[Any, refuses("disabled"), NOT_SUPPORTED] = None
+    truncation: Annotated[Any, Hint("disabled"), IGNORED] = None
     previous_response_id: _Memory = None
     conversation: _Memory = None
     prompt: _Memory = None

@@ -32,6 +32,7 @@ def tool_grammar(
     parallel: bool,
     special_ids: Mapping[str, int] = MappingProxyType({}),
     starts_in_reasoning: bool = False,
+    answer: Mapping[str, Any] | None = None,
 ) -> Grammar | None:
     """What the answer must look like; None where nothing is asked of it.
 
@@ -39,7 +40,8 @@ def tool_grammar(
     call or, if `parallel`, more) or a tool's name (exactly one call of that). Reasoning may stand
     before all of it, and be cut by the end of the tokens. `special_ids` has the ids of those of
     the format's markers that are special tokens of the tokenizer: they are matched as tokens, not
-    as text. Raises ToolError.
+    as text. `answer` is the schema, in llguidance's form, of what is no call; None: any text.
+    Raises ToolError.
     """
     if choice == "none" or not tools:
         return None
@@ -48,7 +50,7 @@ def tool_grammar(
         parallel = False
         if not tools:
             raise ToolError(f"Tool with name {choice} not found")
-    grammar = _ToolGrammar(chat_format, special_ids, parallel)
+    grammar = _ToolGrammar(chat_format, special_ids, parallel, answer)
     return Grammar("lark", grammar.write(tools, choice == "auto", starts_in_reasoning))
 
 
@@ -57,11 +59,16 @@ class _ToolGrammar:
     that fits: where text may stand as well, whitespace is part of the piece behind it."""
 
     def __init__(
-        self, chat_format: ChatFormat, special_ids: Mapping[str, int], parallel: bool
+        self,
+        chat_format: ChatFormat,
+        special_ids: Mapping[str, int],
+        parallel: bool,
+        answer: Mapping[str, Any] | None,
     ) -> None:
         self._format = chat_format
         self._special_ids = special_ids
         self._parallel = parallel
+        self._answer = answer
 
     def write(self, tools: Sequence[ToolSpec], is_auto: bool, starts_in_reasoning: bool) -> str:
         """All of the grammar."""
@@ -71,7 +78,12 @@ class _ToolGrammar:
             f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self._format.begin)}",
             *self._calls(tools),
         ]
-        answer = self._auto_answer if is_auto else self._forced_answer
+        answer = self._forced_answer
+        if is_auto and self._answer is not None:
+            answer = self._formatted_answer
+            rules.append(f"formatted: %json {json.dumps(self._formatted(self._answer, tools))}")
+        elif is_auto:
+            answer = self._auto_answer
         if self._format.reasoning is None:
             return "\n".join([*answer("start", ""), *rules])
         begin, end = self._format.reasoning
@@ -103,14 +115,45 @@ class _ToolGrammar:
             options.append("calls")
         return [f"{name}: {' | '.join(options)}", *rules]
 
+    def _formatted_answer(self, name: str, but: str) -> list[str]:
+        """JSON or calls, and nothing before them."""
+        marked = self._marked_calls()
+        return [f"{name}: {' | '.join(['formatted', *marked])}"]
+
+    def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
+        """The schema of JSON that is no call; where a call is JSON without a marker, of that, too:
+        which of them it is shows later than the first characters."""
+        if not self._format.is_bare:
+            return answer
+        key = self._format.arguments_key
+        options = [_moved({k: v for k, v in answer.items() if k != "x-guidance"}, "#/anyOf/0")]
+        for place, tool in enumerate(tools, start=1):
+            arguments = {k: v for k, v in _arguments_schema(tool).items() if k != "x-guidance"}
+            where = f"#/anyOf/{place}/properties/{key}"
+            properties = {"name": {"const": tool.name}, key: _moved(arguments, where)}
+            options.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": ["name", key],
+                    "additionalProperties": False,
+                }
+            )
+        # Models write spaces behind both signs, and a schema of others may be looser.
+        options_of_both = {"whitespace_pattern": _JSON_SPACE, "lenient": True}
+        return {"anyOf": options, "x-guidance": options_of_both}
+
     def _forced_answer(self, name: str, but: str) -> list[str]:
         """Calls, and nothing before them."""
-        options, begin = ["calls"] if self._format.is_bare else [], self._format.begin
+        options = ["calls"] if self._format.is_bare else []
+        return [f"{name}: {' | '.join([*options, *self._marked_calls()])}"]
+
+    def _marked_calls(self) -> list[str]:
+        """Calls with the marker that begins them; empty: there is none."""
+        begin = self._format.begin
         if begin in self._special_ids:
-            options.append(f"WS? {self._marker(begin)} calls")
-        elif begin:
-            options.append("BEGIN calls")
-        return [f"{name}: {' | '.join(options)}"]
+            return [f"WS? {self._marker(begin)} calls"]
+        return ["BEGIN calls"] if begin else []
 
     def _calls(self, tools: Sequence[ToolSpec]) -> list[str]:
         """Calls behind the first begin marker."""
@@ -183,3 +226,16 @@ def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     # What can not be enforced is an error only where it was asked for.
     options = {"whitespace_pattern": _JSON_SPACE, "lenient": not tool.strict}
     return schema | {"x-guidance": options}
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema that stands in another one, at this place: its references name what they did."""
+    if isinstance(schema, list):
+        return [_moved(item, where) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _moved(value, where) for key, value in schema.items()}
+    reference = found.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        found["$ref"] = where + reference[1:]
+    return found

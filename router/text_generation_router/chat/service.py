@@ -21,6 +21,7 @@ from text_generation_router.chat.parser import (
 )
 from text_generation_router.chat.workers import Job, TemplateWorkers
 from text_generation_router.errors import GrammarError, TemplateError, ToolError
+from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Ending, Generation, Infer
 from text_generation_router.request import TokenOutput
 from text_generation_router.validation import GenerateParameters
@@ -197,7 +198,8 @@ class ChatService:
             if not conversation.usable_tools or error.retry_after_s is not None:
                 raise
             # The grammar was made from them.
-            raise ToolError(f"`tools` can not be enforced: {error}") from error
+            told = "`tools`" if conversation.parameters.grammar is None else _BOTH
+            raise ToolError(f"{told} can not be enforced: {error}") from error
 
     async def _parameters(self, conversation: Conversation) -> GenerateParameters:
         """What is asked of the model. Raises TemplateError and ToolError."""
@@ -213,6 +215,7 @@ class ChatService:
                 parallel=conversation.parallel_tool_calls,
                 special_ids=self._special_ids,
                 starts_in_reasoning=self._format.starts_in_reasoning(prompt),
+                answer=None if grammar is None else checked_schema(grammar.source),
             )
         markers = self._format.special_tokens if tools else self._format.reasoning or ()
         return replace(
@@ -226,8 +229,9 @@ class ChatService:
         )
 
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
-        # Where the user gives a grammar, all that is written is the answer.
-        reasons = conversation.parameters.grammar is None
+        # Where the user gives a grammar, all that is written is the answer; the grammar of tools
+        # lets reasoning come first.
+        reasons = conversation.parameters.grammar is None or bool(conversation.usable_tools)
         return ChatParser(
             self._format if reasons else replace(self._format, reasoning=None),
             parses_tools=bool(conversation.usable_tools),
@@ -265,15 +269,19 @@ class ChatService:
         return arguments, conversation.template_kwargs
 
 
+_BOTH = "`tools` and `response_format`"
+
+
 def _check_tools(conversation: Conversation) -> None:
     """Raises ToolError for tools that contradict each other or what is asked of them."""
     tools, choice = conversation.usable_tools, conversation.tool_choice
     names = [tool.name for tool in tools]
     if not tools and choice not in ("auto", "none"):
         raise ToolError(f"`tool_choice` is {choice[:64]!r}, but there are no `tools`")
-    if tools and conversation.parameters.grammar is not None:
+    grammar = conversation.parameters.grammar
+    if tools and grammar is not None and grammar.kind != "json_schema":
         raise ToolError(
-            "Grammar and tools are mutually exclusive; leave out `response_format` or `tools`, "
+            "Tools and a `response_format` that is not JSON are mutually exclusive; leave one out, "
             'or send `tool_choice: "none"`'
         )
     if len(set(names)) < len(names):

@@ -143,6 +143,10 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
         top_token_ids=tuple(generations.top_token_ids),
         top_token_logprobs=tuple(generations.top_token_logprobs),
         prefill_logprobs={p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        prefill_top_tokens={
+            p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
+            for p in response.prefill_top_tokens
+        },
         errors={error.request_id: error.message for error in response.errors},
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,

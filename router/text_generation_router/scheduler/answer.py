@@ -36,9 +36,18 @@ class Answer:
         self._held = ""
         self._num_tokens = 0
 
-    def prefill(self, logprobs: Sequence[float]) -> PrefillOutput:
-        """The prompt's tokens; one log-probability each."""
-        return PrefillOutput(self._tokens(self._request.input_ids, logprobs))
+    def prefill(
+        self,
+        logprobs: Sequence[float],
+        top_tokens: tuple[Sequence[int], Sequence[float]] = ((), ()),
+    ) -> PrefillOutput:
+        """The prompt's tokens; one log-probability each. `top_tokens`: see StepResult."""
+        input_ids = self._request.input_ids
+        best = self._tokens(*top_tokens)
+        each = len(best) // max(1, len(logprobs) - 1)
+        places = range(0, len(best), each) if best else ()
+        tops = tuple(best[place : place + each] for place in places)
+        return PrefillOutput(self._tokens(input_ids, logprobs), ((), *tops) if tops else ())
 
     def step(
         self,
@@ -50,8 +59,9 @@ class Answer:
     ) -> TokenOutput:
         """The output for the next token; `generated` and `timings` are set if it is the last.
 
-        `finish_reason` is the shard's. Where stop strings are kept it wins over a stop string, as
-        in TGI; the text is cut all the same. `top_tokens`: ids and log-probabilities.
+        `finish_reason` is the shard's. Where stop strings are kept, as in TGI, it wins over a stop
+        string, though the text is cut all the same, and length wins over an end token that is the
+        last one allowed. `top_tokens`: ids and log-probabilities.
         """
         self._num_tokens += 1
         if finish_reason is None and self._is_plain and not top_tokens[0]:
@@ -60,7 +70,10 @@ class Answer:
             if plain is not None and not self._decoder.is_inside_character:
                 self._deltas.append(plain)
                 return TokenOutput(Token(token_id, plain, _finite(logprob)), plain)
+        stopping = self._request.stopping
         is_end = finish_reason is FinishReason.EOS_TOKEN
+        if is_end and stopping.keeps_stop_sequence and self._num_tokens == stopping.max_new_tokens:
+            is_end, finish_reason = False, FinishReason.LENGTH
         special = is_end or self._tokenizer.is_special(token_id)
         if special:
             # It interrupts a character that is not complete.

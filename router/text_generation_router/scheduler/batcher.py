@@ -346,7 +346,8 @@ class Batcher:
         """Hands one client the tokens of a step; those behind a stop string are thrown away."""
         outputs: list[Output] = []
         if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
-            outputs.append(entry.answer.prefill(prefill_logprobs))
+            tops = result.prefill_top_tokens.get(entry.id, ((), ()))
+            outputs.append(entry.answer.prefill(prefill_logprobs, tops))
         num_tokens = 0
         for token_id, logprob, top_tokens in tokens:
             num_tokens += 1

@@ -361,7 +361,7 @@ class Engine:
         """Put what was computed into the table, and release the rows that ended."""
         plan, verified, table = part.plan, part.verified, self._table
         for row, values in plan.prompt_logprobs.items():
-            table.add_prompt_logprobs(row, values)
+            table.prompt_logprobs[row].extend(values)
         if verified is None:
             return StepOutput([], [])
         output, samples = verified.output, plan.samples
@@ -373,7 +373,10 @@ class Engine:
         if table.prompt_logprobs:
             for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
                 if (found := table.pop_prompt_logprobs(row)) is not None:
-                    output.prefill_logprobs.append((request_id, found))
+                    output.prefill_logprobs.append((request_id, found.logprobs))
+                    if ids := found.top_token_ids:
+                        tops = request_id, ids, found.top_token_logprobs
+                        output.prefill_top_tokens.append(tops)
         table.drive(verified.driven)
         table.release(verified.ended)
         return output

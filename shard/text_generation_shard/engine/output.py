@@ -168,9 +168,8 @@ def _judge(
             if is_end or at == end - 1 or token_ids[at] != guesses[at]:
                 break
         counts.append(at + 1 - first)
-        # Length wins over an end token that arrives with the last one allowed, as in TGI.
         is_last = positions[at] + 1 >= longest
-        reasons.append(_LENGTH if is_last else _EOS_TOKEN if is_end else _NONE)
+        reasons.append(_EOS_TOKEN if is_end else _LENGTH if is_last else _NONE)
     return counts, reasons
 
 

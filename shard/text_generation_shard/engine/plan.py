@@ -17,6 +17,7 @@ from text_generation_shard.engine.forward_batch import (
     sampled_positions,
 )
 from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import PromptLogprobs
 from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
@@ -73,7 +74,7 @@ class Plan:
         # What the sampled tokens must follow, if any must: set when the step before is collected.
         self.grammars: StepGrammars | None = None
         # By row, of the inputs that want them.
-        self.prompt_logprobs: dict[int, list[float]] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         # Of the rows that sample [R]: their requests.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
@@ -118,18 +119,24 @@ class Plan:
                 start, known = int(scheduled.starts[index]), int(table.input_lens[row])
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
                 # None behind the input: this step may be behind the one that completes it.
+                if len(targets) == 0:
+                    continue
+                found = self.prompt_logprobs.setdefault(row, PromptLogprobs())
+                num_top = table.top_n_tokens.get(row, 0)
                 for at in range(0, len(targets), LOGPROB_ROWS):
                     some = torch.from_numpy(targets[at : at + LOGPROB_ROWS])
-                    values = self._logprobs(part[at : at + len(some)], some)
-                    self.prompt_logprobs.setdefault(row, []).extend(values)
+                    found.extend(self._logprobs(part[at : at + len(some)], some, num_top))
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor) -> list[float]:
-        """Of the tokens [N] that follow hidden states [N, hidden_size]."""
+    def _logprobs(self, hidden: Tensor, targets: Tensor, num_top: int) -> PromptLogprobs:
+        """Of the tokens [N] that follow hidden states [N, hidden_size], and of the best in their
+        places."""
         wanted = targets.to(hidden.device, torch.int64)
-        logits = self._fixed.model.logits(hidden)
-        found: list[float] = (
-            torch.log_softmax(logits, dim=-1).gather(1, wanted[:, None])[:, 0].tolist()
-        )
+        scores = torch.log_softmax(self._fixed.model.logits(hidden), dim=-1)
+        found = PromptLogprobs(scores.gather(1, wanted[:, None])[:, 0].tolist())
+        if num_top:
+            best = scores.topk(min(num_top, scores.shape[1]))
+            found.top_token_ids = best.indices.flatten().tolist()
+            found.top_token_logprobs = best.values.flatten().tolist()
         return found
 
     def choose(self, scores: Scores) -> Choice | None:

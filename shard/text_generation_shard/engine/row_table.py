@@ -6,7 +6,7 @@ import numpy as np
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.engine.step import NewRequest
+from text_generation_shard.engine.step import NewRequest, PromptLogprobs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.guard import AnyConstraint
 from text_generation_shard.sampling.table import SamplingTable
@@ -49,7 +49,7 @@ class RowTable:
         # Of those, the rows whose grammar has replaced a token, so that the text ends in time.
         self.driven: set[int] = set()
         # Of the rows that want them, until their first token: those of the input computed so far.
-        self.prompt_logprobs: dict[int, list[float]] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -87,7 +87,7 @@ class RowTable:
         if constraint:
             self.constraints[row] = constraint
         if request.prefill_logprobs:
-            self.prompt_logprobs[row] = [float("nan")]
+            self.prompt_logprobs[row] = PromptLogprobs([float("nan")])
         self.running = np.append(self.running, row)
         return row
 
@@ -176,11 +176,7 @@ class RowTable:
         """The grammars of these rows have replaced a token, and may replace any that follow."""
         self.driven.update(rows)
 
-    def add_prompt_logprobs(self, row: int, values: Sequence[float]) -> None:
-        """Of the next tokens of its input."""
-        self.prompt_logprobs[row] += values
-
-    def pop_prompt_logprobs(self, row: int) -> list[float] | None:
+    def pop_prompt_logprobs(self, row: int) -> PromptLogprobs | None:
         """Those of its whole input; None: they are not wanted, or were given out."""
         return self.prompt_logprobs.pop(row, None)
 

@@ -98,6 +98,22 @@ class StepInput:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """Of the tokens of an input, as far as they are computed."""
+
+    logprobs: list[float] = field(default_factory=list)
+    # Of the best tokens at each place, if the request wants any: as many everywhere, best first.
+    top_token_ids: list[int] = field(default_factory=list)
+    top_token_logprobs: list[float] = field(default_factory=list)
+
+    def extend(self, other: "PromptLogprobs") -> None:
+        """With those of the tokens that follow."""
+        self.logprobs += other.logprobs
+        self.top_token_ids += other.top_token_ids
+        self.top_token_logprobs += other.top_token_logprobs
+
+
+@dataclass(slots=True)
 class StepOutput:
     """The tokens of one step; see Generations and StepResponse."""
 
@@ -114,6 +130,9 @@ class StepOutput:
     top_token_logprobs: list[float] = field(default_factory=list)
     # (request id, one log-probability per prompt token).
     prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
+    # (request id, ids, log-probabilities) of the best tokens in place of each but the first, for
+    # prompts of requests that want them: one after the other, as many in each place.
+    prefill_top_tokens: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
     # (request id, sentence) of the requests that failed alone.
     errors: list[tuple[int, str]] = field(default_factory=list)
     # Who runs on.

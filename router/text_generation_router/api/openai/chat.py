@@ -16,7 +16,8 @@ from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
 from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
 from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.errors import ERRORS, RequestError
+from text_generation_router.api.openai.errors import ERRORS
+from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
@@ -39,19 +40,13 @@ async def chat_completions(
     """Generate the next message of a conversation."""
     check_model(body.model, services)
     stream.check_num_sequences(body.num_sequences, "n", services)
-    most = services.limits.max_top_n_tokens
-    if (body.top_logprobs or 0) > most:
-        raise RequestError(
-            f"`top_logprobs` must be >= 0 and <= {most} (--max-top-n-tokens). "
-            f"Given: {body.top_logprobs}",
-            "top_logprobs",
-        )
     services.metrics.request_count.inc()
     conversation = body.to_conversation()
     if body.is_stream:
         headers = {
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(_characters(conversation)),
+            **warning(body),
         }
         chunks = stream.with_error_event(_stream(body, conversation, services), request.url.path)
         return await open_stream(request, chunks, headers)
@@ -79,7 +74,8 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     return Response(
         orjson.dumps(answer),
         media_type="application/json",
-        headers=timing_headers(endings, prompt_tokens, _characters(conversation), services),
+        headers=warning(body)
+        | timing_headers(endings, prompt_tokens, _characters(conversation), services),
     )
 
 

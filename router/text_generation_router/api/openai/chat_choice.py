@@ -5,7 +5,12 @@ import string
 from collections.abc import Iterator, Sequence
 
 from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.logprobs import ScoredToken, TokenTrail, chat_logprobs
+from text_generation_router.api.openai.logprobs import (
+    ScoredToken,
+    TokenTrail,
+    chat_logprobs,
+    tokens_of,
+)
 from text_generation_router.api.openai.stream import Json
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -110,7 +115,7 @@ def _scored(step: ChatStep, trail: TokenTrail) -> Iterator[tuple[ChatEvent, list
     for output in step.outputs:
         trail.add(output.token, output.top_tokens)
     for event in step.events:
-        yield event, trail.take(event.text) if isinstance(event, ContentDelta) else []
+        yield event, tokens_of(event, trail)
 
 
 def _delta(event: ChatEvent) -> Json:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from text_generation_router.api.bounded import IN_SLICES, Items
+from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.messages import (
     MessageBody,
     ToolBody,
@@ -14,6 +15,7 @@ from text_generation_router.api.openai.messages import (
     tool_choice_of,
 )
 from text_generation_router.api.openai.schemas import (
+    MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Refused,
     SamplingBody,
@@ -40,7 +42,7 @@ class ChatRequest(SamplingBody):
         default=None, description="The same, and goes before `max_tokens`."
     )
     logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
         default=None, description="Return so many best tokens at each step; needs `logprobs`."
     )
     response_format: ResponseFormatBody | None = Field(
@@ -62,10 +64,10 @@ class ChatRequest(SamplingBody):
     function_call: Annotated[Any, refuses("none"), NOT_SUPPORTED] = None
     modalities: Annotated[Any, refuses(["text"]), NOT_SUPPORTED] = None
     prediction: Refused = None
-    reasoning_effort: Refused = None
-    service_tier: Annotated[Any, refuses("auto", "default"), NOT_SUPPORTED] = None
-    store: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
-    verbosity: Annotated[Any, refuses("medium"), NOT_SUPPORTED] = None
+    reasoning_effort: Annotated[Any, Hint(), IGNORED] = None
+    service_tier: Annotated[Any, Hint("auto", "default"), IGNORED] = None
+    store: Annotated[Any, Hint(False), IGNORED] = None
+    verbosity: Annotated[Any, Hint("medium"), IGNORED] = None
     web_search_options: Refused = None
 
     @field_validator("top_logprobs")

@@ -21,7 +21,7 @@ from text_generation_router.api.openai.answers import (
     CompletionChunk,
     stream_of,
 )
-from text_generation_router.api.openai.errors import ERRORS, RequestError
+from text_generation_router.api.openai.errors import ERRORS
 from text_generation_router.api.openai.logprobs import (
     ScoredToken,
     TokenTrail,
@@ -80,21 +80,8 @@ async def completions(
 
 async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     """The prompts with their parameters. Raises RequestError for more than the server allows."""
-    config, num_prompts = services.config, len(body.prompts)
-    if num_prompts > config.max_client_batch_size:
-        raise RequestError(
-            "Number of prompts exceeds the maximum allowed batch size of "
-            f"{config.max_client_batch_size} (--max-client-batch-size). Given: {num_prompts}",
-            "prompt",
-        )
-    if (body.best_of or 1) > config.max_best_of:
-        raise RequestError(
-            f"`best_of` must be <= {config.max_best_of} (--max-best-of). Given: {body.best_of}",
-            "best_of",
-        )
-    stream.check_num_sequences(
-        num_prompts * body.num_candidates, "best_of" if body.best_of else "n", services
-    )
+    several = "best_of" if body.best_of else "n" if body.n else "prompt"
+    stream.check_num_sequences(len(body.prompts) * body.num_candidates, several, services)
     asked = replace(
         body.sampling(),
         # The one token that comes with the prompt's log-probabilities is thrown away.
@@ -203,12 +190,13 @@ def _prompt_tokens(
     prompt: Prompt, result: GenerateResult, tokenizer: Tokenizer
 ) -> list[ScoredToken]:
     """The tokens of the prompt, without the special ones that the tokenizer put before its text."""
-    tokens = list(result.prefill)
+    found = result.prefill
+    tokens = list(zip(found.tokens, found.top_tokens or ((),) * len(found.tokens), strict=True))
     if prompt.asked.input_ids is None:
-        while tokens and tokens[0].special and not prompt.text.startswith(tokens[0].text):
+        while tokens and tokens[0][0].special and not prompt.text.startswith(tokens[0][0].text):
             del tokens[0]
     decoder = tokenizer.stream_decoder()
-    return [ScoredToken(decoder.step(token.id), token, ()) for token in tokens]
+    return [ScoredToken(decoder.step(token.id), token, tops) for token, tops in tokens]
 
 
 class _ChoiceStream:

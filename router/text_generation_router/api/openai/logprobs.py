@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text_generation_router.api.numbers import float32
+from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
 from text_generation_router.request import Token
 from text_generation_router.tokenizer import Tokenizer
 
@@ -32,6 +33,8 @@ class TokenTrail:
     def __init__(self) -> None:
         # A token whose text has been shown in part is None, with the rest of the text.
         self._pending: list[tuple[str, ScoredToken | None]] = []
+        # Between what was passed over and what is shown next may stand a marker.
+        self._has_passed = False
 
     def add(self, token: Token, top_tokens: tuple[Token, ...]) -> None:
         """The next token of the model."""
@@ -40,7 +43,10 @@ class TokenTrail:
 
     def take(self, text: str) -> list[ScoredToken]:
         """The tokens of the next piece that is shown; each token is taken once."""
-        start = max(0, "".join(piece for piece, _ in self._pending).find(text))
+        pending = "".join(piece for piece, _ in self._pending)
+        # The text may occur in a marker before it, and is shown as soon as it is there.
+        start = max(0, pending.rfind(text) if self._has_passed else pending.find(text))
+        self._has_passed = False
         end = start + len(text)
         taken: list[ScoredToken] = []
         rest: list[tuple[str, ScoredToken | None]] = []
@@ -56,6 +62,20 @@ class TokenTrail:
             position = after
         self._pending = rest
         return taken
+
+    def pass_over(self, text: str) -> None:
+        """The next piece is shown without its tokens."""
+        self.take(text)
+        self._has_passed = True
+
+
+def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
+    """The tokens that spell the content of an event; none of any other event."""
+    if isinstance(event, ContentDelta):
+        return trail.take(event.text)
+    if isinstance(event, ReasoningDelta):
+        trail.pass_over(event.text)
+    return []
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, tokenizer: Tokenizer) -> Json:
@@ -90,16 +110,15 @@ def completion_logprobs(
 ) -> Json:
     """The `logprobs` object of a choice of /v1/completions.
 
-    `offset` is where the first token is in the text. What else could have stood in the prompt is
-    not known, so there are no top tokens.
+    `offset` is where the first token is in the text. The very first token of a prompt, which
+    nothing precedes, has no log-probability and no top tokens.
     """
     scored = [*prompt, *answer]
     offsets: list[int] = []
     for one in scored:
         offsets.append(offset)
         offset += len(one.text)
-    tops: list[Json | None] = [None] * len(prompt)
-    tops += [_top(one, num_top, tokenizer) for one in answer]
+    tops = [None if one.token.logprob is None else _top(one, num_top, tokenizer) for one in scored]
     return {
         "tokens": [_name(one.token, tokenizer) for one in scored],
         "token_logprobs": [

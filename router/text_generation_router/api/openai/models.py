@@ -25,36 +25,49 @@ class ModelBody(BaseModel):
     object: str = "model"
     created: int = 0
     owned_by: str
+    max_model_len: int
+    """Tokens of a prompt and its answer."""
 
 
 class ModelListBody(BaseModel):
-    """All served models: one."""
+    """The served model, once for each of its names."""
 
     object: str = "list"
     data: list[ModelBody]
 
 
 def check_model(name: str | None, services: Services) -> None:
-    """Raises ModelNotFoundError for a name that is neither ours nor one that means any model."""
-    served = services.config.served_model_id
-    known = _ANY_MODEL | {served, served.rstrip("/").rpartition("/")[2]}
-    if name is not None and name not in known:
-        raise ModelNotFoundError(name, served)
+    """Raises ModelNotFoundError for a name that is not ours, unless any name will do."""
+    if name is not None and not services.config.any_model_name:
+        _name_of(name, services)
 
 
-def _model(services: Services) -> ModelBody:
-    served = services.config.served_model_id
-    return ModelBody(id=served, owned_by=served)
+def _name_of(name: str, services: Services) -> str:
+    """The name of ours that was meant; ModelNotFoundError if none was."""
+    names = services.config.model_names
+    if name in names:
+        return name
+    short = {one.rstrip("/").rpartition("/")[2]: one for one in reversed(names)}
+    if name in _ANY_MODEL or name in short:
+        return short.get(name, names[0])
+    raise ModelNotFoundError(name, names[0])
+
+
+def _model(name: str, services: Services) -> ModelBody:
+    return ModelBody(
+        id=name,
+        owned_by=services.config.served_model_id,
+        max_model_len=services.limits.max_total_tokens,
+    )
 
 
 @get(router, "/v1/models", summary="Get model info", responses={401: {"model": ErrorBody}})
 async def openai_get_model_info(services: ServicesDependency) -> ModelListBody:
-    """The served model, in a list."""
-    return ModelListBody(data=[_model(services)])
+    """The served model, once for each of its names."""
+    return ModelListBody(data=[_model(name, services) for name in services.config.model_names])
 
 
 @get(router, "/v1/models/{model:path}", summary="Get one model", responses=_ERRORS)
 async def openai_get_model(model: str, services: ServicesDependency) -> ModelBody:
     """The served model by its name, which may have slashes."""
-    check_model(model, services)
-    return _model(services)
+    return _model(_name_of(model, services), services)

@@ -17,6 +17,7 @@ from text_generation_router.validation import GenerateParameters
 Penalty = Annotated[float, Field(ge=-2, le=2), AfterValidator(to_float32)]
 Fraction = Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)]
 Positive = Annotated[float, Field(gt=0), AfterValidator(to_float32)]
+MOST_TOP_LOGPROBS = 20
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -124,6 +125,7 @@ class SamplingBody(Body):
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=None if self.seed is None else self.seed % 2**64,
             keeps_stop_sequence=False,
+            most_top_n_tokens=MOST_TOP_LOGPROBS,
             deterministic=bool(self.deterministic),
             cache_salt=self.cache_salt,
             **drawing,

@@ -32,7 +32,7 @@ def envelope(prefix: str, kind: str, services: Services) -> Json:
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": services.config.served_model_id,
+        "model": services.config.model_names[0],
         "system_fingerprint": f"{VERSION}-native",
     }
 

@@ -1,0 +1,35 @@
+"""Fields that ask for what this server does not do, and without which the answer is as good."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+class Hint:
+    """Marks a field that may have any value and changes nothing."""
+
+    def __init__(self, *harmless: Any) -> None:
+        """harmless: values that ask for what is done anyway."""
+        self.harmless = harmless
+
+
+IGNORED = Field(description="Taken, and changes nothing.")
+
+
+def warning(body: BaseModel) -> dict[str, str]:
+    """The header that names what was asked for and changes nothing; none if there is no such."""
+    if names := list(_ignored(body)):
+        return {"warning": f'299 - "changes nothing here: {", ".join(names)}"'}
+    return {}
+
+
+def _ignored(body: BaseModel, prefix: str = "") -> Iterator[str]:
+    """The dotted names of such fields."""
+    for name, field in type(body).model_fields.items():
+        value = getattr(body, name)
+        if isinstance(value, BaseModel):
+            yield from _ignored(value, f"{prefix}{name}.")
+        for mark in field.metadata:
+            if isinstance(mark, Hint) and value is not None and value not in mark.harmless:
+                yield prefix + name
