@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.errors import GrammarError, GrammarsBusyError
+from text_generation_router.gbnf import lark_of_gbnf
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
@@ -112,6 +113,8 @@ def write(grammar: Grammar) -> str:
         return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
         return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
+    if grammar.kind == "gbnf":
+        return _wrap({"lark_grammar": lark_of_gbnf(grammar.source)})
     return _wrap({"lark_grammar": grammar.source})
 
 

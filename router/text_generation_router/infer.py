@@ -64,12 +64,17 @@ class Ending:
 class GenerateResult:
     """A whole generation; `top_tokens` has one entry per token, or none at all."""
 
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
     cached_tokens: int
     prefill: PrefillOutput
     tokens: tuple[Token, ...]
     top_tokens: tuple[tuple[Token, ...], ...]
     ending: Ending
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens the prompt has."""
+        return len(self.prompt_ids)
 
     @property
     def mean_logprob(self) -> float:
@@ -100,6 +105,11 @@ class Generation:
         self._allowance = allowance
         # Of its tokens those that were taken off the allowance.
         self._num_charged = 0
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as the model reads it."""
+        return self._entry.request.input_ids
 
     @property
     def cached_tokens(self) -> int:
@@ -151,7 +161,7 @@ class Generation:
         assert self.ending is not None
         has_top_tokens = self._entry.request.top_n_tokens > 0
         return GenerateResult(
-            self.prompt_tokens,
+            self.prompt_ids,
             self.cached_tokens,
             prefill,
             tuple(tokens),

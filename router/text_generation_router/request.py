@@ -11,6 +11,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
+    # Only where a request names such tokens, which TGI's can not.
+    STOP_TOKEN = "stop_token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     typical_p: float = 1.0
+    min_p: float = 0.0
     do_sample: bool = False
     seed: int = 0
     repetition_penalty: float = 1.0
@@ -38,6 +41,7 @@ class Sampling:
             or self.top_k != 0
             or self.top_p < 1.0
             or self.typical_p < 1.0
+            or self.min_p > 0.0
         )
 
 
@@ -51,13 +55,21 @@ class StoppingCriteria:
     ignore_eos_token: bool = False
     # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
     keeps_stop_sequence: bool = True
+    # vLLM's routes can keep what ended the text, be it a string or a token: all else is as where
+    # stop strings are left out.
+    includes_stop: bool = False
+    # More tokens that end the text.
+    stop_token_ids: tuple[int, ...] = ()
+    # Stop strings are not looked for in the text of so many first tokens.
+    num_unstopped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text must look like; `source` is a JSON schema, a regex or a Lark grammar."""
+    """What the text must look like; `source` is a JSON schema, a regex, or a grammar in Lark, as
+    llguidance has it, or in GBNF."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "lark", "gbnf"]
     source: str
 
 
@@ -74,6 +86,8 @@ class Request:
     grammar: str = ""
     # Special tokens whose text counts as text, as the markers around tool calls do.
     visible_special_tokens: frozenset[str] = frozenset()
+    # All do but those that end the text.
+    shows_special_tokens: bool = False
     # Requests of different salts share no KV, whatever their tokens.
     cache_salt: str = ""
 
@@ -100,6 +114,8 @@ class GeneratedText:
     seed: int | None
     # The stop string that ended it.
     stop_sequence: str | None = None
+    # The token that did, where a request names such tokens.
+    stop_token_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +133,8 @@ class PrefillOutput:
     tokens: tuple[Token, ...]
     # By token the best ones in its place, none for the first; empty: they were not asked for.
     top_tokens: tuple[tuple[Token, ...], ...] = ()
+    # By token its place among all, the likeliest at 1; none for the first.
+    ranks: tuple[int | None, ...] = ()
 
 
 class TokenOutput(NamedTuple):

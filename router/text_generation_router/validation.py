@@ -6,7 +6,7 @@ first rule that fails. Comparisons are written so that NaN fails them.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
@@ -18,6 +18,8 @@ from text_generation_router.request import (
     StoppingCriteria,
 )
 from text_generation_router.tokenizer import LONG_TEXT, Tokenizer
+
+TRUNCATE_TO_FIT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,14 @@ class GenerateParameters:
     top_k: int | None = None
     top_p: float | None = None
     typical_p: float | None = None
+    min_p: float | None = None
     do_sample: bool = False
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
     stop: tuple[str, ...] = ()
+    # So many tokens at the end of the prompt are kept; TRUNCATE_TO_FIT: as many as fit.
     truncate: int | None = None
     watermark: bool = False
     details: bool = False
@@ -52,17 +56,22 @@ class GenerateParameters:
     grammar: Grammar | None = None
     adapter_id: str | None = None
     keeps_stop_sequence: bool = True
+    # See StoppingCriteria.
+    includes_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    num_unstopped_tokens: int = 0
     # What the API that was asked allows, where that is more than this server's `Limits` for TGI's.
     most_stop_sequences: int = 0
     most_top_n_tokens: int = 0
     visible_special_tokens: frozenset[str] = frozenset()
+    shows_special_tokens: bool = False
     deterministic: bool = False
     cache_salt: str | None = None
 
     @property
     def wants_sampling(self) -> bool:
         """Whether any parameter asks for tokens to be drawn."""
-        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p)
+        shapers = (self.temperature, self.top_k, self.top_p, self.typical_p, self.min_p)
         return self.do_sample or any(shaper is not None for shaper in shapers)
 
 
@@ -141,6 +150,21 @@ def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | Non
         if not -100.0 <= bias <= 100.0:
             return f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
     return None
+
+
+def _min_p(asked: GenerateParameters, limits: Limits) -> str | None:
+    given = asked.min_p
+    return None if given is None or 0.0 < given <= 1.0 else "`min_p` must be > 0.0 and <= 1.0"
+
+
+def _stop_token_ids(asked: GenerateParameters, limits: Limits) -> str | None:
+    unknown = [given for given in asked.stop_token_ids if not 0 <= given < limits.vocab_size]
+    if not unknown:
+        return None
+    return (
+        f"`stop_token_ids` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
+        f"vocabulary. Given: {unknown[0]}"
+    )
 
 
 def _stop_sequences(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -240,9 +264,11 @@ RULES: tuple[Rule, ...] = (
     _penalty_in_range("presence_penalty"),
     _probability("top_p"),
     _probability("typical_p"),
+    _min_p,
     _strictly_positive("top_k"),
     _strictly_positive("max_new_tokens"),
     _stop_sequences,
+    _stop_token_ids,
     _seed_with_best_of,
     _top_n_tokens,
     _logit_bias_in_range,
@@ -293,6 +319,9 @@ class Validation:
 
     async def validate(self, asked: GenerateParameters) -> Request:
         """The request to compute: ids truncated from the left, defaults and a seed filled in."""
+        if asked.truncate == TRUNCATE_TO_FIT:
+            room = self.limits.max_total_tokens - (asked.max_new_tokens or 1)
+            asked = replace(asked, truncate=max(1, min(self.limits.max_input_tokens, room)))
         for rule in RULES:
             if complaint := rule(asked, self.limits):
                 raise ValidationError(complaint)
@@ -317,11 +346,15 @@ class Validation:
                 stop_sequences=asked.stop,
                 ignore_eos_token=asked.ignore_eos_token,
                 keeps_stop_sequence=asked.keeps_stop_sequence,
+                includes_stop=asked.includes_stop,
+                stop_token_ids=asked.stop_token_ids,
+                num_unstopped_tokens=asked.num_unstopped_tokens,
             ),
             prefill_logprobs=asked.decoder_input_details,
             top_n_tokens=asked.top_n_tokens or 0,
             grammar=grammar,
             visible_special_tokens=asked.visible_special_tokens,
+            shows_special_tokens=asked.shows_special_tokens,
             cache_salt=asked.cache_salt or "",
         )
 
@@ -373,6 +406,7 @@ _NUMBERS = (
     "top_k",
     "top_p",
     "typical_p",
+    "min_p",
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",

@@ -89,6 +89,7 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     prefill_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    prefill_ranks: dict[int, list[int]] = field(default_factory=dict)
     prefill_top_tokens: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     reasons: dict[int, int] = field(default_factory=dict)
     # Tokens of the inputs that are not computed yet.
@@ -218,6 +219,10 @@ class Driver:
                 self.free += self.tables.pop(request_id)
         assert next(tokens, None) is None, "every token belongs to a request"
         self.prefill_logprobs.update(result.prefill_logprobs)
+        for (request_id, _), ranks in zip(
+            result.prefill_logprobs, result.prefill_ranks, strict=True
+        ):
+            self.prefill_ranks[request_id] = ranks
         for request_id, ids, values in result.prefill_top_tokens:
             self.prefill_top_tokens[request_id] = list(zip(ids, values, strict=True))
         self.running = list(result.running_ids)

@@ -103,6 +103,26 @@ def test_length_end_token_and_ignored_end_token(driver: Driver) -> None:
     assert driver.reasons[4] == FinishReason.EOS_TOKEN
 
 
+def test_stop_tokens_end_whatever_is_ignored(driver: Driver) -> None:
+    sampling = {"logit_bias": ((7, 100.0), (0, 60.0))}
+    options = {"sampling": sampling, "stop_token_ids": [9, 7], "ignore_eos_token": True}
+    assert alone(driver, 1, [5, 6, 7], **options) == [7]
+    assert driver.reasons[1] == FinishReason.STOP_TOKEN
+    # Neither they nor end tokens come too early, and no other row ends with them.
+    late = alone(driver, 2, [5, 6, 7], min_new_tokens=5, **options)
+    assert len(late) == 6 and not {0, 7} & set(late[:5]) and late[5] == 7
+    assert alone(driver, 3, [5, 6, 7], sampling=sampling) == [7] * 8
+    # An end token is one first of all, unless it is ignored.
+    ends = {"sampling": {"logit_bias": ((0, 100.0),)}, "stop_token_ids": [0]}
+    assert alone(driver, 4, [5, 6, 7], **ends) == [0]
+    assert driver.reasons[4] == FinishReason.EOS_TOKEN
+    assert alone(driver, 5, [5, 6, 7], ignore_eos_token=True, **ends) == [0]
+    assert driver.reasons[5] == FinishReason.STOP_TOKEN
+    # As the last one that is allowed, too.
+    assert alone(driver, 6, [5, 6, 7], max_new_tokens=1, **options) == [7]
+    assert driver.reasons[6] == FinishReason.STOP_TOKEN
+
+
 def test_top_tokens_only_for_who_asked(driver: Driver) -> None:
     requests = [driver.request(0, [4, 5], top_n_tokens=3), driver.request(1, [4, 5])]
     result = driver.add(requests)

@@ -286,7 +286,7 @@ def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
 def test_the_best_tokens_in_place_of_those_of_a_prompt(
     device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In one piece and in parts; among all tokens is the one that the prompt has."""
+    """In one piece and in parts; among all tokens is the one that the prompt has, at its rank."""
     engine = load_engine(checkpoint("llama3"), device=device)
     num_tokens = engine.model.config.vocab_size
     driver, ids = Driver(engine), [random.Random(2).randrange(3, 300) for _ in range(50)]
@@ -305,6 +305,8 @@ def test_the_best_tokens_in_place_of_those_of_a_prompt(
         values = [value for _, value in ranked]
         assert values == sorted(values, reverse=True)
         assert dict(ranked)[token_id] == driver.prefill_logprobs[0][place]
+        assert values[driver.prefill_ranks[0][place - 1] - 1] == dict(ranked)[token_id]
+    assert len(driver.prefill_ranks[1]) == len(driver.prefill_ranks[2]) == len(ids) - 1
     few = list(batched(driver.prefill_top_tokens[1], 3))
     for three, ranked in zip(few, best, strict=True):
         assert [value for _, value in three] == pytest.approx([v for _, v in ranked[:3]], abs=1e-4)

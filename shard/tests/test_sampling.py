@@ -112,6 +112,43 @@ def test_top_p_takes_equals_in_order() -> None:
     assert allowed(choice) == {1, 2}
 
 
+@pytest.mark.parametrize("p", [1e-30, 1e-6, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 1.9])
+def test_min_p_keeps_what_is_likely_beside_the_best(
+    logits: torch.Tensor, p: float, temperature: float
+) -> None:
+    choice = choose(logits, [SamplingParams(min_p=p, temperature=temperature)] * 4)
+    probabilities = (logits[0] / temperature).double().softmax(-1)
+    likely = probabilities >= probabilities.max() * p
+    assert allowed(choice) == set(likely.nonzero()[:, 0].tolist())
+
+
+def test_top_p_counts_what_min_p_has_left() -> None:
+    """As in vLLM: of 0.5, 0.3, 0.1 and 0.1 two are left, of which the first has 0.625."""
+    scores = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).log()
+    choice = choose(scores, [SamplingParams(min_p=0.5, top_p=0.6)])
+    assert allowed(choice) == {0}
+    assert allowed(choose(scores, [SamplingParams(top_p=0.6)])) == {0, 1}
+
+
+@pytest.mark.parametrize("sample", [compiled_sampling.sample, sampling.sample])
+def test_stop_tokens_are_not_chosen_too_early(sample: Sampler) -> None:
+    """Those of a row concern that row alone, and it may have biases, too."""
+    table, ends = SamplingTable(3), np.array([9], dtype=np.int64)
+    bias = ((3, 50.0), (4, 40.0), (5, 30.0))
+    for row, stops in enumerate([(3, 4), (4,), (3, 4)]):
+        table.set(row, SamplingParams(logit_bias=bias), stops)
+    history = history_of([[1]] * 3, [1] * 3, [1] * 3, [2, 2, 0])
+    scores, watermark = torch.zeros(3, VOCAB), Watermark(0.5, 2.0)
+    early = sample(scores.clone(), table, history, ends, watermark)
+    assert early.token_ids.tolist() == [5, 3, 3]
+    # The same rows, later.
+    later = history._replace(lens=history.lens + 2)
+    assert sample(scores.clone(), table, later, ends, watermark).token_ids.tolist() == [3, 3, 3]
+    table.set(0, SamplingParams(logit_bias=bias))
+    assert sample(scores.clone(), table, history, ends, watermark).token_ids[0] == 3
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_typical_p_keeps_what_surprises_as_expected(logits: torch.Tensor, p: float) -> None:
     choice = choose(logits, [SamplingParams(typical_p=p)] * 4)
@@ -250,6 +287,7 @@ def random_params(draw: random.Random, vocab: int) -> SamplingParams:
         top_k=draw.choice([0, draw.randint(1, 4), draw.randint(1, 2 * vocab)]),
         top_p=draw.choice([1.0, draw.random()]),
         typical_p=draw.choice([1.0, draw.random()]),
+        min_p=draw.choice([0.0, draw.random() ** 4]),
         do_sample=draw.random() < 0.5,
         seed=draw.randrange(2**64),
         repetition_penalty=draw.choice([1.0, 1.3]),
@@ -310,7 +348,9 @@ def test_a_row_is_chosen_alike_in_any_company() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("filtering", [{"top_p": 0.9}, {"top_k": 5}, {"typical_p": 0.5}])
+@pytest.mark.parametrize(
+    "filtering", [{"top_p": 0.9}, {"top_k": 5}, {"typical_p": 0.5}, {"min_p": 0.5}]
+)
 def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[str, Any]) -> None:
     """What a model emits that has overflowed, or penalties at the end of what float32 holds."""
     infinite = torch.randn(rows, 300)

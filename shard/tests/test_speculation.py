@@ -203,15 +203,18 @@ def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
         assert abs(difference) < 4 * (2 * 0.25 / 2400) ** 0.5
 
 
-def test_an_end_token_ends_behind_right_guesses(driver: Driver) -> None:
+@pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])
+def test_an_end_token_ends_behind_right_guesses(driver: Driver, reason: FinishReason) -> None:
     """The row repeats itself until its minimum, then can only end, amid what was guessed."""
-    sampling = {"logit_bias": ((0, 100.0), (7, 60.0))}
+    end = 0 if reason is FinishReason.EOS_TOKEN else 8
+    sampling = {"logit_bias": ((end, 100.0), (7, 60.0))}
     options = {"sampling": sampling, "min_new_tokens": 21, "max_new_tokens": 50}
+    options |= {"stop_token_ids": [end]} if end else {}
     driver.add([driver.request(0, [3], **options)])
     while driver.running:
         driver.step(speculate=6)
-    assert driver.tokens[0] == [7] * 21 + [0]
-    assert driver.reasons[0] == FinishReason.EOS_TOKEN
+    assert driver.tokens[0] == [7] * 21 + [end]
+    assert driver.reasons[0] == reason
     assert driver.engine.num_rows_taken == 0
 
 

@@ -91,6 +91,28 @@ def test_ties_are_kept_by_top_k_and_taken_in_order_by_top_p() -> None:
     assert kept == [{0, 2, 3}, {1, 2}]
 
 
+@pytest.mark.parametrize("top_k", [0, 3, 40])
+def test_min_p_keeps_what_the_definition_keeps(top_k: int) -> None:
+    """Also where fewer are left than top_k, near the best and far below it."""
+    scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 6
+    params = [
+        SamplingParams(min_p=min_p, top_k=top_k, top_p=0.99, seed=3)
+        for min_p in (1e-30, 1e-6, 1e-3, 0.2, 0.9, 1.0)
+    ]
+    found, wanted = (choose(scores, params, sample=item) for item in (own, sample))
+    assert check(found, wanted) == 0
+    kept = (found.scores > float("-inf")).sum(dim=1).tolist()
+    assert kept == sorted(kept, reverse=True) and kept[-1] == 1 and (top_k == 3 or kept[0] > 3)
+
+
+def test_stop_tokens_are_not_chosen_too_early() -> None:
+    table, history = SamplingTable(2), history_of([[1]] * 2, [1] * 2, [1] * 2, [2, 0])
+    for row in range(2):
+        table.set(row, SamplingParams(logit_bias=((3, 9.0), (4, 8.0))), [3])
+    scores, none = torch.zeros(2, 300), np.empty(0, dtype=np.int64)
+    assert own(scores, table, history, none, Watermark(0.5, 2.0)).token_ids.tolist() == [4, 3]
+
+
 def test_draws_use_the_same_numbers() -> None:
     scores = torch.randn(1, 200, generator=torch.Generator().manual_seed(1)).repeat(40, 1)
     params = [SamplingParams(do_sample=True, seed=2**64 - seed) for seed in range(1, 41)]

@@ -381,6 +381,7 @@ def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
             top_k=chooser.top_k,
             top_p=chooser.top_p,
             typical_p=chooser.typical_p,
+            min_p=chooser.min_p,
             do_sample=chooser.do_sample,
             seed=chooser.seed,
             repetition_penalty=chooser.repetition_penalty,
@@ -392,6 +393,7 @@ def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
         max_new_tokens=stopping.max_new_tokens,
         min_new_tokens=stopping.min_new_tokens,
         ignore_eos_token=stopping.ignore_eos_token,
+        stop_token_ids=list(stopping.stop_token_ids),
         prefill_logprobs=message.prefill_logprobs,
         top_n_tokens=message.top_n_tokens,
         grammar=grammar,
@@ -412,8 +414,10 @@ def _to_response(result: StepOutput) -> pb.StepResponse:
             token_counts=result.token_counts,
         ),
         prefill_logprobs=[
-            pb.PrefillLogprobs(request_id=request_id, logprobs=values)
-            for request_id, values in result.prefill_logprobs
+            pb.PrefillLogprobs(request_id=request_id, logprobs=values, ranks=ranks)
+            for (request_id, values), ranks in zip(
+                result.prefill_logprobs, result.prefill_ranks, strict=True
+            )
         ],
         prefill_top_tokens=[
             pb.PrefillTopTokens(request_id=request_id, token_ids=ids, logprobs=values)

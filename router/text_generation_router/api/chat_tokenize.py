@@ -39,7 +39,8 @@ async def get_chat_tokenize(
     services.metrics.request_count.inc()
     with services.infer.admitted(1):
         text = await services.chat.render(body.to_conversation())
-        encoding = await encoded(text, request, services, add_special_tokens=False)
+        special = bool(body.add_special_tokens)
+        encoding = await encoded(text, request, services, add_special_tokens=special)
     if encoding is None:
         return Response(status_code=499)
     return token_answer(text, encoding, _pieces(text, encoding), services)

@@ -30,6 +30,12 @@ class Conversation:
     """TGI's: a text put behind the last message where there are tools."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_sequences: int = 1
+    add_special_tokens: bool = False
+    """Those of the tokenizer, before what the template has written."""
+    add_generation_prompt: bool | None = None
+    """None: unless the answer continues the last message."""
+    continue_final_message: bool | None = None
+    """None: if that is the assistant's and nothing is said of a generation prompt."""
 
     @property
     def usable_tools(self) -> tuple[ToolSpec, ...]:

@@ -23,7 +23,7 @@ from text_generation_router.chat.workers import Job, TemplateWorkers
 from text_generation_router.errors import GrammarError, TemplateError, ToolError
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Ending, Generation, Infer
-from text_generation_router.request import TokenOutput
+from text_generation_router.request import PrefillOutput, TokenOutput
 from text_generation_router.validation import GenerateParameters
 
 
@@ -70,11 +70,18 @@ class ChatGeneration:
         self._parser = parser
         self._held: list[TokenOutput] = []
         self.has_tool_calls = False
+        self.prefill: PrefillOutput | None = None
+        """The prompt's log-probabilities, if they were asked for; with the first of several."""
 
     @property
     def prompt_tokens(self) -> int:
         """Length of the rendered conversation."""
         return self._generation.prompt_tokens
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The ids of the rendered conversation."""
+        return self._generation.prompt_ids
 
     @property
     def cached_tokens(self) -> int:
@@ -95,6 +102,8 @@ class ChatGeneration:
             for output in await anext(self._generation):
                 if isinstance(output, TokenOutput):
                     steps += self._steps(output)
+                else:
+                    self.prefill = output
         return steps
 
     async def collect(self) -> ChatMessage:
@@ -222,7 +231,7 @@ class ChatService:
             conversation.parameters,
             inputs=prompt,
             # The template has written them.
-            add_special_tokens=False,
+            add_special_tokens=conversation.add_special_tokens,
             keeps_stop_sequence=False,
             grammar=grammar,
             visible_special_tokens=frozenset(markers),
@@ -259,11 +268,14 @@ class ChatService:
             behind = f"{last['content']}\n---\n{conversation.tool_prompt}"
             messages = [*messages[:-1], {**last, "content": behind}]
         last = messages[-1]
-        continues = last["role"] == "assistant" and not last.get("tool_calls")
+        begins, continues = conversation.add_generation_prompt, conversation.continue_final_message
+        if continues is None:
+            is_open = last["role"] == "assistant" and not last.get("tool_calls")
+            continues = is_open and begins is None
         arguments = {
             "messages": messages,
             "tools": told or None,
-            "add_generation_prompt": not continues,
+            "add_generation_prompt": not continues if begins is None else begins,
             "continue_final_message": continues,
         }
         return arguments, conversation.template_kwargs

@@ -14,6 +14,7 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
     pb.FINISH_REASON_ERROR: None,
+    pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
 }
 
 
@@ -83,6 +84,7 @@ def _to_parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         typical_p=sampling.typical_p,
+        min_p=sampling.min_p,
         do_sample=sampling.do_sample,
         seed=sampling.seed,
         repetition_penalty=sampling.repetition_penalty,
@@ -99,6 +101,7 @@ def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
         max_new_tokens=stopping.max_new_tokens,
         min_new_tokens=stopping.min_new_tokens,
         ignore_eos_token=stopping.ignore_eos_token,
+        stop_token_ids=stopping.stop_token_ids,
     )
 
 
@@ -143,6 +146,7 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
         top_token_ids=tuple(generations.top_token_ids),
         top_token_logprobs=tuple(generations.top_token_logprobs),
         prefill_logprobs={p.request_id: tuple(p.logprobs) for p in response.prefill_logprobs},
+        prefill_ranks={p.request_id: tuple(p.ranks) for p in response.prefill_logprobs},
         prefill_top_tokens={
             p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
             for p in response.prefill_top_tokens

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from text_generation_router.api.openai.vllm_answers import stop_reason
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatStep, message_of
 from text_generation_router.errors import RouterError, ValidationError
@@ -131,5 +132,5 @@ def _completion(index: int, outputs: Sequence[TokenOutput], ending: Ending) -> C
         tuple(output.token for output in outputs),
         tuple(output.top_tokens for output in outputs if output.top_tokens),
         "length" if is_length else "stop",
-        generated.stop_sequence,
+        stop_reason(generated),
     )

@@ -20,8 +20,8 @@ class CompletionOutput:
     """The best tokens at each position, if `logprobs` asked for them."""
     finish_reason: str
     """`stop` for an end token, a stop string or the end of a grammar, else `length`."""
-    stop_reason: str | None = None
-    """The stop string that ended it."""
+    stop_reason: str | int | None = None
+    """The stop string or the id of the stop token that ended it."""
     reasoning: str | None = None
     """Only in chats: what the model wrote before its answer."""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -7,7 +7,8 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from text_generation_router.api.openai.schemas import SamplingBody
+from text_generation_router.api.bounded import Items
+from text_generation_router.api.openai.schemas import Fraction, SamplingBody
 from text_generation_router.api.schemas import Uint32
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
@@ -18,8 +19,10 @@ class _Body(SamplingBody):
 
     max_tokens: Uint32 | None
     min_tokens: Uint32
+    min_p: Fraction
     include_stop_str_in_output: bool
     ignore_eos: bool
+    stop_token_ids: Items[Uint32]
     logprobs: Uint32 | None
     prompt_logprobs: bool
 
@@ -42,6 +45,8 @@ class SamplingParams:
     top_k: int = 0
     """0 or -1: all tokens."""
     typical_p: float = 1.0
+    min_p: float = 0.0
+    """Only tokens at least so likely as the best one times this."""
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -53,6 +58,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     """The text ends after it instead."""
     ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the text, beside the model's own."""
     logprobs: int | None = None
     """So many of the best tokens at each position; the chosen token's own always comes along."""
     prompt_logprobs: bool = False
@@ -69,12 +76,17 @@ class SamplingParams:
 
     def to_parameters(self) -> GenerateParameters:
         """The same for the router, without a prompt."""
+        checked = self._checked()
+        asked = checked.sampling()
         return replace(
-            self._checked().sampling(),
+            asked,
             max_new_tokens=self.max_tokens,
             min_new_tokens=self.min_tokens,
+            num_unstopped_tokens=self.min_tokens,
+            min_p=(checked.min_p or None) if asked.do_sample else None,
             ignore_eos_token=self.ignore_eos,
-            keeps_stop_sequence=self.include_stop_str_in_output,
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids)),
+            includes_stop=self.include_stop_str_in_output,
             top_n_tokens=self.logprobs,
             decoder_input_details=self.prompt_logprobs,
             grammar=self._grammar(),
@@ -87,6 +99,7 @@ class SamplingParams:
             if field.name in _Body.model_fields
         }
         given["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
+        given["stop_token_ids"] = list(self.stop_token_ids)
         if self.logit_bias is not None:
             given["logit_bias"] = {str(key): bias for key, bias in self.logit_bias.items()}
         try:

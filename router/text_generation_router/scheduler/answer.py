@@ -40,14 +40,16 @@ class Answer:
         self,
         logprobs: Sequence[float],
         top_tokens: tuple[Sequence[int], Sequence[float]] = ((), ()),
+        ranks: Sequence[int] = (),
     ) -> PrefillOutput:
-        """The prompt's tokens; one log-probability each. `top_tokens`: see StepResult."""
+        """The prompt's tokens; one log-probability each. `top_tokens`, `ranks`: see StepResult."""
         input_ids = self._request.input_ids
         best = self._tokens(*top_tokens)
         each = len(best) // max(1, len(logprobs) - 1)
         places = range(0, len(best), each) if best else ()
         tops = tuple(best[place : place + each] for place in places)
-        return PrefillOutput(self._tokens(input_ids, logprobs), ((), *tops) if tops else ())
+        tokens = self._tokens(input_ids, logprobs)
+        return PrefillOutput(tokens, ((), *tops) if tops else (), (None, *ranks))
 
     def step(
         self,
@@ -74,22 +76,24 @@ class Answer:
         is_end = finish_reason is FinishReason.EOS_TOKEN
         if is_end and stopping.keeps_stop_sequence and self._num_tokens == stopping.max_new_tokens:
             is_end, finish_reason = False, FinishReason.LENGTH
+        # Whose text nobody is shown.
+        is_out = (is_end or finish_reason is FinishReason.STOP_TOKEN) and not stopping.includes_stop
         special = is_end or self._tokenizer.is_special(token_id)
-        if special:
+        if special or is_out:
             # It interrupts a character that is not complete.
             visible = self._decoder.flush()
             token_text = self._tokenizer.decode_each([token_id])[0]
             text = visible + token_text
-            if not is_end and token_text in self._request.visible_special_tokens:
+            if not is_out and self._shows(token_text):
                 visible = text
         else:
             text = visible = self._decoder.step(token_id)
             if finish_reason is not None:
                 text = visible = visible + self._decoder.flush()
-        match = self._search(text, visible, is_end)
+        match = self._search(text, visible, is_out)
         if match is not None:
             text, visible = text[: match.end], visible[: match.end]
-            if finish_reason is None or not self._request.stopping.keeps_stop_sequence:
+            if finish_reason is None or not stopping.keeps_stop_sequence:
                 finish_reason = FinishReason.STOP_SEQUENCE
         delta = self._delta(visible, match, is_last=finish_reason is not None)
         self._deltas.append(delta)
@@ -97,21 +101,27 @@ class Answer:
             Token(token_id, text, _finite(logprob), special),
             delta,
             self._tokens(*top_tokens),
-            None if finish_reason is None else self._generated(finish_reason, match),
+            None if finish_reason is None else self._generated(finish_reason, match, token_id),
             None if finish_reason is None else timings,
         )
 
-    def _search(self, text: str, visible: str, is_end: bool) -> StopMatch | None:
+    def _shows(self, special_token: str) -> bool:
+        request = self._request
+        return request.shows_special_tokens or special_token in request.visible_special_tokens
+
+    def _search(self, text: str, visible: str, is_out: bool) -> StopMatch | None:
         """The stop string that a token completes.
 
         Kept ones are looked for in all text, as TGI does; those left out in what is shown, because
         there they must not appear, and a hidden special token may be one as a whole.
         """
+        if self._num_tokens <= self._request.stopping.num_unstopped_tokens:
+            return None
         if self._request.stopping.keeps_stop_sequence:
             return self._stop_strings.search(text)
         match = self._stop_strings.search(visible)
         hidden = text[len(visible) :]
-        if match is None and hidden and not is_end:
+        if match is None and hidden and not is_out:
             stops = self._request.stopping.stop_sequences
             match = StopMatch(hidden, len(text)) if hidden in stops else None
         return match
@@ -122,16 +132,18 @@ class Answer:
             return visible
         shown = self._held + visible
         num_held = 0
-        if match is not None:
+        if match is not None and not self._request.stopping.includes_stop:
             # Removes nothing where a hidden token was the stop string.
             shown = shown.removesuffix(match.stop_string)
-        elif not is_last:
+        elif match is None and not is_last:
             num_held = self._stop_strings.num_unfinished
         end = len(shown) - num_held
         self._held = shown[end:]
         return shown[:end]
 
-    def _generated(self, finish_reason: FinishReason, match: StopMatch | None) -> GeneratedText:
+    def _generated(
+        self, finish_reason: FinishReason, match: StopMatch | None, token_id: int
+    ) -> GeneratedText:
         sampling = self._request.sampling
         return GeneratedText(
             "".join(self._deltas),
@@ -139,6 +151,7 @@ class Answer:
             finish_reason,
             sampling.seed if sampling.is_sampling else None,
             None if match is None else match.stop_string,
+            token_id if finish_reason is FinishReason.STOP_TOKEN else None,
         )
 
     def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Token, ...]:

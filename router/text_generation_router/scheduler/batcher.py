@@ -347,7 +347,8 @@ class Batcher:
         outputs: list[Output] = []
         if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
             tops = result.prefill_top_tokens.get(entry.id, ((), ()))
-            outputs.append(entry.answer.prefill(prefill_logprobs, tops))
+            ranks = result.prefill_ranks.get(entry.id, ())
+            outputs.append(entry.answer.prefill(prefill_logprobs, tops, ranks))
         num_tokens = 0
         for token_id, logprob, top_tokens in tokens:
             num_tokens += 1

@@ -79,6 +79,8 @@ class StepResult:
     top_token_logprobs: Sequence[float] = ()
     # By request, one value a prompt token; the first is NaN.
     prefill_logprobs: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    # The ranks of the same prompts' tokens but the first: see PrefillLogprobs in generate.proto.
+    prefill_ranks: Mapping[int, Sequence[int]] = field(default_factory=dict)
     # By request, ids and log-probabilities of the best tokens in place of each prompt token but the
     # first: one after the other, as many in each place.
     prefill_top_tokens: Mapping[int, tuple[Sequence[int], Sequence[float]]] = field(

@@ -374,6 +374,7 @@ class Engine:
             for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
                 if (found := table.pop_prompt_logprobs(row)) is not None:
                     output.prefill_logprobs.append((request_id, found.logprobs))
+                    output.prefill_ranks.append(found.ranks)
                     if ids := found.top_token_ids:
                         tops = request_id, ids, found.top_token_logprobs
                         output.prefill_top_tokens.append(tops)

@@ -143,6 +143,7 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
         whole.top_token_ids += item.top_token_ids
         whole.top_token_logprobs += item.top_token_logprobs
         whole.prefill_logprobs += item.prefill_logprobs
+        whole.prefill_ranks += item.prefill_ranks
         whole.prefill_top_tokens += item.prefill_top_tokens
         whole.errors += item.errors
     return whole

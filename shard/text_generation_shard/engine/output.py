@@ -27,7 +27,7 @@ _LOST = "the step in which the grammar went on has failed on another shard"
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
 _NO_MARKS: Ints = np.empty(0, dtype=np.int64)
 
-_NONE, _LENGTH, _EOS_TOKEN, _ERROR = (int(reason) for reason in FinishReason)
+_NONE, _LENGTH, _EOS_TOKEN, _ERROR, _STOP_TOKEN = (int(reason) for reason in FinishReason)
 
 
 class Verified(NamedTuple):
@@ -155,8 +155,9 @@ def _judge(
     guesses: Sequence[int] = ()
     if not samples.is_single:
         guesses = table.token_ids[samples.rows, samples.positions].tolist()
-    counts, reasons = [], []
-    for first, end, longest, ignores_end in zip(
+    counts, reasons, stops = [], [], table.sampling.stop_token_ids
+    for row, first, end, longest, ignores_end in zip(
+        owners.tolist(),
         samples.firsts.tolist(),
         samples.ends.tolist(),
         table.longest[owners].tolist(),
@@ -165,11 +166,13 @@ def _judge(
     ):
         for at in range(first, end):
             is_end = token_ids[at] in end_ids and not ignores_end
-            if is_end or at == end - 1 or token_ids[at] != guesses[at]:
+            is_stop = row in stops and table.stops(row, token_ids[at], positions[at])
+            if is_end or is_stop or at == end - 1 or token_ids[at] != guesses[at]:
                 break
         counts.append(at + 1 - first)
         is_last = positions[at] + 1 >= longest
-        reasons.append(_EOS_TOKEN if is_end else _LENGTH if is_last else _NONE)
+        otherwise = _STOP_TOKEN if is_stop else _LENGTH if is_last else _NONE
+        reasons.append(_EOS_TOKEN if is_end else otherwise)
     return counts, reasons
 
 

@@ -132,7 +132,9 @@ class Plan:
         places."""
         wanted = targets.to(hidden.device, torch.int64)
         scores = torch.log_softmax(self._fixed.model.logits(hidden), dim=-1)
-        found = PromptLogprobs(scores.gather(1, wanted[:, None])[:, 0].tolist())
+        own = scores.gather(1, wanted[:, None])
+        ranks = 1 + (scores > own).sum(dim=1)
+        found = PromptLogprobs(own[:, 0].tolist(), ranks.tolist())
         if num_top:
             best = scores.topk(min(num_top, scores.shape[1]))
             found.top_token_ids = best.indices.flatten().tolist()

@@ -83,7 +83,7 @@ class RowTable:
         self.ignore_eos[row] = request.ignore_eos_token and not constraint
         if request.top_n_tokens:
             self.top_n_tokens[row] = request.top_n_tokens
-        self.sampling.set(row, request.sampling)
+        self.sampling.set(row, request.sampling, request.stop_token_ids)
         if constraint:
             self.constraints[row] = constraint
         if request.prefill_logprobs:
@@ -187,6 +187,15 @@ class RowTable:
     def are_constrained(self, rows: Ints) -> bool:
         """Whether one of these rows must follow a grammar."""
         return not self.constraints.keys().isdisjoint(rows.tolist())
+
+    def stops(self, row: int, token_id: int, position: int) -> bool:
+        """Whether a token at a position is one of those that end the row's text beside the model's
+        end tokens. A grammar may ask for it before `min_new_tokens`: there it ends nothing."""
+        if token_id not in self.sampling.stop_token_ids.get(row, ()):
+            return False
+        request = self._requests[row]
+        assert request is not None, "only running rows get tokens"
+        return position - request.num_prompt_tokens >= request.min_new_tokens
 
     def row(self, request_id: int) -> int | None:
         """The row of a request; None if it is not running."""

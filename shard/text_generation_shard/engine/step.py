@@ -16,6 +16,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
     EOS_TOKEN = 2
     ERROR = 3
+    STOP_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class NewRequest:
     max_new_tokens: int
     min_new_tokens: int = 0
     ignore_eos_token: bool = False
+    stop_token_ids: Sequence[int] = ()
     prefill_logprobs: bool = False
     top_n_tokens: int = 0
     grammar: Grammar | None = None
@@ -102,6 +104,8 @@ class PromptLogprobs:
     """Of the tokens of an input, as far as they are computed."""
 
     logprobs: list[float] = field(default_factory=list)
+    # Of each token but the first of a prompt, its place among all, the likeliest at 1.
+    ranks: list[int] = field(default_factory=list)
     # Of the best tokens at each place, if the request wants any: as many everywhere, best first.
     top_token_ids: list[int] = field(default_factory=list)
     top_token_logprobs: list[float] = field(default_factory=list)
@@ -109,6 +113,7 @@ class PromptLogprobs:
     def extend(self, other: "PromptLogprobs") -> None:
         """With those of the tokens that follow."""
         self.logprobs += other.logprobs
+        self.ranks += other.ranks
         self.top_token_ids += other.top_token_ids
         self.top_token_logprobs += other.top_token_logprobs
 
@@ -130,6 +135,8 @@ class StepOutput:
     top_token_logprobs: list[float] = field(default_factory=list)
     # (request id, one log-probability per prompt token).
     prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
+    # The ranks of the same prompts: see PromptLogprobs.
+    prefill_ranks: list[list[int]] = field(default_factory=list)
     # (request id, ids, log-probabilities) of the best tokens in place of each but the first, for
     # prompts of requests that want them: one after the other, as many in each place.
     prefill_top_tokens: list[tuple[int, list[int], list[float]]] = field(default_factory=list)

@@ -28,6 +28,7 @@ _EVERYTHING = SamplingParams(
     top_k=50,
     top_p=0.9,
     typical_p=0.9,
+    min_p=0.01,
     do_sample=True,
     repetition_penalty=1.1,
     frequency_penalty=0.1,

@@ -11,6 +11,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     typical_p: float = 1.0
+    min_p: float = 0.0
     do_sample: bool = False
     seed: int = 0
     repetition_penalty: float = 1.0
@@ -27,7 +28,8 @@ class SamplingParams:
     @property
     def is_filtering(self) -> bool:
         """Whether some tokens can not be drawn."""
-        return self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        shares = self.top_p, self.typical_p
+        return self.top_k != 0 or min(shares) < 1.0 or self.min_p > 0.0
 
     @property
     def is_penalising(self) -> bool:

@@ -2,9 +2,9 @@
 
 The order is TGI's (fact sheet model-server.md §7): what a grammar does not allow (`grammar`), then
 watermark, repetition penalty, frequency and presence penalty, logit bias, forbidden end tokens,
-temperature, top_k, top_p, typical_p, choice. Frequency and presence penalties are OpenAI's: they
-look at the output only. Reported log-probabilities are the log-softmax of the scores after all of
-that, so with a grammar they are those among the tokens it allows.
+temperature, min_p (vLLM's), top_k, top_p, typical_p, choice. Frequency and presence penalties are
+OpenAI's: they look at the output only. Reported log-probabilities are the log-softmax of the scores
+after all of that, so with a grammar they are those among the tokens it allows.
 
 A draw is a function of (seed, position) and the row's own scores, never of the batch.
 """
@@ -103,7 +103,8 @@ def sample(
     allowed: Allowed | None = None,
 ) -> Choice:
     """Choose a token for each of the rows of history from logits [S, vocab] float32, which this may
-    overwrite. The tokens `end_ids` can not be chosen where that is too early.
+    overwrite. The tokens `end_ids` and a row's stop tokens can not be chosen where that is too
+    early.
 
     With torch's operators: what the samplers of devices are tested against.
     """
@@ -115,14 +116,15 @@ def sample(
         favour_green(logits[place], watermark, history.previous(place))
     if len(columns.penalised_rows):
         _penalise(logits, columns, history)
-    biases = table.biases(history.rows)
+    is_early = history.is_early
+    biases = table.biases(history.rows, is_early)
     if len(biases.choices):
         choices, token_ids, values = (
             torch.from_numpy(item).to(logits.device)
             for item in (biases.choices, biases.token_ids, biases.values)
         )
         logits.index_put_((choices, token_ids), values, accumulate=True)
-    if (is_early := history.is_early).any():
+    if is_early.any():
         early, ends = (
             torch.from_numpy(item).to(logits.device) for item in (is_early.nonzero()[0], end_ids)
         )

@@ -1,5 +1,6 @@
 """The sampling parameters of all rows, and the columns that a step needs of them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,8 @@ class Watermark:
 class SamplingColumns:
     """The parameters of the S choices of a step, on a device; only who needs something has it."""
 
-    # [n] choices that are drawn, their temperature, top_k, top_p and typical_p [n, 4] in float32,
-    # and their seeds [n]: the int64 of the bits.
+    # [n] choices that are drawn, their temperature, top_k, top_p, typical_p and the logarithm of
+    # min_p [n, 5] in float32, and their seeds [n]: the int64 of the bits.
     sampling_rows: Tensor
     drawn: Tensor
     seeds: Tensor
@@ -57,25 +58,30 @@ class SamplingTable:
     """Owns the parameters of every row, on the host."""
 
     def __init__(self, capacity: int) -> None:
-        # temperature, top_k, top_p, typical_p, repetition, frequency and presence penalty.
-        self.values: Floats = np.zeros((capacity, 7), dtype=np.float32)
+        # temperature, top_k, top_p, typical_p, log of min_p; repetition, frequency and presence
+        # penalty.
+        self.values: Floats = np.zeros((capacity, 8), dtype=np.float32)
         self.seeds: Ints = np.zeros(capacity, dtype=np.int64)
         # is_sampling, is_filtering, whether typical_p is on, is_penalising.
         self.flags: Flags = np.zeros((capacity, 4), dtype=np.bool_)
         self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
         self._watermarked: set[int] = set()
+        # Of the rows that have any: tokens that end their texts beside the model's end tokens.
+        self.stop_token_ids: dict[int, frozenset[int]] = {}
         # What was gathered last, and of which rows: most steps have those of the step before.
         self._last: tuple[Ints, SamplingColumns] | None = None
         self._last_biases: tuple[Ints, Biases] | None = None
 
-    def set(self, row: int, params: SamplingParams) -> None:
-        """The parameters of a row that is taken now."""
+    def set(self, row: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
+        """The parameters of a row that is taken now, and the tokens that end its text beside the
+        model's end tokens."""
         self._last = self._last_biases = None
         self.values[row] = (
             max(params.temperature, _MIN_TEMPERATURE),
             min(params.top_k, _LARGEST_TOP_K),
             params.top_p,
             params.typical_p,
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
             min(max(params.repetition_penalty, _LEAST_PENALTY), _MOST_PENALTY),
             params.frequency_penalty,
             params.presence_penalty,
@@ -94,6 +100,9 @@ class SamplingTable:
         self._watermarked.discard(row)
         if params.watermark:
             self._watermarked.add(row)
+        self.stop_token_ids.pop(row, None)
+        if stop_token_ids:
+            self.stop_token_ids[row] = frozenset(stop_token_ids)
 
     def columns(self, rows: Ints, upload: Upload) -> SamplingColumns:
         """The columns of a step whose choices [S] belong to `rows`; a row may have several.
@@ -107,7 +116,7 @@ class SamplingTable:
     def _gather(self, rows: Ints, upload: Upload) -> SamplingColumns:
         flags = self.flags[rows]
         sampling, penalised = np.flatnonzero(flags[:, 0]), np.flatnonzero(flags[:, 3])
-        drawn, penalties = self.values[rows[sampling], :4], self.values[rows[penalised], 4:]
+        drawn, penalties = self.values[rows[sampling], :5], self.values[rows[penalised], 5:]
         places, drawn_there, seeds, penalties_there = upload(
             [sampling, drawn, self.seeds[rows[sampling]], penalties]
         )
@@ -131,28 +140,42 @@ class SamplingTable:
             return ()
         return [place for place, row in enumerate(rows.tolist()) if row in self._watermarked]
 
-    def biases(self, rows: Ints) -> Biases:
-        """What is added to the scores of a step's choices; see `columns`."""
-        if not self._biases:
+    def biases(self, rows: Ints, is_early: Flags) -> Biases:
+        """What is added to the scores of a step's choices; see `columns`. Stop tokens get -inf
+        where it is too early for them: `is_early` [S]."""
+        if not self._biases and not self.stop_token_ids:
             return _NO_BIASES
         if self._last_biases is None or self._last_biases[0] is not rows:
-            self._last_biases = (rows, self._biases_of(rows))
-        return self._last_biases[1]
+            self._last_biases = (rows, _as_biases(self._of_rows(rows)))
+        if not self.stop_token_ids or not is_early.any():
+            return self._last_biases[1]
+        early = self._early_stops(rows, is_early)
+        return _as_biases([*self._of_rows(rows), *early]) if early else self._last_biases[1]
 
-    def _biases_of(self, rows: Ints) -> Biases:
-        found = [
+    def _of_rows(self, rows: Ints) -> list[tuple[int, int, float]]:
+        return [
             (place, token, value)
             for place, row in enumerate(rows.tolist())
             for token, value in self._biases.get(row, ())
         ]
-        if not found:
-            return _NO_BIASES
-        choices, token_ids, values = zip(*found, strict=True)
-        return Biases(
-            np.array(choices, dtype=np.int64),
-            np.array(token_ids, dtype=np.int64),
-            np.array(values, dtype=np.float32),
-        )
+
+    def _early_stops(self, rows: Ints, is_early: Flags) -> list[tuple[int, int, float]]:
+        return [
+            (place, token, -math.inf)
+            for place in np.flatnonzero(is_early).tolist()
+            for token in sorted(self.stop_token_ids.get(int(rows[place]), ()))
+        ]
+
+
+def _as_biases(found: Sequence[tuple[int, int, float]]) -> Biases:
+    if not found:
+        return _NO_BIASES
+    choices, token_ids, values = zip(*found, strict=True)
+    return Biases(
+        np.array(choices, dtype=np.int64),
+        np.array(token_ids, dtype=np.int64),
+        np.array(values, dtype=np.float32),
+    )
 
 
 _NO_BIASES = Biases(

@@ -1,4 +1,4 @@
-"""Which tokens can be drawn: top_k, top_p and typical_p, one after another."""
+"""Which tokens can be drawn: min_p, top_k, top_p and typical_p, one after another."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
     nothing = float("-inf")
     vocab = scores.shape[1]
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-    _, top_k, top_p, typical_p = torch.split(columns.drawn, 1, dim=1)
+    _, top_k, top_p, typical_p, log_min_p = torch.split(columns.drawn, 1, dim=1)
+    ranked = ranked.masked_fill(ranked < log_min_p, nothing)
     k = torch.where(top_k > 0, top_k.long(), vocab).clamp(max=vocab)
     # Ties with the k-th best stay.
     ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)

@@ -19,6 +19,7 @@ from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.errors import ERRORS
 from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.openai.vllm_answers import prompt_logprobs
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.chat.conversation import Conversation
@@ -64,13 +65,18 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
     cached_tokens = generations[0].cached_tokens
-    answer = stream.envelope("chatcmpl", "chat.completion", services) | {
+    answer = stream.envelope("chatcmpl", "chat.completion", services, body.request_id) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
         ],
         "usage": stream.usage(prompt_tokens, cached_tokens, stream.generated_tokens(generations)),
     }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = generations[0].prompt_ids
+    if body.prompt_logprobs is not None and (prompt := generations[0].prefill) is not None:
+        told = prompt_logprobs(prompt, body.prompt_logprobs, services.tokenizer)
+        answer["prompt_logprobs"] = told
     return Response(
         orjson.dumps(answer),
         media_type="application/json",
@@ -83,8 +89,8 @@ async def _stream(
     body: ChatRequest, conversation: Conversation, services: Services
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices go on side by side."""
-    head = stream.envelope("chatcmpl", "chat.completion.chunk", services)
-    if body.includes_usage:
+    head = stream.envelope("chatcmpl", "chat.completion.chunk", services, body.request_id)
+    if body.includes_usage and not body.tells_usage:
         head["usage"] = None
     chunk_writer = stream.ChunkWriter(head)
     async with services.chat.start(conversation) as generations:
@@ -94,7 +100,8 @@ async def _stream(
         ]
         async with aclosing(stream.merged(generations)) as parts:
             async for index, steps in parts:
-                yield chunk_writer.chunks(writers[index].choices(steps))
+                if chunks := writers[index].chunks(steps):
+                    yield chunk_writer.chunks(chunks)
         last = b""
         if body.includes_usage:
             first = generations[0]

@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.logprobs import (
@@ -11,7 +11,8 @@ from text_generation_router.api.openai.logprobs import (
     chat_logprobs,
     tokens_of,
 )
-from text_generation_router.api.openai.stream import Json
+from text_generation_router.api.openai.stream import Chunk, Json, usage
+from text_generation_router.api.openai.vllm_answers import stop_reason
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -40,7 +41,7 @@ def choice(
     """The choice of a generation that has ended."""
     message = message_of(list(steps))
     answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
-    if message.reasoning is not None:
+    if message.reasoning is not None and body.include_reasoning is not False:
         answer["reasoning_content"] = message.reasoning
     if message.tool_calls:
         answer["tool_calls"] = [
@@ -55,13 +56,23 @@ def choice(
     if body.logprobs:
         trail = TokenTrail()
         scored = [one for step in steps for _, tokens in _scored(step, trail) for one in tokens]
-        logprobs = chat_logprobs(scored, body.top_logprobs or 0, tokenizer)
-    return {
+        logprobs = _logprobs(scored, body, tokenizer)
+    made: Json = {
         "index": index,
         "message": answer,
         "logprobs": logprobs,
         "finish_reason": _finish_reason(ending, bool(message.tool_calls)),
     }
+    if body.tells_stop_reason:
+        made["stop_reason"] = stop_reason(ending.generated)
+    if body.return_token_ids:
+        made["token_ids"] = [output.token.id for output in message.outputs]
+    return made
+
+
+def _logprobs(scored: Sequence[ScoredToken], body: ChatRequest, tokenizer: Tokenizer) -> Json:
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return chat_logprobs(scored, body.top_logprobs or 0, tokenizer, as_ids)
 
 
 class ChoiceStream:
@@ -76,32 +87,65 @@ class ChoiceStream:
         self._tokenizer = tokenizer
         self._trail = TokenTrail()
         self._has_role = False
+        self._num_tokens = 0
+        # Of the tokens that no chunk has told yet, where they are wanted.
+        self._new_ids: list[int] = []
 
-    def choices(self, steps: Sequence[ChatStep]) -> list[Json]:
-        """What is new with the steps; never nothing."""
-        choices: list[Json] = []
+    def chunks(self, steps: Sequence[ChatStep]) -> list[Chunk]:
+        """What is new with the steps; nothing if all of it is reasoning that nobody wants."""
+        chunks: list[Chunk] = []
+        body = self._body
         if not self._has_role:
             self._has_role = True
             # With tools there may never be any content.
-            content = None if self._body.tools else ""
-            choices.append(self._choice({"role": "assistant", "content": content}))
+            content = None if body.tools else ""
+            chunks.append(self._first({"role": "assistant", "content": content}))
         for step in steps:
-            if self._body.logprobs:
-                for event, scored in _scored(step, self._trail):
-                    choices.append(self._choice(_delta(event), scored))
-            else:
-                choices += [self._choice(_delta(event)) for event in step.events]
+            self._num_tokens += len(step.outputs)
+            if body.return_token_ids:
+                self._new_ids += [output.token.id for output in step.outputs]
+            for event, scored in self._events(step):
+                if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
+                    chunks.append(self._told(self._choice(_delta(event), scored)))
         if (ending := self._generation.ending) is not None:
             reason = _finish_reason(ending, self._generation.has_tool_calls)
-            choices.append(self._choice({}, finish_reason=reason))
-        return choices
+            last = self._choice({}, finish_reason=reason)
+            if body.tells_stop_reason:
+                last["stop_reason"] = stop_reason(ending.generated)
+            chunks.append(self._told(last))
+        return chunks
+
+    def _events(self, step: ChatStep) -> Iterable[tuple[ChatEvent, Sequence[ScoredToken]]]:
+        if self._body.logprobs:
+            return _scored(step, self._trail)
+        return ((event, ()) for event in step.events)
+
+    def _first(self, delta: Json) -> Chunk:
+        """The chunk in front of all tokens."""
+        more: Json = {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._generation.prompt_ids
+        return Chunk(self._choice(delta), more | self._usage())
+
+    def _told(self, choice: Json) -> Chunk:
+        """A chunk with the ids of all tokens since the one before."""
+        if self._body.return_token_ids:
+            choice["token_ids"], self._new_ids = self._new_ids, []
+        return Chunk(choice, self._usage())
+
+    def _usage(self) -> Json:
+        """That of this choice so far, if each chunk has it."""
+        if not self._body.tells_usage:
+            return {}
+        made = self._generation
+        return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
 
     def _choice(
         self, delta: Json, scored: Sequence[ScoredToken] = (), finish_reason: str | None = None
     ) -> Json:
         logprobs: Json | None = None
         if self._body.logprobs and "content" in delta:
-            logprobs = chat_logprobs(scored, self._body.top_logprobs or 0, self._tokenizer)
+            logprobs = _logprobs(scored, self._body, self._tokenizer)
         return {
             "index": self._index,
             "delta": delta,

@@ -21,6 +21,7 @@ from text_generation_router.api.openai.schemas import (
     SamplingBody,
     refuses,
 )
+from text_generation_router.api.openai.vllm import VllmChatBody
 from text_generation_router.api.schemas import ResponseFormatBody, Uint32
 from text_generation_router.chat.conversation import Conversation
 
@@ -30,7 +31,7 @@ _OWN_VARIABLES = frozenset(
 )
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(VllmChatBody, SamplingBody):
     """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
     `chat_template_kwargs`."""
 
@@ -84,6 +85,11 @@ class ChatRequest(SamplingBody):
             raise ValueError(f"must not set `{taken[0]}`")
         return given
 
+    @property
+    def _template_kwargs(self) -> dict[str, Any]:
+        given = self.chat_template_kwargs or {}
+        return given if self.documents is None else given | {"documents": self.documents}
+
     def to_conversation(self) -> Conversation:
         """The same without pydantic."""
         limit = self.max_completion_tokens
@@ -95,11 +101,14 @@ class ChatRequest(SamplingBody):
         )
         return Conversation(
             messages=to_messages(self.messages),
-            parameters=parameters,
+            parameters=self.extended(parameters),
             tools=tuple(tool.to_spec() for tool in self.tools or ()),
             tool_choice=tool_choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             tool_prompt=self.tool_prompt,
-            template_kwargs=self.chat_template_kwargs or {},
+            template_kwargs=self._template_kwargs,
+            add_special_tokens=bool(self.add_special_tokens),
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
             num_sequences=self.num_sequences,
         )

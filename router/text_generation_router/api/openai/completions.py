@@ -22,6 +22,7 @@ from text_generation_router.api.openai.answers import (
     stream_of,
 )
 from text_generation_router.api.openai.errors import ERRORS
+from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.logprobs import (
     ScoredToken,
     TokenTrail,
@@ -29,6 +30,7 @@ from text_generation_router.api.openai.logprobs import (
 )
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import CompletionRequest
+from text_generation_router.api.openai.vllm_answers import prompt_logprobs, stop_reason
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.infer import GenerateResult, Generation
@@ -68,6 +70,7 @@ async def completions(
         headers = {
             "x-compute-type": services.compute_type,
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
+            **warning(body),
         }
         chunks = stream.with_error_event(_stream(body, prompts, services), request.url.path)
         return await open_stream(request, chunks, headers)
@@ -82,13 +85,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     """The prompts with their parameters. Raises RequestError for more than the server allows."""
     several = "best_of" if body.best_of else "n" if body.n else "prompt"
     stream.check_num_sequences(len(body.prompts) * body.num_candidates, several, services)
-    asked = replace(
-        body.sampling(),
-        # The one token that comes with the prompt's log-probabilities is thrown away.
-        max_new_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-        decoder_input_details=bool(body.echo) and body.logprobs is not None,
-        top_n_tokens=body.logprobs,
-    )
+    asked = body.parameters()
     prompts: list[Prompt] = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
@@ -142,7 +139,7 @@ def _answer(
     cached_tokens = sum(candidates[0].cached_tokens for candidates in results)
     characters = sum(len(prompt.text) for prompt in prompts)
     completion_tokens = sum(one.ending.generated.generated_tokens for one in everything)
-    answer = stream.envelope("cmpl", "text_completion", services) | {
+    answer = stream.envelope("cmpl", "text_completion", services, body.request_id) | {
         "choices": choices,
         "usage": stream.usage(
             prompt_tokens, cached_tokens, 0 if body.max_tokens == 0 else completion_tokens
@@ -151,9 +148,8 @@ def _answer(
     return Response(
         orjson.dumps(answer),
         media_type="application/json",
-        headers=timing_headers(
-            [one.ending for one in everything], prompt_tokens, characters, services
-        ),
+        headers=warning(body)
+        | timing_headers([one.ending for one in everything], prompt_tokens, characters, services),
     )
 
 
@@ -176,14 +172,25 @@ def _choice(
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(
-            prompt_tokens, trail.take(text), body.logprobs, services.tokenizer, offset
+            *(prompt_tokens, trail.take(text), body.logprobs, services.tokenizer, offset),
+            as_ids=bool(body.return_tokens_as_token_ids),
         )
-    return {
+    choice: stream.Json = {
         "text": echoed + text,
         "index": index,
         "logprobs": logprobs,
         "finish_reason": _finish_reason(generated),
     }
+    if body.tells_stop_reason:
+        choice["stop_reason"] = stop_reason(generated)
+    if body.return_token_ids:
+        choice["prompt_token_ids"] = result.prompt_ids
+        shown = () if body.max_tokens == 0 else result.tokens
+        choice["token_ids"] = [token.id for token in shown]
+    if body.prompt_logprobs is not None:
+        told = prompt_logprobs(result.prefill, body.prompt_logprobs, services.tokenizer)
+        choice["prompt_logprobs"] = told
+    return choice
 
 
 def _prompt_tokens(
@@ -203,35 +210,65 @@ class _ChoiceStream:
     """The chunks of one choice of a stream."""
 
     def __init__(
-        self, index: int, body: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer
+        self,
+        index: int,
+        body: CompletionRequest,
+        prompt: Prompt,
+        generation: Generation,
+        tokenizer: Tokenizer,
     ) -> None:
         self._index = index
+        self._generation = generation
         self._body = body
         self._tokenizer = tokenizer
         self._trail = TokenTrail()
         self._echoed = prompt.text if body.echo else ""
         self._offset = len(self._echoed)
+        self._num_tokens = 0
+        # Of the tokens that no chunk has told yet, where they are wanted.
+        self._new_ids: list[int] = []
+        self._is_first = True
 
-    def choices(self, outputs: Sequence[Output]) -> list[stream.Json]:
-        """What is new with the outputs: no choice where all of it is held back."""
-        choices: list[stream.Json] = []
+    def chunks(self, outputs: Sequence[Output]) -> list[stream.Chunk]:
+        """What is new with the outputs: no chunk where all of it is held back."""
+        chunks: list[stream.Chunk] = []
         for output in outputs:
             assert isinstance(output, TokenOutput)  # prompt log-probabilities are not streamed
             if self._body.logprobs is not None:
                 self._trail.add(output.token, output.top_tokens)
-            text = "" if self._body.max_tokens == 0 else output.delta
+            text = ""
+            if self._body.max_tokens != 0:
+                text = output.delta
+                self._num_tokens += 1
+                self._new_ids.append(output.token.id)
             if self._echoed or text:
-                choices.append(self._choice(text, None))
+                chunks.append(self._told(self._choice(text, None)))
             if output.generated is not None:
-                choices.append(self._choice("", _finish_reason(output.generated)))
-        return choices
+                last = self._choice("", _finish_reason(output.generated))
+                if self._body.tells_stop_reason:
+                    last["stop_reason"] = stop_reason(output.generated)
+                chunks.append(self._told(last))
+        return chunks
+
+    def _told(self, choice: stream.Json) -> stream.Chunk:
+        """A chunk with what is told of all tokens since the one before."""
+        made, more = self._generation, {}
+        if self._body.return_token_ids:
+            if self._is_first:
+                choice["prompt_token_ids"], self._is_first = made.prompt_ids, False
+            choice["token_ids"], self._new_ids = self._new_ids, []
+        if self._body.tells_usage:
+            so_far = stream.usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)
+            more = {"usage": so_far}
+        return stream.Chunk(choice, more)
 
     def _choice(self, text: str, finish_reason: str | None) -> stream.Json:
         logprobs: stream.Json | None = None
         if self._body.logprobs is not None and text:
             scored = self._trail.take(text)
             logprobs = completion_logprobs(
-                [], scored, self._body.logprobs, self._tokenizer, self._offset
+                *([], scored, self._body.logprobs, self._tokenizer, self._offset),
+                as_ids=bool(self._body.return_tokens_as_token_ids),
             )
             self._offset += sum(len(one.text) for one in scored)
         echoed, self._echoed = self._echoed, ""
@@ -247,8 +284,8 @@ async def _stream(
     body: CompletionRequest, prompts: Sequence[Prompt], services: Services
 ) -> AsyncGenerator[bytes, None]:
     """The chunks, those ready together in one piece; all choices go on side by side."""
-    head = stream.envelope("cmpl", "text_completion", services)
-    if body.includes_usage:
+    head = stream.envelope("cmpl", "text_completion", services, body.request_id)
+    if body.includes_usage and not body.tells_usage:
         head["usage"] = None
     chunk_writer = stream.ChunkWriter(head)
     async with AsyncExitStack() as stack:
@@ -262,12 +299,14 @@ async def _stream(
             )
             firsts.append(started[0])
             for generation in started:
-                writers.append(_ChoiceStream(len(writers), body, prompt, services.tokenizer))
+                writers.append(
+                    _ChoiceStream(len(writers), body, prompt, generation, services.tokenizer)
+                )
                 generations.append(generation)
         async with aclosing(stream.merged(generations)) as parts:
             async for index, outputs in parts:
-                if choices := writers[index].choices(outputs):
-                    yield chunk_writer.chunks(choices)
+                if chunks := writers[index].chunks(outputs):
+                    yield chunk_writer.chunks(chunks)
         last = b""
         if body.includes_usage:
             completion_tokens = 0 if body.max_tokens == 0 else stream.generated_tokens(generations)

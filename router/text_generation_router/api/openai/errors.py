@@ -29,12 +29,16 @@ _NAMES: dict[str, dict[str, str]] = {
     "/v1/completions": {
         "inputs": "prompt",
         "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
         "top_n_tokens": "logprobs",
+        "truncate": "truncate_prompt_tokens",
     },
     "/v1/chat/completions": {
         "inputs": "messages",
         "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
         "top_n_tokens": "top_logprobs",
+        "truncate": "truncate_prompt_tokens",
         "grammar": "response_format",
     },
     "/v1/responses": {

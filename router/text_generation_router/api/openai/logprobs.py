@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that spell a text, in OpenAI's two shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,17 @@ def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
     return []
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, tokenizer: Tokenizer) -> Json:
-    """The `logprobs` object of a choice of /v1/chat/completions."""
+def chat_logprobs(
+    tokens: Sequence[ScoredToken], num_top: int, tokenizer: Tokenizer, as_ids: bool = False
+) -> Json:
+    """The `logprobs` object of a choice of /v1/chat/completions. `as_ids`: see `_id_name`."""
     return {
         "content": [
             {
-                **_chat_token(scored.token, tokenizer),
-                "top_logprobs": [_chat_token(t, tokenizer) for t in scored.top_tokens[:num_top]],
+                **_chat_token(scored.token, tokenizer, as_ids),
+                "top_logprobs": [
+                    _chat_token(top, tokenizer, as_ids) for top in scored.top_tokens[:num_top]
+                ],
             }
             for scored in tokens
         ],
@@ -92,10 +96,15 @@ def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, tokenizer: Tokeni
     }
 
 
-def _chat_token(token: Token, tokenizer: Tokenizer) -> Json:
+def _id_name(token: Token) -> str:
+    """A token as vLLM writes it where texts would not tell all tokens apart."""
+    return f"token_id:{token.id}"
+
+
+def _chat_token(token: Token, tokenizer: Tokenizer, as_ids: bool) -> Json:
     spelled = tokenizer.token_bytes(token.id)
     return {
-        "token": spelled.decode(errors="replace"),
+        "token": _id_name(token) if as_ids else spelled.decode(errors="replace"),
         "logprob": _number(token),
         "bytes": list(spelled),
     }
@@ -107,20 +116,25 @@ def completion_logprobs(
     num_top: int,
     tokenizer: Tokenizer,
     offset: int,
+    as_ids: bool = False,
 ) -> Json:
     """The `logprobs` object of a choice of /v1/completions.
 
     `offset` is where the first token is in the text. The very first token of a prompt, which
-    nothing precedes, has no log-probability and no top tokens.
+    nothing precedes, has no log-probability and no top tokens. `as_ids`: see `_id_name`.
     """
+
+    def name(token: Token) -> str:
+        return _id_name(token) if as_ids else _name(token, tokenizer)
+
     scored = [*prompt, *answer]
     offsets: list[int] = []
     for one in scored:
         offsets.append(offset)
         offset += len(one.text)
-    tops = [None if one.token.logprob is None else _top(one, num_top, tokenizer) for one in scored]
+    tops = [None if one.token.logprob is None else _top(one, num_top, name) for one in scored]
     return {
-        "tokens": [_name(one.token, tokenizer) for one in scored],
+        "tokens": [name(one.token) for one in scored],
         "token_logprobs": [
             None if one.token.logprob is None else _number(one.token) for one in scored
         ],
@@ -129,10 +143,10 @@ def completion_logprobs(
     }
 
 
-def _top(scored: ScoredToken, num_top: int, tokenizer: Tokenizer) -> Json:
+def _top(scored: ScoredToken, num_top: int, name: Callable[[Token], str]) -> Json:
     """The best tokens and the one that was taken, which may be one more."""
-    best = {_name(t, tokenizer): _number(t) for t in scored.top_tokens[:num_top]}
-    return best | {_name(scored.token, tokenizer): _number(scored.token)}
+    best = {name(top): _number(top) for top in scored.top_tokens[:num_top]}
+    return best | {name(scored.token): _number(scored.token)}
 
 
 def _name(token: Token, tokenizer: Tokenizer) -> str:

@@ -5,12 +5,24 @@ those that OpenAI's API has and this server can not serve are named, and refused
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.bounded import Items, Numbers
-from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
+from text_generation_router.api.openai.refused import NOT_SUPPORTED as NOT_SUPPORTED
+from text_generation_router.api.openai.refused import Refused as Refused
+from text_generation_router.api.openai.refused import refuses as refuses
+from text_generation_router.api.openai.vllm import VllmBody
+from text_generation_router.api.schemas import (
+    Body,
+    CacheSalt,
+    LogitBias,
+    ResponseFormatBody,
+    Uint32,
+    to_float32,
+)
 from text_generation_router.validation import GenerateParameters
 
 # The limits come first, because the documentation shows them only there.
@@ -19,20 +31,6 @@ Fraction = Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)]
 Positive = Annotated[float, Field(gt=0), AfterValidator(to_float32)]
 MOST_TOP_LOGPROBS = 20
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-
-
-def refuses(*harmless: Any) -> AfterValidator:
-    """For a field that is not supported: null and `harmless`, which ask for nothing, may come."""
-
-    def check(value: Any) -> None:
-        if value is not None and value not in harmless:
-            raise ValueError("not supported; leave it out")
-
-    return AfterValidator(check)
-
-
-NOT_SUPPORTED = Field(description="Not supported.")
-Refused = Annotated[Any, refuses(), NOT_SUPPORTED]
 
 
 def _none_empty(stops: str | list[str]) -> str | list[str]:
@@ -49,6 +47,9 @@ class StreamOptions(Body):
 
     include_usage: bool | None = Field(
         default=None, description="Send the usage in a last chunk of its own."
+    )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Send the usage so far in each chunk."
     )
 
 
@@ -103,6 +104,11 @@ class SamplingBody(Body):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk of a stream has its usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def sampling(self) -> GenerateParameters:
         """The parameters that all of OpenAI's routes have, without a prompt."""
         is_greedy = self.temperature == 0 or self.top_p == 0
@@ -132,7 +138,7 @@ class SamplingBody(Body):
         )
 
 
-class CompletionRequest(SamplingBody):
+class CompletionRequest(VllmBody, SamplingBody):
     """Body of /v1/completions."""
 
     prompt: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
@@ -150,6 +156,10 @@ class CompletionRequest(SamplingBody):
         default=None, description="Generate so many and return the `n` likeliest."
     )
     suffix: str | None = Field(default=None, description="Not supported.")
+    response_format: ResponseFormatBody | None = Field(
+        default=None, description="What the text has to look like, as in chats."
+    )
+    prompt_embeds: Refused = None
 
     @field_validator("prompt")
     @classmethod
@@ -192,6 +202,19 @@ class CompletionRequest(SamplingBody):
         if max_tokens == 0 and not info.data.get("echo"):
             raise ValueError("must be at least 1; it may be 0 where `echo` is true")
         return max_tokens
+
+    def parameters(self) -> GenerateParameters:
+        """What is asked of the model, without a prompt."""
+        asked = replace(
+            self.sampling(),
+            # The one token that comes with the prompt's log-probabilities is thrown away.
+            max_new_tokens=1 if self.max_tokens == 0 else self.max_tokens,
+            add_special_tokens=self.add_special_tokens is not False,
+            decoder_input_details=bool(self.echo) and self.logprobs is not None,
+            top_n_tokens=self.logprobs,
+            grammar=None if self.response_format is None else self.response_format.to_grammar(),
+        )
+        return self.extended(asked)
 
     @property
     def num_candidates(self) -> int:

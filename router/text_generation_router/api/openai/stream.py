@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -26,10 +26,17 @@ Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 
-def envelope(prefix: str, kind: str, services: Services) -> Json:
-    """What every answer and every chunk of a stream starts with."""
+class Chunk(NamedTuple):
+    """One chunk of a stream: its choice, and what else it has."""
+
+    choice: Json
+    more: Json | None = None
+
+
+def envelope(prefix: str, kind: str, services: Services, request_id: str | None = None) -> Json:
+    """What every answer and every chunk of a stream starts with; `request_id`: the client's."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": services.config.model_names[0],
@@ -43,9 +50,13 @@ class ChunkWriter:
     def __init__(self, head: Json) -> None:
         self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
 
-    def chunks(self, choices: Iterable[Json]) -> bytes:
-        """One chunk for each choice, for one write."""
-        return b"".join([b"%b%b]}\n\n" % (self._before, orjson.dumps(one)) for one in choices])
+    def chunks(self, chunks: Iterable[Chunk]) -> bytes:
+        """The chunks, for one write."""
+        return b"".join(map(self._written, chunks))
+
+    def _written(self, chunk: Chunk) -> bytes:
+        more = b"}" if not chunk.more else b"," + orjson.dumps(chunk.more)[1:]
+        return b"%b%b]%b\n\n" % (self._before, orjson.dumps(chunk.choice), more)
 
 
 def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:

@@ -33,7 +33,7 @@ def sample(
         allowed.restrict(torch.as_tensor(logits))
     for place in table.watermarked(history.rows):
         favour_green(torch.as_tensor(logits[place]), watermark, history.previous(place))
-    biases, count = table.biases(history.rows), len(history.rows)
+    biases, count = table.biases(history.rows, history.is_early), len(history.rows)
     token_ids, logprobs = np.empty(count, np.int64), np.empty(count, np.float32)
     choices = Choices(
         scores=logits if isinstance(logits, np.ndarray) else logits.numpy(),

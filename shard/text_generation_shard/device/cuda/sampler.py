@@ -48,10 +48,11 @@ def begin(
         favour_green(own[place], watermark, history.previous(place))
     if len(columns.penalised_rows):
         _penalise(upload, own, columns, history)
-    biases = table.biases(history.rows)
+    is_early = history.is_early
+    biases = table.biases(history.rows, is_early)
     if len(biases.choices):
         _add_biases(upload, own, biases)
-    if (is_early := history.is_early).any():
+    if is_early.any():
         _forbid(upload, own, is_early.nonzero()[0], end_ids)
     lens = upload([history.lens])[0] if len(columns.sampling_rows) else None
     return choose(own, columns, lens)

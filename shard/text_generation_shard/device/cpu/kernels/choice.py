@@ -160,7 +160,7 @@ def choose_one(choices: Choices, index: int) -> None:
 @njit(**_INNER)
 def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
     """Change the scores of the known tokens; only how often they stand in the output counts."""
-    repetition, frequency, presence = values[4], values[5], values[6]
+    repetition, frequency, presence = values[5], values[6], values[7]
     # -1: in the prompt only.
     counts = np.empty(len(scores), np.int32)
     for index in range(len(scores)):
@@ -185,11 +185,13 @@ def _penalise(scores: Any, known: Any, prompt_len: int, values: Any) -> None:
 @njit(**_INNER)
 def _drawn(scores: Any, values: Any, number: float) -> Any:
     """A token from scores of at most 0, and what all that can be drawn weigh. Takes from the scores
-    what can not be: by top_k, top_p and typical_p, one after another."""
+    what can not be: by min_p, top_k, top_p and typical_p, one after another."""
     num_blocks = -(-len(scores) // BLOCK)
     weights, sums = np.empty(num_blocks * BLOCK, np.float32), np.empty(num_blocks, np.float64)
     _weigh_all(scores, weights, sums)
-    top_k, top_p, typical_p = values[1], values[2], values[3]
+    top_k, top_p, typical_p, log_min_p = values[1], values[2], values[3], values[4]
+    if log_min_p > _NOTHING:
+        _cut(scores, weights, sums, scores, log_min_p, len(scores))
     if 0 < top_k < len(scores):
         ones = np.empty(len(scores), np.float32)
         for index in range(len(scores)):

@@ -88,25 +88,28 @@ def draw(
     position [num_rows] falls; scores become (score - best) / temperature, -inf where nothing can be
     drawn.
 
-    values [d, 4] float32: temperature, top_k, top_p, typical_p; out: see `take_best`; indices [d,
-    CAPACITY] int32 is written. TILE scores are looked at together, or FEW in a search.
+    values [d, 5] float32: temperature, top_k, top_p, typical_p, log of min_p; out: see `take_best`;
+    indices [d, CAPACITY] int32 is written. TILE scores are looked at together, or FEW in a search.
     """
     drawn = tl.program_id(0)
     place = tl.load(places_ptr + drawn)
     scores_ptr += place.to(tl.int64) * vocab
     indices_ptr += drawn.to(tl.int64) * CAPACITY
     best = tl.load(out_ptr + 2 * num_rows + place).to(tl.float32)
-    temperature, top_k = tl.load(values_ptr + 4 * drawn), tl.load(values_ptr + 4 * drawn + 1)
-    top_p, typical_p = tl.load(values_ptr + 4 * drawn + 2), tl.load(values_ptr + 4 * drawn + 3)
+    values_ptr += 5 * drawn
+    temperature, top_k = tl.load(values_ptr), tl.load(values_ptr + 1)
+    top_p, typical_p = tl.load(values_ptr + 2), tl.load(values_ptr + 3)
+    log_min_p = tl.load(values_ptr + 4)
     is_cut = (top_k > 0) & (top_k < vocab)
     is_filtered = is_cut | (top_p < 1.0)
     total, near, count = _temper(
-        scores_ptr, best, temperature, indices_ptr, vocab, is_filtered, CAPACITY, TILE
+        scores_ptr, best, temperature, log_min_p, indices_ptr, vocab, is_filtered, CAPACITY, TILE
     )
     # What some threads wrote, others read.
     tl.debug_barrier()
     # Whether all scores are searched, or those near the best one.
-    is_whole = (not is_filtered) | (count > CAPACITY) | (is_cut & (count < top_k))
+    is_whole = (not is_filtered) | (count > CAPACITY)
+    is_whole = is_whole | (is_cut & (count < top_k) & (log_min_p < -_DEPTH))
     is_whole = is_whole | ((not is_cut) & (near < top_p * total))
     count = tl.where(is_whole, vocab, count)
     # What is kept: scores above `value`, and those that equal it up to the index `last`; of these,
@@ -142,15 +145,16 @@ def _temper(
     scores_ptr,
     best,
     temperature,
+    log_min_p,
     indices_ptr,
     vocab,
     is_filtered,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Scores become (score - best) / temperature. Returns the mass of all, and of those near the
-    best one; if anything is filtered, the indices of these are written, in order, as many as there
-    is room for, and how many there are is returned."""
+    """Scores become (score - best) / temperature, -inf below `log_min_p`. Returns the mass of all,
+    and of those near the best one; if anything is filtered, the indices of these are written, in
+    order, as many as there is room for, and how many there are is returned."""
     total, near = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
     for start in range(0, vocab, TILE):
@@ -158,6 +162,7 @@ def _temper(
         score = tl.load(scores_ptr + index, mask=index < vocab, other=float("-inf"))
         # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
         score = (score - best) / temperature
+        score = tl.where(score < log_min_p, float("-inf"), score)
         tl.store(scores_ptr + index, score, mask=index < vocab)
         weight = tl.exp(score)
         total += tl.sum(weight, 0)

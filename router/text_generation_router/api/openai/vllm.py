@@ -1,0 +1,298 @@
+"""The fields that vLLM adds to OpenAI's bodies, which its clients and load generators send.
+
+Each is honoured as vLLM does, or refused in a sentence; of what changes nothing the `warning`
+header tells. Those that are honoured come first.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import orjson
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from text_generation_router.api.bounded import Items
+from text_generation_router.api.openai.hints import IGNORED, Hint
+from text_generation_router.api.openai.refused import NOT_SUPPORTED, Refused, refuses
+from text_generation_router.api.schemas import Body, JsonSchema, Uint32, to_float32
+from text_generation_router.request import Grammar
+from text_generation_router.validation import GenerateParameters
+
+# What vLLM takes by default; OpenAI's own limit for the tokens of an answer is the same.
+MOST_PROMPT_LOGPROBS = 20
+_MAX_REQUEST_ID = 128
+_ANY_OBJECT: JsonSchema = {"type": "object"}
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+
+
+def _not_blank(choices: list[str]) -> list[str]:
+    if not choices:
+        raise ValueError("give at least one text to choose from")
+    if "" in choices:
+        raise ValueError("a text to choose must not be empty")
+    return choices
+
+
+Choices = Annotated[Items[str], AfterValidator(_not_blank)]
+
+
+def _schema_grammar(schema: JsonSchema | str) -> Grammar:
+    source = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+    return Grammar("json_schema", source)
+
+
+def _choice_grammar(choices: Sequence[str]) -> Grammar:
+    """One terminal, so that a choice may begin with another one."""
+    quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return Grammar("lark", f"start: CHOICE\nCHOICE: {quoted}")
+
+
+def _written_grammar(source: str) -> Grammar:
+    return Grammar("gbnf" if "::=" in source else "lark", source)
+
+
+class StructuredOutputsBody(Body):
+    """What the answer has to look like: exactly one of the first five."""
+
+    json_: JsonSchema | str | None = Field(
+        default=None, alias="json", description="A JSON schema, or a text that holds one."
+    )
+    regex: str | None = Field(default=None, description="The whole text matches it.")
+    choice: Choices | None = Field(default=None, description="The text is one of these.")
+    grammar: str | None = Field(default=None, description="A grammar in Lark or GBNF.")
+    json_object: bool | None = Field(default=None, description="true: any JSON object.")
+    structural_tag: Annotated[
+        Any, refuses(sentence="not supported; use `grammar`, or `tools` for calls"), NOT_SUPPORTED
+    ] = None
+    disable_any_whitespace: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    disable_additional_properties: Annotated[
+        Any,
+        refuses(False, sentence='not supported; put `"additionalProperties": false` in the schema'),
+        NOT_SUPPORTED,
+    ] = None
+    whitespace_pattern: Refused = None
+    disable_fallback: Annotated[Any, Hint(False, True), IGNORED] = None
+
+    @field_validator("regex", "choice", "grammar", "json_object")
+    @classmethod
+    def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
+        names = ("json_", "regex", "choice", "grammar")
+        if given not in (None, False) and (other := _first_given(info, names)):
+            raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
+        return given
+
+    def to_grammar(self) -> Grammar | None:
+        """The same without pydantic; None: nothing is asked for."""
+        if self.json_ is not None:
+            return _schema_grammar(self.json_)
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return _choice_grammar(self.choice)
+        if self.grammar is not None:
+            return _written_grammar(self.grammar)
+        return _schema_grammar(_ANY_OBJECT) if self.json_object else None
+
+
+def _first_given(info: ValidationInfo, names: Sequence[str]) -> str | None:
+    return next((name for name in names if info.data.get(name) is not None), None)
+
+
+class VllmBody(Body):
+    """vLLM's fields of both bodies."""
+
+    min_p: Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)] | None = Field(
+        default=None,
+        description="Draw only tokens at least so likely as the best one times this. 0: all.",
+    )
+    min_tokens: Uint32 | None = Field(
+        default=None, description="Nothing ends the text before so many tokens. Default: 0."
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="Go on after an end token, up to `max_tokens`."
+    )
+    stop_token_ids: Items[Uint32] | None = Field(
+        default=None, description="Tokens that end the text, beside the model's own."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description="The text ends after what stopped it, not before."
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description="false: the text shows special tokens. Default: true."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Put the tokenizer's special tokens before the prompt. Default: true for "
+        "`prompt`; false for `messages`, whose template writes them.",
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(
+        default=None, description="Keep the last so many tokens of the prompt; -1: all that fit."
+    )
+    truncation_side: Annotated[
+        Any,
+        refuses("left", sentence="only `left` is supported: the last tokens are kept"),
+        Field(description="Only `left`."),
+    ] = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] | None = Field(
+        default=None,
+        description="Return log-probabilities of the prompt, and so many best tokens in each "
+        "place. Not streamed.",
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Return the ids of the prompt and of the text."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Write tokens in `logprobs` as `token_id:7`."
+    )
+    request_id: Annotated[str, Field(min_length=1, max_length=_MAX_REQUEST_ID)] | None = Field(
+        default=None, description="Part of the `id` of the answer. Default: random."
+    )
+    guided_json: JsonSchema | str | None = Field(
+        default=None, description="The text is JSON of this schema."
+    )
+    guided_regex: str | None = Field(
+        default=None, description="The whole text matches this expression."
+    )
+    guided_choice: Choices | None = Field(default=None, description="The text is one of these.")
+    guided_grammar: str | None = Field(
+        default=None, description="The text follows this grammar, in Lark or GBNF."
+    )
+    structured_outputs: StructuredOutputsBody | None = Field(
+        default=None, description="The newer form of the `guided` fields."
+    )
+    guided_decoding_backend: Annotated[Any, Hint("auto", "guidance"), IGNORED] = None
+    spaces_between_special_tokens: Annotated[Any, Hint(True), IGNORED] = None
+    session_id: Annotated[Any, Hint(), IGNORED] = None
+    return_token_offsets: Annotated[Any, Hint(False), IGNORED] = None
+    return_mm_kwargs: Annotated[Any, Hint(True), IGNORED] = None
+    guided_whitespace_pattern: Refused = None
+    use_beam_search: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    early_stopping: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    length_penalty: Annotated[Any, refuses(1), NOT_SUPPORTED] = None
+    allowed_token_ids: Annotated[
+        Any, refuses(sentence="not supported; use `guided_choice` or `logit_bias`"), NOT_SUPPORTED
+    ] = None
+    bad_words: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
+    logprob_token_ids: Refused = None
+    repetition_detection: Refused = None
+    thinking_token_budget: Annotated[Any, refuses(-1), NOT_SUPPORTED] = None
+    watermarking: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
+    logits_processors: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
+    priority: Annotated[
+        Any, refuses(0, sentence="only 0: requests are served in their order"), NOT_SUPPORTED
+    ] = None
+    routed_experts_prompt_start: Annotated[Any, refuses(0), NOT_SUPPORTED] = None
+    stream_interval: Annotated[Any, refuses(1), NOT_SUPPORTED] = None
+    kv_transfer_params: Refused = None
+    ec_transfer_params: Refused = None
+    vllm_xargs: Annotated[Any, refuses({}), NOT_SUPPORTED] = None
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _not_streamed(cls, prompt_logprobs: int | None, info: ValidationInfo) -> int | None:
+        if prompt_logprobs is not None and info.data.get("stream"):
+            raise ValueError("it can not be streamed; leave out `stream`")
+        return prompt_logprobs
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_some(cls, truncate: int | None) -> int | None:
+        if truncate == 0:
+            raise ValueError("must be -1 or at least 1")
+        return truncate
+
+    @field_validator(*_GUIDED[1:])
+    @classmethod
+    def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
+        if given is not None and (other := _first_given(info, _GUIDED)):
+            raise ValueError(f"must not be given together with `{other}`")
+        return given
+
+    @field_validator("response_format", check_fields=False)
+    @classmethod
+    def _no_other_format(cls, given: Any, info: ValidationInfo) -> Any:
+        if given is not None and given.type != "text" and (other := _first_given(info, _GUIDED)):
+            raise ValueError(f"must not be given together with `{other}`")
+        return given
+
+    @property
+    def tells_stop_reason(self) -> bool:
+        """Whether an answer says what ended it: only where there is something that could."""
+        return bool(self.stop_token_ids) or bool(getattr(self, "stop", None))
+
+    @property
+    def guide(self) -> Grammar | None:
+        """What the text has to look like, by the one of vLLM's fields that says so."""
+        if self.guided_json is not None:
+            return _schema_grammar(self.guided_json)
+        if self.guided_regex is not None:
+            return Grammar("regex", self.guided_regex)
+        if self.guided_choice is not None:
+            return _choice_grammar(self.guided_choice)
+        if self.guided_grammar is not None:
+            return _written_grammar(self.guided_grammar)
+        return None if self.structured_outputs is None else self.structured_outputs.to_grammar()
+
+    def extended(self, asked: GenerateParameters) -> GenerateParameters:
+        """The parameters, and what these fields ask for."""
+        best = asked.top_n_tokens, self.prompt_logprobs
+        least = self.min_tokens or 0
+        return replace(
+            asked,
+            # Nothing is drawn where the best token is taken.
+            min_p=(self.min_p or None) if asked.do_sample else None,
+            min_new_tokens=least,
+            num_unstopped_tokens=least,
+            ignore_eos_token=bool(self.ignore_eos),
+            stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
+            includes_stop=bool(self.include_stop_str_in_output),
+            shows_special_tokens=self.skip_special_tokens is False,
+            truncate=self.truncate_prompt_tokens,
+            decoder_input_details=asked.decoder_input_details or self.prompt_logprobs is not None,
+            top_n_tokens=max((number for number in best if number is not None), default=None),
+            grammar=self.guide if asked.grammar is None else asked.grammar,
+        )
+
+
+class VllmChatBody(VllmBody):
+    """Those and what vLLM adds to chats."""
+
+    add_generation_prompt: bool | None = Field(
+        default=None, description="Ask the template for the beginning of an answer. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="The answer goes on with the last message. Default: true if that is the "
+        "assistant's.",
+    )
+    documents: Items[dict[str, Any]] | None = Field(
+        default=None, description="The variable `documents` of the chat template."
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description="false: leave out `reasoning_content`. Default: true."
+    )
+    media_io_kwargs: Annotated[Any, Hint({}), IGNORED] = None
+    mm_processor_kwargs: Annotated[Any, Hint({}), IGNORED] = None
+    echo: Annotated[
+        Any, refuses(False, sentence="not supported; it is in `messages`"), NOT_SUPPORTED
+    ] = None
+    chat_template: Annotated[
+        Any,
+        refuses(
+            sentence="templates of requests are not run; start the server with "
+            "--tokenizer-config-path, or send a rendered prompt to /v1/completions"
+        ),
+        NOT_SUPPORTED,
+    ] = None
+    return_prompt_text: Annotated[
+        Any, refuses(False, sentence="not supported; ask /chat_tokenize"), NOT_SUPPORTED
+    ] = None
+    best_of: Annotated[Any, refuses(1), NOT_SUPPORTED] = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _not_both(cls, given: bool | None, info: ValidationInfo) -> bool | None:
+        if given and info.data.get("add_generation_prompt"):
+            raise ValueError("must not be true together with `add_generation_prompt`")
+        return given
