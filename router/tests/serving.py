@@ -85,7 +85,10 @@ class ScriptedShards:
             if entry.id in prompts and count:
                 places = len(entry.request.input_ids) - 1
                 tops[entry.id] = [*range(count)] * places, [-0.5] * count * places
-        return replace(result, prefill_logprobs=prompts, prefill_top_tokens=tops)
+        ranks = {key: [*range(1, len(values))] for key, values in prompts.items()}
+        return replace(
+            result, prefill_logprobs=prompts, prefill_ranks=ranks, prefill_top_tokens=tops
+        )
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         await self._pause()
@@ -131,6 +134,8 @@ class ScriptedShards:
             reason = FinishReason.LENGTH if is_end else None
             if tokens[-1] == EOS_ID and not request.stopping.ignore_eos_token:
                 reason = FinishReason.EOS_TOKEN
+            elif tokens[-1] in request.stopping.stop_token_ids:
+                reason = FinishReason.STOP_TOKEN
             reasons.append(reason)
             top_counts.append(request.top_n_tokens)
             top_ids += range(request.top_n_tokens)

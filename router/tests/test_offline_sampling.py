@@ -28,6 +28,8 @@ def test_everything_arrives():
         stop=("a", "b"),
         include_stop_str_in_output=True,
         ignore_eos=True,
+        min_p=0.05,
+        stop_token_ids=[9, 7, 9],
         logprobs=4,
         prompt_logprobs=True,
         deterministic=True,
@@ -44,7 +46,9 @@ def test_everything_arrives():
     assert asked.logit_bias == ((7, -100.0),)
     assert asked.seed == 5
     assert asked.stop == ("a", "b")
-    assert asked.keeps_stop_sequence and asked.ignore_eos_token and asked.decoder_input_details
+    assert asked.min_p == pytest.approx(0.05) and asked.stop_token_ids == (9, 7)
+    assert asked.num_unstopped_tokens == 3
+    assert asked.includes_stop and asked.ignore_eos_token and asked.decoder_input_details
     assert asked.top_n_tokens == 4
     assert asked.deterministic
     assert asked.grammar == Grammar("regex", "a+")
@@ -52,7 +56,7 @@ def test_everything_arrives():
 
 @pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_p": 0.0}])
 def test_greedy(greedy):
-    asked = SamplingParams(**greedy, top_k=5).to_parameters()
+    asked = SamplingParams(**greedy, top_k=5, min_p=0.1).to_parameters()
     assert not asked.wants_sampling
 
 
