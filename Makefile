@@ -8,7 +8,7 @@ HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
 PYTEST := $(BIN)/pytest -m "not gpu"
 # Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
-COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,shards bad_input bad_models benchmark boundaries docs frozen generate gpu_server grammar offline offline_batch on_gpu parity quantize real_client reflection sequences small_device)
+COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,shards bad_input bad_models benchmark boundaries docs frozen generate gpu_server grammar offline offline_batch on_gpu parity quantize real_client reflection sequences small_device vllm_fields)
 # Attacks that measure no times: they run in two processes, before the others.
 HOSTILE_COMPUTING := $(patsubst %,$(HOSTILE)/test_%.py,harness pickles places scores sockets tls)
 UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
