@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
+import orjson
 import pytest
 from pydantic import TypeAdapter
 from pydantic import ValidationError as BodyError
 from text_generation_router.api.schemas import GrammarBody, ResponseFormatBody
-from text_generation_router.errors import ValidationError
+from text_generation_router.errors import GrammarError, ValidationError
 from text_generation_router.grammar import GrammarCompiler, write
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import GrammarResult
@@ -201,3 +203,24 @@ def test_every_spelling_of_a_response_format() -> None:
 def test_what_is_no_grammar(given: Any) -> None:
     with pytest.raises(BodyError):
         TypeAdapter[Any](GrammarBody).validate_python(given)
+
+
+def test_gbnf_is_written_in_lark() -> None:
+    source = 'root ::= "a" (x | "b")\nx ::= [0-9]+'
+    [grammar] = orjson.loads(write(Grammar("gbnf", source)))["grammars"]
+    assert "start:" in grammar["lark_grammar"] and "[0-9]" in grammar["lark_grammar"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ('x ::= "a"', "not GBNF: No 'root' rule"),
+        ('root ::= "a', "not GBNF: Unexpected end"),
+        ("root ::= " + "(" * 9999, "nest its rules less"),
+        ("root ::= x\n" + 'x ::= "a"\n' * 256, "at most 256 rules and 16384 bytes; write it in"),
+        ('root ::= "' + "a" * 20_000 + '"', "Given: 1 rules and 20011 bytes"),
+    ],
+)
+def test_gbnf_is_refused(source: str, words: str) -> None:
+    with pytest.raises(GrammarError, match=re.escape(words)):
+        write(Grammar("gbnf", source))

@@ -20,6 +20,7 @@ REQUEST = Request(
         top_k=3,
         top_p=0.25,
         typical_p=0.75,
+        min_p=0.125,
         do_sample=True,
         seed=2**64 - 1,
         repetition_penalty=1.5,
@@ -28,7 +29,7 @@ REQUEST = Request(
         watermark=True,
         logit_bias=((8, -100.0), (9, 1.5)),
     ),
-    stopping=StoppingCriteria(20, 4, ("stop",), True),
+    stopping=StoppingCriteria(20, 4, ("stop",), True, stop_token_ids=(9, 3)),
     prefill_logprobs=True,
     top_n_tokens=2,
     grammar="start: /a+/",
@@ -62,7 +63,8 @@ def test_a_request_goes_over_whole() -> None:
     assert request.grammar == "start: /a+/"
     assert request.chunk_len == 1
     parameters = request.parameters
-    for name in ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "watermark"):
+    drawing = "temperature", "top_k", "top_p", "typical_p", "min_p", "do_sample", "seed"
+    for name in (*drawing, "watermark"):
         assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
         assert getattr(parameters, name) == getattr(REQUEST.sampling, name)
@@ -70,7 +72,7 @@ def test_a_request_goes_over_whole() -> None:
     assert list(parameters.logit_bias_values) == [-100.0, 1.5]
     stopping = request.stopping_parameters
     assert (stopping.max_new_tokens, stopping.min_new_tokens) == (20, 4)
-    assert stopping.ignore_eos_token
+    assert stopping.ignore_eos_token and list(stopping.stop_token_ids) == [9, 3]
     # Whatever is added to the contract must be filled in.
     assert unset_fields(request) == unset_fields(parameters) == unset_fields(stopping) == set()
 
@@ -113,7 +115,7 @@ def test_a_step_comes_back_as_columns() -> None:
             logprobs=[-0.5, math.nan, -2.0],
             finish_reasons=[
                 pb.FINISH_REASON_NONE,
-                pb.FINISH_REASON_LENGTH,
+                pb.FINISH_REASON_STOP_TOKEN,
                 pb.FINISH_REASON_EOS_TOKEN,
             ],
             top_token_counts=[2, 0, 1],
@@ -121,7 +123,7 @@ def test_a_step_comes_back_as_columns() -> None:
             top_token_logprobs=[-0.5, -1.5, -2.0],
         ),
         batch=pb.CachedBatch(id=4, request_ids=[1]),
-        prefill_logprobs=[pb.PrefillLogprobs(request_id=1, logprobs=[math.nan, -0.25])],
+        prefill_logprobs=[pb.PrefillLogprobs(request_id=1, logprobs=[math.nan, -0.25], ranks=[5])],
         forward_ns=100,
         decode_ns=10,
         concat_ns=0,
@@ -129,7 +131,8 @@ def test_a_step_comes_back_as_columns() -> None:
     step = translate.from_step(response)
     assert (step.request_ids, step.token_ids) == ((1, 2, 3), (10, 20, 30))
     assert step.logprobs[::2] == (-0.5, -2.0) and math.isnan(step.logprobs[1])
-    assert step.finish_reasons == (None, FinishReason.LENGTH, FinishReason.EOS_TOKEN)
+    assert step.finish_reasons == (None, FinishReason.STOP_TOKEN, FinishReason.EOS_TOKEN)
+    assert step.prefill_ranks == {1: (5,)}
     assert step.batch == CachedBatch(4, (1,))
     assert list(step.top_tokens()) == [((10, 11), (-0.5, -1.5)), ((), ()), ((30,), (-2.0,))]
     assert math.isnan(step.prefill_logprobs[1][0]) and step.prefill_logprobs[1][1] == -0.25

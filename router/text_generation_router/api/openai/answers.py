@@ -1,6 +1,6 @@
 """The answers of OpenAI's routes, for the documentation."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
@@ -49,6 +49,34 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    """Of a token of the prompt, or of one that could have stood there."""
+
+    logprob: float
+    rank: int | None = Field(description="Its place among all tokens, the likeliest at 1.")
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | None,
+    Field(description="By token of the prompt, by token id. Left out unless asked for."),
+]
+PromptIds = Annotated[
+    list[int] | None,
+    Field(description="The prompt. Left out unless asked for; of a stream in the first chunk."),
+]
+TokenIds = Annotated[
+    list[int] | None, Field(description="What was generated. Left out unless asked for.")
+]
+StopReason = Annotated[
+    str | int | None,
+    Field(
+        description="The stop string or the id of the stop token that ended the text. Left out "
+        "where none is given."
+    ),
+]
+
+
 class CompletionChoice(BaseModel):
     """One text."""
 
@@ -56,6 +84,10 @@ class CompletionChoice(BaseModel):
     index: int
     logprobs: CompletionLogprobs | None
     finish_reason: str | None = Field(examples=["stop", "length"])
+    stop_reason: StopReason = None
+    prompt_token_ids: PromptIds = None
+    token_ids: TokenIds = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class Completion(_Answer):
@@ -69,7 +101,9 @@ class CompletionChunk(_Answer):
     """Event of /v1/completions."""
 
     choices: list[CompletionChoice]
-    usage: Usage | None = Field(default=None, description="Only if asked for, at the end.")
+    usage: Usage | None = Field(
+        default=None, description="Only if asked for: at the end, or so far."
+    )
 
 
 class TopLogprob(BaseModel):
@@ -125,6 +159,8 @@ class ChatChoice(BaseModel):
     message: OutputMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: str = Field(examples=["stop", "length", "tool_calls"])
+    stop_reason: StopReason = None
+    token_ids: TokenIds = None
 
 
 class ChatCompletion(_Answer):
@@ -132,6 +168,8 @@ class ChatCompletion(_Answer):
 
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: PromptIds = None
+    prompt_logprobs: PromptLogprobs = None
 
 
 class FunctionDelta(BaseModel):
@@ -166,10 +204,15 @@ class ChatChunkChoice(BaseModel):
     delta: MessageDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: str | None
+    stop_reason: StopReason = None
+    token_ids: TokenIds = None
 
 
 class ChatCompletionChunk(_Answer):
     """Event of /v1/chat/completions."""
 
     choices: list[ChatChunkChoice]
-    usage: Usage | None = Field(default=None, description="Only if asked for, at the end.")
+    usage: Usage | None = Field(
+        default=None, description="Only if asked for: at the end, or so far."
+    )
+    prompt_token_ids: PromptIds = None

@@ -52,6 +52,22 @@ def _written_grammar(source: str) -> Grammar:
     return Grammar("gbnf" if "::=" in source else "lark", source)
 
 
+def _guide(
+    schema: JsonSchema | str | None,
+    regex: str | None,
+    choices: Sequence[str] | None,
+    written: str | None,
+) -> Grammar | None:
+    """The grammar of the one that is given."""
+    if schema is not None:
+        return _schema_grammar(schema)
+    if regex is not None:
+        return Grammar("regex", regex)
+    if choices is not None:
+        return _choice_grammar(choices)
+    return None if written is None else _written_grammar(written)
+
+
 class StructuredOutputsBody(Body):
     """What the answer has to look like: exactly one of the first five."""
 
@@ -84,15 +100,9 @@ class StructuredOutputsBody(Body):
 
     def to_grammar(self) -> Grammar | None:
         """The same without pydantic; None: nothing is asked for."""
-        if self.json_ is not None:
-            return _schema_grammar(self.json_)
-        if self.regex is not None:
-            return Grammar("regex", self.regex)
-        if self.choice is not None:
-            return _choice_grammar(self.choice)
-        if self.grammar is not None:
-            return _written_grammar(self.grammar)
-        return _schema_grammar(_ANY_OBJECT) if self.json_object else None
+        given = self.json_, self.regex, self.choice, self.grammar
+        any_object = _schema_grammar(_ANY_OBJECT) if self.json_object else None
+        return _guide(*given) or any_object
 
 
 def _first_given(info: ValidationInfo, names: Sequence[str]) -> str | None:
@@ -224,15 +234,9 @@ class VllmBody(Body):
     @property
     def guide(self) -> Grammar | None:
         """What the text has to look like, by the one of vLLM's fields that says so."""
-        if self.guided_json is not None:
-            return _schema_grammar(self.guided_json)
-        if self.guided_regex is not None:
-            return Grammar("regex", self.guided_regex)
-        if self.guided_choice is not None:
-            return _choice_grammar(self.guided_choice)
-        if self.guided_grammar is not None:
-            return _written_grammar(self.guided_grammar)
-        return None if self.structured_outputs is None else self.structured_outputs.to_grammar()
+        given = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        newer = self.structured_outputs
+        return _guide(*given) or (None if newer is None else newer.to_grammar())
 
     def extended(self, asked: GenerateParameters) -> GenerateParameters:
         """The parameters, and what these fields ask for."""
