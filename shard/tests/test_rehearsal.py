@@ -80,6 +80,7 @@ class MeasuringDevice(StreamDevice):
         if max(int(item.counts.sum()) for item in plan.passes) > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         table, rows, positions = plan._fixed.table, plan.samples.rows, plan.samples.positions
+        is_early = positions - table.prompt_lens[rows] < table.min_new_tokens[rows]
         self.launches.append(
             Launch(
                 list(plan.passes),
@@ -88,8 +89,8 @@ class MeasuringDevice(StreamDevice):
                 positions.tolist(),
                 table.sampling.flags[rows].all(),
                 len(table.sampling.watermarked(rows)),
-                len(table.sampling.biases(rows).choices),
-                bool((positions - table.prompt_lens[rows] < table.min_new_tokens[rows]).all()),
+                len(table.sampling.biases(rows, is_early).choices),
+                bool(is_early.all()),
                 len([row for row in rows.tolist() if row in table.top_n_tokens]),
                 table.max_total_tokens,
             )

@@ -70,7 +70,7 @@ class SamplingTable:
         self.stop_token_ids: dict[int, frozenset[int]] = {}
         # What was gathered last, and of which rows: most steps have those of the step before.
         self._last: tuple[Ints, SamplingColumns] | None = None
-        self._last_biases: tuple[Ints, Biases] | None = None
+        self._last_biases: tuple[Ints, bytes, Biases] | None = None
 
     def set(self, row: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
         """The parameters of a row that is taken now, and the tokens that end its text beside the
@@ -145,37 +145,31 @@ class SamplingTable:
         where it is too early for them: `is_early` [S]."""
         if not self._biases and not self.stop_token_ids:
             return _NO_BIASES
-        if self._last_biases is None or self._last_biases[0] is not rows:
-            self._last_biases = (rows, _as_biases(self._of_rows(rows)))
-        if not self.stop_token_ids or not is_early.any():
-            return self._last_biases[1]
-        early = self._early_stops(rows, is_early)
-        return _as_biases([*self._of_rows(rows), *early]) if early else self._last_biases[1]
+        early = is_early.tobytes() if self.stop_token_ids else b""
+        last = self._last_biases
+        if last is None or last[0] is not rows or last[1] != early:
+            last = self._last_biases = (rows, early, self._biases_of(rows, is_early))
+        return last[2]
 
-    def _of_rows(self, rows: Ints) -> list[tuple[int, int, float]]:
-        return [
+    def _biases_of(self, rows: Ints, is_early: Flags) -> Biases:
+        found = [
             (place, token, value)
             for place, row in enumerate(rows.tolist())
             for token, value in self._biases.get(row, ())
         ]
-
-    def _early_stops(self, rows: Ints, is_early: Flags) -> list[tuple[int, int, float]]:
-        return [
+        found += [
             (place, token, -math.inf)
             for place in np.flatnonzero(is_early).tolist()
             for token in sorted(self.stop_token_ids.get(int(rows[place]), ()))
         ]
-
-
-def _as_biases(found: Sequence[tuple[int, int, float]]) -> Biases:
-    if not found:
-        return _NO_BIASES
-    choices, token_ids, values = zip(*found, strict=True)
-    return Biases(
-        np.array(choices, dtype=np.int64),
-        np.array(token_ids, dtype=np.int64),
-        np.array(values, dtype=np.float32),
-    )
+        if not found:
+            return _NO_BIASES
+        choices, token_ids, values = zip(*found, strict=True)
+        return Biases(
+            np.array(choices, dtype=np.int64),
+            np.array(token_ids, dtype=np.int64),
+            np.array(values, dtype=np.float32),
+        )
 
 
 _NO_BIASES = Biases(
