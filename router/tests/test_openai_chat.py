@@ -80,6 +80,7 @@ def joined(events: list[Json]) -> list[Json]:
             logprobs["content"] += chunk["logprobs"]["content"]
         if chunk["finish_reason"] is not None:
             choice["finish_reason"] = chunk["finish_reason"]
+            choice |= {"stop_reason": chunk["stop_reason"]} if "stop_reason" in chunk else {}
     return [choices[index] for index in sorted(choices)]
 
 

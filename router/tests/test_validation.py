@@ -256,6 +256,12 @@ def test_body_and_parameters_have_the_same_fields() -> None:
         "most_stop_sequences",
         "most_top_n_tokens",
         "visible_special_tokens",
+        # vLLM's.
+        "min_p",
+        "includes_stop",
+        "stop_token_ids",
+        "num_unstopped_tokens",
+        "shows_special_tokens",
     }
     assert known - not_theirs == set(GenerateParametersBody.model_fields)
 
@@ -276,3 +282,20 @@ async def test_deterministic_is_refused_where_it_can_not_be_kept(tmp_path: Path)
         else:
             with pytest.raises(ValidationError, match="`deterministic` can not be kept"):
                 await validate(validation, deterministic=True, max_new_tokens=1)
+
+
+async def test_what_only_vllm_has(validation: Validation) -> None:
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"min_p": 1.5}, "`min_p` must be > 0.0 and <= 1.0"),
+        ({"min_p": math.nan}, "`min_p` must be > 0.0 and <= 1.0"),
+        ({"stop_token_ids": (3, 258)}, "below 258, the size of the vocabulary. Given: 258"),
+    ]
+    for asked, sentence in refused:
+        with pytest.raises(ValidationError) as caught:
+            await validate(validation, **asked)
+        assert str(caught.value).endswith(sentence)
+    request = await validate(validation, min_p=0.5, stop_token_ids=(3,), num_unstopped_tokens=2)
+    assert request.sampling.min_p == 0.5 and request.sampling.is_sampling
+    assert request.stopping.stop_token_ids == (3,) and request.stopping.num_unstopped_tokens == 2
+    fits = await validate(validation, "abcdefghijkl", truncate=-1, max_new_tokens=5)
+    assert list(fits.input_ids) == script_of("fghijkl")
