@@ -23,6 +23,7 @@ TEMPLATE = (
     "{% if documents %}[{{ documents[0].text }}]{% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{# <think></think> #}"
 )
+LOGPROBS: dict[str, Any] = {CHAT: {"logprobs": True}, TEXT: {"logprobs": 1}}
 Json = dict[str, Any]
 
 
@@ -148,6 +149,10 @@ async def test_special_tokens_are_shown(server: Server, path: str) -> None:
     assert text_of((await answer(server, path))["choices"][0]) == "ab"
     shown = await answer(server, path, skip_special_tokens=False)
     assert text_of(shown["choices"][0]) == "a<s>b"
+    (scored,) = (await answer(server, path, skip_special_tokens=False, **LOGPROBS[path]))["choices"]
+    logprobs = scored["logprobs"]
+    names = logprobs["tokens"] if path == TEXT else [one["token"] for one in logprobs["content"]]
+    assert names == ["a", "<s>", "b"]
     # vLLM shows the end token, too, where what ended the text is to be in it.
     both = {"skip_special_tokens": False, "include_stop_str_in_output": True}
     assert text_of((await answer(server, path, **both))["choices"][0]) == "a<s>b</s>"

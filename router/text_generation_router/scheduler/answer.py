@@ -128,14 +128,15 @@ class Answer:
 
     def _delta(self, visible: str, match: StopMatch | None, is_last: bool) -> str:
         """What can be shown of `visible` and of what was held back before."""
-        if self._request.stopping.keeps_stop_sequence:
+        stopping = self._request.stopping
+        if stopping.keeps_stop_sequence or stopping.includes_stop:
             return visible
         shown = self._held + visible
         num_held = 0
-        if match is not None and not self._request.stopping.includes_stop:
+        if match is not None:
             # Removes nothing where a hidden token was the stop string.
             shown = shown.removesuffix(match.stop_string)
-        elif match is None and not is_last:
+        elif not is_last:
             num_held = self._stop_strings.num_unfinished
         end = len(shown) - num_held
         self._held = shown[end:]

@@ -54,7 +54,7 @@ def choice(
         ]
     logprobs: Json | None = None
     if body.logprobs:
-        trail = TokenTrail()
+        trail = TokenTrail(body.shows_special_tokens)
         scored = [one for step in steps for _, tokens in _scored(step, trail) for one in tokens]
         logprobs = _logprobs(scored, body, tokenizer)
     made: Json = {
@@ -85,7 +85,7 @@ class ChoiceStream:
         self._body = body
         self._generation = generation
         self._tokenizer = tokenizer
-        self._trail = TokenTrail()
+        self._trail = TokenTrail(body.shows_special_tokens)
         self._has_role = False
         self._num_tokens = 0
         # Of the tokens that no chunk has told yet, where they are wanted.

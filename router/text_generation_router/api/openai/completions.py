@@ -165,7 +165,7 @@ def _choice(
     echoed = prompt.text if body.echo else ""
     logprobs: stream.Json | None = None
     if body.logprobs is not None:
-        trail = TokenTrail()
+        trail = TokenTrail(body.shows_special_tokens)
         top_tokens = result.top_tokens or ((),) * len(result.tokens)
         for token, tops in zip(result.tokens, top_tokens, strict=True):
             trail.add(token, tops)
@@ -221,7 +221,7 @@ class _ChoiceStream:
         self._generation = generation
         self._body = body
         self._tokenizer = tokenizer
-        self._trail = TokenTrail()
+        self._trail = TokenTrail(body.shows_special_tokens)
         self._echoed = prompt.text if body.echo else ""
         self._offset = len(self._echoed)
         self._num_tokens = 0

@@ -30,7 +30,8 @@ class TokenTrail:
     the end-of-sequence token) are left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shows_special_tokens: bool = False) -> None:
+        self._shows_special_tokens = shows_special_tokens
         # A token whose text has been shown in part is None, with the rest of the text.
         self._pending: list[tuple[str, ScoredToken | None]] = []
         # Between what was passed over and what is shown next may stand a marker.
@@ -38,7 +39,7 @@ class TokenTrail:
 
     def add(self, token: Token, top_tokens: tuple[Token, ...]) -> None:
         """The next token of the model."""
-        if not token.special:
+        if self._shows_special_tokens or not token.special:
             self._pending.append((token.text, ScoredToken(token.text, token, top_tokens)))
 
     def take(self, text: str) -> list[ScoredToken]:

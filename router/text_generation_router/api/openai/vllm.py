@@ -93,10 +93,7 @@ class StructuredOutputsBody(Body):
     @field_validator("regex", "choice", "grammar", "json_object")
     @classmethod
     def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
-        names = ("json_", "regex", "choice", "grammar")
-        if given not in (None, False) and (other := _first_given(info, names)):
-            raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
-        return given
+        return _alone(given, info, ("json_", "regex", "choice", "grammar"))
 
     def to_grammar(self) -> Grammar | None:
         """The same without pydantic; None: nothing is asked for."""
@@ -105,8 +102,13 @@ class StructuredOutputsBody(Body):
         return _guide(*given) or any_object
 
 
-def _first_given(info: ValidationInfo, names: Sequence[str]) -> str | None:
-    return next((name for name in names if info.data.get(name) is not None), None)
+def _alone(given: Any, info: ValidationInfo, names: Sequence[str]) -> Any:
+    """What is given, unless one of the fields before it is, too."""
+    if given is not None and given is not False:
+        other = next((name for name in names if info.data.get(name) is not None), None)
+        if other is not None:
+            raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
+    return given
 
 
 class VllmBody(Body):
@@ -215,16 +217,18 @@ class VllmBody(Body):
     @field_validator(*_GUIDED[1:])
     @classmethod
     def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
-        if given is not None and (other := _first_given(info, _GUIDED)):
-            raise ValueError(f"must not be given together with `{other}`")
-        return given
+        return _alone(given, info, _GUIDED)
 
     @field_validator("response_format", check_fields=False)
     @classmethod
     def _no_other_format(cls, given: Any, info: ValidationInfo) -> Any:
-        if given is not None and given.type != "text" and (other := _first_given(info, _GUIDED)):
-            raise ValueError(f"must not be given together with `{other}`")
-        return given
+        asks_for_nothing = given is None or given.type == "text"
+        return given if asks_for_nothing else _alone(given, info, _GUIDED)
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether the text has special tokens, too."""
+        return self.skip_special_tokens is False
 
     @property
     def tells_stop_reason(self) -> bool:
@@ -251,7 +255,7 @@ class VllmBody(Body):
             ignore_eos_token=bool(self.ignore_eos),
             stop_token_ids=tuple(dict.fromkeys(self.stop_token_ids or ())),
             includes_stop=bool(self.include_stop_str_in_output),
-            shows_special_tokens=self.skip_special_tokens is False,
+            shows_special_tokens=self.shows_special_tokens,
             truncate=self.truncate_prompt_tokens,
             decoder_input_details=asked.decoder_input_details or self.prompt_logprobs is not None,
             top_n_tokens=max((number for number in best if number is not None), default=None),
