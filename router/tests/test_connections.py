@@ -146,7 +146,6 @@ async def test_a_client_that_leaves_before_it_is_let_in_is_counted(
 
 async def test_client_that_never_reads(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    server.shards.delay_s = 0.005  # what is generated sooner fits into the system's buffers
     content = json.dumps(LONG).encode()
     head = (
         "POST /generate_stream HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
