@@ -131,11 +131,11 @@ class _Session:
         self._target: Target | None = None
         clients = [Point(clients=number) for number in options.clients or [1]]
         rates = [Point(rate=rate) for rate in options.rate or ()]
-        self.all_figures = [self._figures(point, self._bounds) for point in rates or clients]
+        self.all_figures = [self._figures(point) for point in rates or clients]
 
-    def _figures(self, point: Point, bounds: Bounds) -> LoadFigures:
+    def _figures(self, point: Point) -> LoadFigures:
         input_tokens = self._input_tokens if self._prompts is None else None
-        return LoadFigures(point, bounds.requests, self._options.output_tokens, input_tokens)
+        return LoadFigures(point, self._options.output_tokens, input_tokens)
 
     async def run(self) -> None:
         """All points, one after the other. Raises BenchmarkError."""
@@ -171,7 +171,7 @@ class _Session:
         if num_warmups := self._options.warmups:
             bounds = Bounds(num_warmups, self._bounds.seconds, self._bounds.timeout_s)
             point = Point(clients=figures.point.clients or num_warmups)
-            await load.run(self._figures(point, bounds), bounds)
+            await load.run(self._figures(point), bounds)
         num_points = len(self.all_figures)
 
         async def tick() -> None:

@@ -69,8 +69,6 @@ class LoadFigures:
     """All results of one point."""
 
     point: Point
-    num_requests: int
-    """At most so many."""
     output_tokens: int
     """Asked for in each."""
     input_tokens: int | None

@@ -26,7 +26,7 @@ _BUSY_SHARE = 0.8
 def _rates(figures: LoadFigures) -> list[str]:
     return [
         f"{figures.per_second(figures.num_good):,.2f}",
-        f"{figures.per_second(figures.tokens_in):,.1f}" if figures.tokens_in else "",
+        f"{figures.per_second(figures.tokens_in):,.1f}" if figures.tokens_in else "–",
         f"{figures.per_second(figures.tokens_out):,.1f}",
     ]
 
@@ -37,7 +37,7 @@ def _asked_and_got(asked: int | None, got: float | None) -> str:
 
 def _percentiles(values: Sequence[float]) -> str:
     if not values:
-        return ""
+        return "–"
     spread = Spread.of(values)
     return f"{spread.p50:,.1f} {spread.p90:,.1f} {spread.p99:,.1f}"
 
@@ -49,12 +49,12 @@ def _row(figures: LoadFigures) -> list[str]:
     ttft = "ttft" if figures.point.rate is None else "ttft_from_due"
     return [
         str(figures.point),
-        f"{figures.num_good}/{figures.num_requests}",
+        str(figures.num_good),
         str(figures.num_errors),
         _percentiles(milliseconds(ttft, latest["ttft"])),
         _percentiles(milliseconds("itl", latest["itl"])),
         _percentiles(milliseconds("tpot", latest["tpot"])),
-        *(_rates(figures) if figures.num_good else ("", "", "")),
+        *(_rates(figures) if figures.num_good else "–––"),
         _asked_and_got(figures.output_tokens, median_tokens(latest["ttft"])[1]),
     ]
 
@@ -88,7 +88,7 @@ class LiveRows:
             "tokens/s out",
             "tokens asked/got",
         )
-        return Layout(columns, self.cells, "requests", refresh_per_second=1)
+        return Layout(columns, self.cells, "percent", refresh_per_second=1)
 
 
 def markdown(parameters: dict[str, Any], all_figures: Sequence[LoadFigures]) -> str:
@@ -98,15 +98,14 @@ def markdown(parameters: dict[str, Any], all_figures: Sequence[LoadFigures]) -> 
         *table(("Parameter", "Value"), parameters.items()),
         "",
         *table((*head, "Tokens in asked/got", "Tokens out asked/got"), map(_through, all_figures)),
-        "",
-        *table(
-            ("Time", "Load", "Average", "Lowest", "Highest", "p50", "p90", "p99"),
-            (
-                (METRICS[name], figures.point, *latency_cells(Spread.of(values)))
-                for name, figures, values in _metrics(all_figures)
-            ),
-        ),
     ]
+    times = [
+        (METRICS[name], figures.point, *latency_cells(Spread.of(values)))
+        for name, figures, values in _metrics(all_figures)
+    ]
+    if times:
+        names = ("Time", "Load", "Average", "Lowest", "Highest", "p50", "p90", "p99")
+        lines += ["", *table(names, times)]
     errors = [
         (kind, figures.point, count, message.replace("|", "\\|"))
         for figures in all_figures
@@ -202,7 +201,7 @@ def _notes(figures: LoadFigures) -> Iterator[str]:
             f"an event brings {figures.tokens_per_event():.2f} tokens on average; "
             "time between tokens is that between events."
         )
-    if figures.cpu_share > _BUSY_SHARE:
+    if figures.cpu_share > _BUSY_SHARE and figures.elapsed_s > 1:
         yield (
             f"this client took {figures.cpu_share:.0%} of a core: the times may be its own; "
             "use several of it, on another machine."

@@ -77,7 +77,9 @@ class LoadRun:
                 due_s += self._chooser.expovariate(rate)
                 if due_s - started_s > bounds.seconds:
                     break
-                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+                # uvloop's timers are of whole milliseconds, and may be early.
+                while (left_s := due_s - time.perf_counter()) > 0:
+                    await asyncio.sleep(left_s)
                 group.create_task(self._ask(figures, bounds.timeout_s, due_s))
 
     async def _ask(self, figures: LoadFigures, timeout_s: float, due_s: float | None) -> Result:
