@@ -111,7 +111,7 @@ def test_what_spoils_figures_is_noted():
     busy.interrupted = 3
     said = "\n".join(notes(TARGET, [busy, figures(result([2.0], (8, 4)))]))
     assert "this client took 95% of a core" in said
-    assert "3 streams under way count nowhere" in said
+    assert "streams under way, not counted: 3." in said
     assert "events with text are counted" in said
     assert "an event brings 4.00 tokens on average" in said
 

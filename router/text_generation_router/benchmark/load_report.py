@@ -190,7 +190,7 @@ def notes(target: Target, all_figures: Sequence[LoadFigures]) -> list[str]:
 
 def _notes(figures: LoadFigures) -> Iterator[str]:
     if figures.interrupted:
-        yield f"stopped before its end; {figures.interrupted} streams under way count nowhere."
+        yield f"stopped before its end; streams under way, not counted: {figures.interrupted}."
     if "events" in figures.counted_by():
         yield (
             "the server does not tell how many tokens it gave (no usage); "
