@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,6 +317,57 @@ def test_tgi(tmp_path: Path, monkeypatch):
     assert server.bodies("/generate_stream")[-1]["parameters"]["ignore_eos_token"] is True
     assert "sent more than once" in report["notes"][0]
     assert server.asked[-1][2]["authorization"] == "bearer mine"
+
+
+def test_an_answer_that_only_its_connection_ends(tmp_path: Path):
+    """HTTP/1.0, as some proxies speak it; after a comment and an answer that comes before."""
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(3):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(
+                    b"HTTP/1.1 103 Early Hints\r\n\r\nHTTP/1.0 200 OK\r\n\r\n: hi\n\n"
+                )
+                connection.sendall(
+                    b"".join(p for p in completion(4).pieces if isinstance(p, bytes))
+                )
+
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("hello\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        server = Scripted(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        flags = ["--api", "openai-completions", "--model", "m", "--prompts", str(prompts)]
+        code, report = load(server, tmp_path, "--requests", "2", *flags)
+        thread.join(5)
+    assert (code, report["points"][0]["requests_ok"], report["points"][0]["errors"]) == (0, 2, {})
+
+
+def test_a_server_that_says_nothing(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["--url", url, "--timeout", "0.2"]) == 1
+    said = capsys.readouterr().err
+    assert "has not answered the first questions after 0.2 s" in said and said.count("\n") == 1
+
+
+def test_a_server_that_speaks_something_else(capsys):
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"SSH-2.0-nothing\r\n")
+            connection.recv(65536)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        assert main(["--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+        thread.join(5)
+    assert "GET /info failed (bad answer): the answer is no HTTP/1.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

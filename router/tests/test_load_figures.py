@@ -7,6 +7,8 @@ import random
 from array import array
 
 import pytest
+from rich.console import Console
+from text_generation_router.benchmark.display import display
 from text_generation_router.benchmark.load_api import APIS, Target
 from text_generation_router.benchmark.load_events import StreamReader, read_openai, read_tgi
 from text_generation_router.benchmark.load_figures import (
@@ -18,7 +20,7 @@ from text_generation_router.benchmark.load_figures import (
 )
 from text_generation_router.benchmark.load_http import Address
 from text_generation_router.benchmark.load_prompts import Length, random_words, read_prompts
-from text_generation_router.benchmark.load_report import as_csv, as_dict, markdown, notes
+from text_generation_router.benchmark.load_report import LiveRows, as_csv, as_dict, markdown, notes
 from text_generation_router.benchmark.measure import BenchmarkError
 
 from router.tests.load_server import event
@@ -83,6 +85,19 @@ def test_tables_for_people_and_for_programs():
     assert [row["clients"] for row in rows] == ["", "3"]
     assert [row["itl_ms_p50"] != "" for row in rows] == [True, False]
     assert rows[0]["errors"] == "HTTP 429: 1"
+
+
+def test_the_live_table():
+    under_way, over = figures(result([2.0, 2.1], (8, 4)), FAILED), figures(rate=None)
+    under_way.ended_s = None
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=200)
+    with display(console, [under_way, over], 100, LiveRows().layout()) as shown:
+        shown.show(under_way, 37, False)
+    text = file.getvalue()
+    assert "first token ms" in text and "500.0 500.0 500.0" not in text
+    assert "1000.0 1000.0 1000.0" in text.replace(",", ""), "an open loop's is from when it was due"
+    assert "3 clients" in text and "37/100" in text
 
 
 def test_a_closed_loop_has_no_time_from_when_it_was_due():

@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         if options.url is not None:
-            return load_cli.run(options, options.api_key or os.environ.get("OPENAI_API_KEY"))
+            key = options.api_key or os.environ.get("OPENAI_API_KEY") or None
+            return load_cli.run(options, key)
         with _target(options) as target:
             uvloop.run(_measure(options, target))
     except (ShardsProcessError, GenerationError, BenchmarkError, ValueError, OSError) as error:

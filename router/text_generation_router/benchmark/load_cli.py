@@ -36,6 +36,7 @@ from text_generation_router.benchmark.load_target import (
     measure_length,
     probe,
 )
+from text_generation_router.benchmark.measure import BenchmarkError
 from text_generation_router.benchmark.report import write_outputs
 
 _REQUESTS = 100
@@ -140,8 +141,7 @@ class _Session:
     async def run(self) -> None:
         """All points, one after the other. Raises BenchmarkError."""
         try:
-            async with asyncio.timeout(self._options.timeout):
-                prompts = await self._find_out()
+            prompts = await self._find_out_in_time()
             assert self._target is not None
             chooser = random.Random(f"{self._seed} arrivals")
             load = LoadRun(self._client, self._target, prompts, chooser)
@@ -150,6 +150,17 @@ class _Session:
                     await self._point(load, place, shown)
         finally:
             self._client.close()
+
+    async def _find_out_in_time(self) -> Iterator[str]:
+        timeout_s = self._options.timeout
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._find_out()
+        except TimeoutError as error:
+            raise BenchmarkError(
+                f"{self._options.url} has not answered the first questions after {timeout_s:g} s: "
+                "check --url, or give it more --timeout"
+            ) from error
 
     async def _find_out(self) -> Iterator[str]:
         """Sets the target; the prompts."""

@@ -218,8 +218,10 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The rest goes where it was asked for, if it is what was asked for."""
-        self._has_head = True
-        if self._parser.get_status_code() > 200:
+        status = self._parser.get_status_code()
+        # One that begins with 1 comes before the answer.
+        self._has_head = status >= 200
+        if status > 200:
             self._receive = None
 
     def on_body(self, data: bytes) -> None:
@@ -234,7 +236,7 @@ class _Connection(asyncio.Protocol):
             self._body.append(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole. One that begins with 1 comes before it."""
+        """The answer is whole, unless it is one that comes before it."""
         status = self._parser.get_status_code()
         if status >= 200 and self._answer is not None and not self._answer.done():
             self.can_be_kept = self.is_open and self._parser.should_keep_alive()

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,18 +34,16 @@ async def find_target(
     client: HttpClient, api: str, model: str | None, ignore_eos: bool
 ) -> list[Target]:
     """What it may be, the likeliest first. Raises BenchmarkError."""
-    names = [api]
-    if api == AUTO:
-        info = {} if model is not None else await _json(client, "/info")
-        if isinstance(info.get("model_id"), str):
-            return [Target("tgi", info["model_id"], ignore_eos)]
-        names = ["openai-completions", "openai-chat"]
-    elif not APIS[api].is_openai:
-        if model is not None:
-            raise BenchmarkError(f"--api {api} asks for no model: leave --model")
+    may_be_openai = api == AUTO or APIS[api].is_openai
+    if not may_be_openai and model is not None:
+        raise BenchmarkError(f"--api {api} asks for no model: leave --model")
+    if model is None and api in (AUTO, "tgi"):
         info = await _json(client, "/info")
-        return [Target(api, str(info.get("model_id", "")), ignore_eos)]
-    return [Target(name, model or await _first_model(client), ignore_eos) for name in names]
+        if not may_be_openai or isinstance(info.get("model_id"), str):
+            return [Target("tgi", str(info.get("model_id", "")), ignore_eos)]
+    names = ("openai-completions", "openai-chat") if api == AUTO else (api,)
+    model = model or await _first_model(client)
+    return [Target(name, model, ignore_eos) for name in names]
 
 
 async def _first_model(client: HttpClient) -> str:
@@ -129,17 +127,13 @@ def _refused_field(target: Target, answer: Answer) -> str | None:
     """The field that the answer names, else the next that asks to ignore the end; None if there
     is nothing left to leave out."""
     text = answer.body.decode(errors="replace")
-    is_sent: Callable[[str], bool] = lambda name: name not in target.refused  # noqa: E731
-    if not target.ignore_eos:
-        is_sent = lambda name: name not in {*target.refused, *target.api.ignore_eos}  # noqa: E731
-    sent = [name for name in target.api.optional if is_sent(name)]
-    named = [name for name in sent if name in text]
-    if "max_tokens" in named and "max_completion_tokens" not in text:
-        named.remove("max_tokens")
-    if named:
-        return named[0]
-    unnamed = [name for name in sent if name in target.api.ignore_eos]
-    return unnamed[0] if unnamed else None
+    not_sent = target.refused if target.ignore_eos else target.refused | {*target.api.ignore_eos}
+    sent = [name for name in target.api.optional if name not in not_sent]
+    for name in sent:
+        # This one is not left out but has another name, which the answer must tell.
+        if name in text and (name != "max_tokens" or "max_completion_tokens" in text):
+            return name
+    return next((name for name in sent if name in target.api.ignore_eos), None)
 
 
 def message_of(body: bytes) -> str:
