@@ -113,7 +113,7 @@ def test_an_open_loop_does_not_wait(tmp_path: Path):
 def test_seconds_end_a_point(tmp_path: Path):
     with scripted(openai(lambda _path, _body: completion(4, gap_s=0.01))) as server:
         for flags in (["--clients", "2"], ["--rate", "20"]):
-            code, report = load(server, tmp_path, "--seconds", "0.5", *flags)
+            code, report = load(server, tmp_path, "--seconds", "0.5", "--seed", "1", *flags)
             [point] = report["points"]
             assert code == 0 and 2 < point["requests_ok"] < 60
             assert point["elapsed_s"] < 2
