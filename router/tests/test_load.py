@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.benchmark import load_run
 from text_generation_router.benchmark.cli import main
-from text_generation_router.benchmark.load_http import HttpClient
+from text_generation_router.benchmark.load import run as load_run
+from text_generation_router.benchmark.load.http import HttpClient
 
 from router.tests.load_server import (
     Answer,

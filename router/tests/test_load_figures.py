@@ -9,18 +9,18 @@ from array import array
 import pytest
 from rich.console import Console
 from text_generation_router.benchmark.display import display
-from text_generation_router.benchmark.load_api import APIS, Target
-from text_generation_router.benchmark.load_events import StreamReader, read_openai, read_tgi
-from text_generation_router.benchmark.load_figures import (
+from text_generation_router.benchmark.load.api import APIS, Target
+from text_generation_router.benchmark.load.events import StreamReader, read_openai, read_tgi
+from text_generation_router.benchmark.load.figures import (
     LoadFigures,
     Point,
     Result,
     median_tokens,
     milliseconds,
 )
-from text_generation_router.benchmark.load_http import Address
-from text_generation_router.benchmark.load_prompts import Length, random_words, read_prompts
-from text_generation_router.benchmark.load_report import LiveRows, as_csv, as_dict, markdown, notes
+from text_generation_router.benchmark.load.http import Address
+from text_generation_router.benchmark.load.prompts import Length, random_words, read_prompts
+from text_generation_router.benchmark.load.report import LiveRows, as_csv, as_dict, markdown, notes
 from text_generation_router.benchmark.measure import BenchmarkError
 
 from router.tests.load_server import event

@@ -20,8 +20,8 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from text_generation_router.benchmark import load_cli
 from text_generation_router.benchmark.display import BATCHES, display
+from text_generation_router.benchmark.load import cli as load_cli
 from text_generation_router.benchmark.measure import BenchmarkError, Choice, Shape, warm_up
 from text_generation_router.benchmark.report import Figures, as_csv, markdown, write_outputs
 from text_generation_router.client.shards import ShardedClient

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from text_generation_router.benchmark.display import Layout
-from text_generation_router.benchmark.load_api import Target
-from text_generation_router.benchmark.load_figures import (
+from text_generation_router.benchmark.load.api import Target
+from text_generation_router.benchmark.load.figures import (
     METRICS,
     LoadFigures,
     Result,

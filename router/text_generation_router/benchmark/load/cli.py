@@ -14,23 +14,23 @@ from rich.console import Console
 from text_generation_process.descriptors import raise_file_limit
 
 from text_generation_router.benchmark.display import Display, display
-from text_generation_router.benchmark.load_api import APIS, Target
-from text_generation_router.benchmark.load_figures import LoadFigures, Point
-from text_generation_router.benchmark.load_http import Address, HttpClient
-from text_generation_router.benchmark.load_prompts import (
+from text_generation_router.benchmark.load.api import APIS, Target
+from text_generation_router.benchmark.load.figures import LoadFigures, Point
+from text_generation_router.benchmark.load.http import Address, HttpClient
+from text_generation_router.benchmark.load.prompts import (
     file_prompts,
     random_prompts,
     read_prompts,
 )
-from text_generation_router.benchmark.load_report import (
+from text_generation_router.benchmark.load.report import (
     LiveRows,
     as_csv,
     as_dict,
     markdown,
     notes,
 )
-from text_generation_router.benchmark.load_run import Bounds, LoadRun
-from text_generation_router.benchmark.load_target import (
+from text_generation_router.benchmark.load.run import Bounds, LoadRun
+from text_generation_router.benchmark.load.target import (
     AUTO,
     find_target,
     measure_length,

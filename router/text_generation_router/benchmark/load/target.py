@@ -8,10 +8,10 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.benchmark.load_api import APIS, Target
-from text_generation_router.benchmark.load_events import StreamReader
-from text_generation_router.benchmark.load_http import Answer, HttpClient, RequestError
-from text_generation_router.benchmark.load_prompts import Length, random_words
+from text_generation_router.benchmark.load.api import APIS, Target
+from text_generation_router.benchmark.load.events import StreamReader
+from text_generation_router.benchmark.load.http import Answer, HttpClient, RequestError
+from text_generation_router.benchmark.load.prompts import Length, random_words
 from text_generation_router.benchmark.measure import BenchmarkError
 
 AUTO = "auto"

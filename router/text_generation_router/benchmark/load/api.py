@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.benchmark.load_events import Event, read_openai, read_tgi
+from text_generation_router.benchmark.load.events import Event, read_openai, read_tgi
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from text_generation_router.benchmark.load_api import Target
-from text_generation_router.benchmark.load_events import StreamReader
-from text_generation_router.benchmark.load_figures import LoadFigures, Result
-from text_generation_router.benchmark.load_http import HttpClient, RequestError
-from text_generation_router.benchmark.load_target import message_of
+from text_generation_router.benchmark.load.api import Target
+from text_generation_router.benchmark.load.events import StreamReader
+from text_generation_router.benchmark.load.figures import LoadFigures, Result
+from text_generation_router.benchmark.load.http import HttpClient, RequestError
+from text_generation_router.benchmark.load.target import message_of
 
 # A client whose request failed: a server that refuses at once is not asked thousands of times.
 PAUSE_AFTER_FAILURE_S = 0.1
