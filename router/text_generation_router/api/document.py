@@ -66,5 +66,5 @@ def _behind_keys(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:
     for router in routers:
         for route in router.routes:
             if isinstance(route, KeyRoute) and route.include_in_schema:
-                for method in route.methods:
+                for method in route.methods or ():
                     yield route.path_format, method.lower()
