@@ -5,6 +5,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
 
 from text_generation_router.api.bounded import IN_SLICES, Items
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+)
 from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import NOT_SUPPORTED, Refused, refuses
 from text_generation_router.api.schemas import Body, CacheSalt, Float32
@@ -166,23 +172,15 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Items[Annotated[str, Field(min_length=1)]] = Field(
         default=[], description="The text ends before any of these."
     )
-    stream: bool = Field(default=False, description="Answer with a stream of events.")
+    stream: bool = Field(default=False, description=STREAM)
     temperature: Annotated[Float32, Field(ge=0)] | None = Field(
-        default=None,
-        description="Above 1 the choice of tokens is more random, below 1 less. 0: always the "
-        "likeliest token. Default: 1.",
+        default=None, description=TEMPERATURE
     )
-    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="Draw only from the likeliest tokens whose probabilities add up to this.",
-    )
+    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(default=None, description=TOP_P)
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         default=None, description="Draw only from this many of the likeliest tokens."
     )
-    deterministic: bool | None = Field(
-        default=None,
-        description="The same tokens, bit for bit, regardless of what else is in the batch.",
-    )
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
 

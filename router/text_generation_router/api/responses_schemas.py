@@ -13,6 +13,12 @@ from pydantic import (
 )
 
 from text_generation_router.api.bounded import Entries, Items
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+)
 from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import (
     MOST_TOP_LOGPROBS,
@@ -232,20 +238,12 @@ class ResponsesRequest(Body):
         description="The most tokens to generate. Default: as many as fit after the prompt.",
     )
     temperature: Annotated[Float32, Field(ge=0)] | None = Field(
-        default=None,
-        description="Above 1 the choice of tokens is more random, below 1 less. 0: always the "
-        "likeliest token. Default: 1.",
+        default=None, description=TEMPERATURE
     )
-    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(
-        default=None,
-        description="Draw only from the likeliest tokens whose probabilities add up to this.",
-    )
-    deterministic: bool | None = Field(
-        default=None,
-        description="The same tokens, bit for bit, regardless of what else is in the batch.",
-    )
+    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(default=None, description=TOP_P)
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
-    stream: bool | None = Field(default=None, description="Answer with a stream of events.")
+    stream: bool | None = Field(default=None, description=STREAM)
     text: TextConfig | None = Field(default=None, description="The form of the text.")
     tools: Items[FunctionTool] | None = Field(
         default=None, description="The functions that the model may call."

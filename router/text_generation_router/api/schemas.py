@@ -7,6 +7,13 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from text_generation_router.api.bounded import Entries, Items
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    REPETITION_PENALTY,
+    STREAM,
+    TOP_P,
+    TYPICAL_P,
+)
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -171,9 +178,7 @@ class GenerateParametersBody(Body):
         examples=[0.5],
     )
     repetition_penalty: Float32 | None = Field(
-        default=None,
-        description="Above 1, tokens that were used are less likely to come again. 1: no penalty.",
-        examples=[1.03],
+        default=None, description=REPETITION_PENALTY, examples=[1.03]
     )
     frequency_penalty: Float32 | None = Field(
         default=None,
@@ -183,18 +188,8 @@ class GenerateParametersBody(Body):
     top_k: Int32 | None = Field(
         default=None, description="Draw only from this many of the likeliest tokens.", examples=[10]
     )
-    top_p: Float32 | None = Field(
-        default=None,
-        description="Draw only from the likeliest tokens whose probabilities add up to this. "
-        "Between 0 and 1.",
-        examples=[0.95],
-    )
-    typical_p: Float32 | None = Field(
-        default=None,
-        description="Draw only from the most typical tokens whose probabilities add up to this. "
-        "Between 0 and 1.",
-        examples=[0.95],
-    )
+    top_p: Float32 | None = Field(default=None, description=TOP_P, examples=[0.95])
+    typical_p: Float32 | None = Field(default=None, description=TYPICAL_P, examples=[0.95])
     do_sample: bool = Field(
         default=False,
         description="Draw tokens at random, instead of the likeliest one. True if `parameters` "
@@ -248,11 +243,7 @@ class GenerateParametersBody(Body):
     min_new_tokens: Uint32 | None = Field(
         default=None, description="The text does not end before it has this many tokens."
     )
-    deterministic: bool = Field(
-        default=False,
-        description="The same tokens, bit for bit, regardless of what else is in the batch. "
-        "Refused where the server can not promise it.",
-    )
+    deterministic: bool = Field(default=False, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
 
@@ -285,7 +276,7 @@ class GenerateRequest(Body):
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /."""
 
-    stream: bool = Field(default=False, description="Answer with a stream of events.")
+    stream: bool = Field(default=False, description=STREAM)
 
 
 class PrefillTokenBody(BaseModel):

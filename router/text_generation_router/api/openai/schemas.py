@@ -10,6 +10,14 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.bounded import Items, Numbers
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    REPETITION_PENALTY,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+    TYPICAL_P,
+)
 from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
 from text_generation_router.validation import GenerateParameters
 
@@ -76,33 +84,21 @@ class SamplingBody(Body):
     stop: Stop | None = Field(
         default=None, description="The text ends before any of these.", examples=[["\n"]]
     )
-    stream: bool | None = Field(default=None, description="Answer with a stream of events.")
+    stream: bool | None = Field(default=None, description=STREAM)
     stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
     temperature: Annotated[float, Field(ge=0), AfterValidator(to_float32)] | None = Field(
-        default=None,
-        description="Above 1 the choice of tokens is more random, below 1 less. 0: always the "
-        "likeliest token. Default: 1.",
+        default=None, description=TEMPERATURE
     )
-    top_p: Fraction | None = Field(
-        default=None,
-        description="Draw only from the likeliest tokens whose probabilities add up to this.",
-    )
-    repetition_penalty: Positive | None = Field(
-        default=None,
-        description="Above 1, tokens that were used are less likely to come again. 1: no penalty.",
-    )
+    top_p: Fraction | None = Field(default=None, description=TOP_P)
+    repetition_penalty: Positive | None = Field(default=None, description=REPETITION_PENALTY)
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         default=None,
         description="Draw only from this many of the likeliest tokens. 0 or -1: from all.",
     )
     typical_p: Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)] | None = Field(
-        default=None,
-        description="Draw only from the most typical tokens whose probabilities add up to this.",
+        default=None, description=TYPICAL_P
     )
-    deterministic: bool | None = Field(
-        default=None,
-        description="The same tokens, bit for bit, regardless of what else is in the batch.",
-    )
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
     @property
