@@ -26,10 +26,13 @@ SECURITY_SCHEMES: dict[str, Json] = {
         "One of the two headers is enough.",
     },
 }
+# How FastAPI's own 422 looks, which no route here answers with.
+_FOREIGN_ERRORS = ("HTTPValidationError", "ValidationError")
 
 
 def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_for: bool) -> None:
-    """Has `app.openapi()` give examples, and name the keys on the routes that ask for one.
+    """Has `app.openapi()` give examples, name only errors that are answered, and name the keys on
+    the routes that ask for one.
 
     Without keys it names none. The document is made once, when it is first asked for.
     """
@@ -42,6 +45,9 @@ def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_
         for path, operations in paths.items():
             for method, operation in operations.items():
                 _add_examples(path, method, operation)
+                _drop_foreign_error(operation)
+        for name in _FOREIGN_ERRORS:
+            document["components"]["schemas"].pop(name, None)
         if are_keys_asked_for:
             document["components"]["securitySchemes"] = SECURITY_SCHEMES
             for path, method in _behind_keys(routers):
@@ -59,6 +65,14 @@ def _add_examples(path: str, method: str, operation: Json) -> None:
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path" and parameter["name"] in PARAMETERS:
             parameter["example"], parameter["description"] = PARAMETERS[parameter["name"]]
+
+
+def _drop_foreign_error(operation: Json) -> None:
+    """FastAPI names its own 422 wherever a route does not name one."""
+    content = operation["responses"].get("422", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    if schema.get("$ref", "").rpartition("/")[2] in _FOREIGN_ERRORS:
+        del operation["responses"]["422"]
 
 
 def _behind_keys(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:

@@ -197,7 +197,9 @@ class GenerateParametersBody(Body):
         examples=[True],
     )
     max_new_tokens: Uint32 | None = Field(
-        default=None, description="Default: as many as fit after the prompt.", examples=[20]
+        default=None,
+        description="The most tokens to generate. Default: as many as fit after the prompt.",
+        examples=[20],
     )
     return_full_text: bool | None = Field(
         default=None, description="Put the prompt before the generated text.", examples=[False]
