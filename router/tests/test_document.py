@@ -64,7 +64,7 @@ def test_every_operation_and_schema_is_described(document: Json) -> None:
         for parameter in operation.get("parameters", ()):
             assert parameter.get("description"), (method, path, parameter["name"])
     nameless = [name for name, schema in schemas(document).items() if not schema.get("description")]
-    assert not nameless
+    assert not nameless, "\n".join(nameless)
 
 
 def test_every_schema_is_referred_to(document: Json) -> None:
@@ -79,7 +79,7 @@ def test_every_field_is_described(document: Json) -> None:
         for field, form in schema.get("properties", {}).items()
         if not is_described(form) and (name in requests or field not in PLAIN)
     ]
-    assert not missing
+    assert not missing, "\n".join(missing)
 
 
 def test_every_post_route_and_path_parameter_has_an_example(document: Json) -> None:
