@@ -21,6 +21,7 @@ from text_generation_router.api import (
     generate,
     info,
     kserve,
+    kserve_errors,
     messages,
     messages_errors,
     responses,
@@ -60,6 +61,7 @@ ROUTERS = (
 ERROR_FORMS = (
     (messages_errors.PATH, messages_errors.respond),
     ("/v1/", openai_errors.respond),
+    (kserve_errors.PATH, kserve_errors.respond),
 )
 
 
