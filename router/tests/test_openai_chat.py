@@ -134,7 +134,13 @@ async def test_answer(server: Server) -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+                "audio_tokens": 0,
+            },
         },
     }
     assert response.headers["x-compute-type"] == "1-cpu"

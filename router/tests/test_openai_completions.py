@@ -54,7 +54,13 @@ async def test_answer(server: Server) -> None:
             "prompt_tokens": 3,
             "completion_tokens": 4,
             "total_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+                "audio_tokens": 0,
+            },
         },
     }
     assert response.headers["x-compute-type"] == "1-cpu"

@@ -60,6 +60,7 @@ ROUTERS = (
 # The first prefix of the path that fits decides; all other paths are TGI's.
 ERROR_FORMS = (
     (messages_errors.PATH, messages_errors.respond),
+    (messages_errors.MODELS_PATH, messages_errors.respond_about_models),
     ("/v1/", openai_errors.respond),
     (kserve_errors.PATH, kserve_errors.respond),
 )

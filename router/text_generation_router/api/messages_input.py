@@ -12,6 +12,7 @@ from text_generation_router.api.messages_schemas import (
     MessageParam,
     MessagesRequest,
     NamedToolChoice,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -103,7 +104,8 @@ def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:
     for block in param.content:
         if isinstance(block, ToolResultBlock):
             yield _result(block, names)
-    others = [block for block in param.content if not isinstance(block, ToolResultBlock)]
+    apart = (ToolResultBlock, RedactedThinkingBlock)
+    others = [block for block in param.content if not isinstance(block, apart)]
     if others or not param.content:
         yield _message(param.role, others)
 

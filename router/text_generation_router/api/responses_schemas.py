@@ -133,6 +133,14 @@ class NamedFunction(Body):
     name: str
 
 
+class AllowedFunctions(Body):
+    """The only functions that may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedFunction], Field(min_length=1)]
+
+
 class PlainFormat(Body):
     """Any text, or any JSON object."""
 
@@ -223,7 +231,9 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     text: TextConfig | None = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        None
+    )
     parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
     metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = None
     include: Annotated[Items[str] | None, AfterValidator(_check_include)] = None

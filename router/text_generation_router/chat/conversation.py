@@ -30,6 +30,15 @@ class Conversation:
     """TGI's: a text put behind the last message where there are tools."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     num_sequences: int = 1
+    allowed_tools: tuple[str, ...] | None = None
+    """The names of the only ones of `tools` that may be called; None: all of them."""
+
+    @property
+    def callable_tools(self) -> tuple[ToolSpec, ...]:
+        """Those of the usable tools that may be called."""
+        if self.allowed_tools is None:
+            return self.usable_tools
+        return tuple(tool for tool in self.usable_tools if tool.name in self.allowed_tools)
 
     @property
     def usable_tools(self) -> tuple[ToolSpec, ...]:

@@ -21,6 +21,16 @@ class PromptTokensDetails(BaseModel):
     """Tokens of the prompt that an earlier request had computed already."""
 
     cached_tokens: int
+    audio_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Which of the generated tokens are no text of the answer. Nothing is predicted here."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    audio_tokens: int
 
 
 class Usage(BaseModel):
@@ -30,6 +40,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class _Answer(BaseModel):

@@ -11,6 +11,7 @@ from text_generation_router.api.openai.messages import (
     MessageBody,
     ToolBody,
     ToolChoice,
+    allowed_tools_of,
     to_messages,
     tool_choice_of,
 )
@@ -50,7 +51,9 @@ class ChatRequest(SamplingBody):
     )
     tools: Items[ToolBody] | None = None
     tool_choice: ToolChoice | None = Field(
-        default=None, description="`auto`, `none`, `required` or a function.", examples=["auto"]
+        default=None,
+        description="`auto`, `none`, `required`, a function, or some.",
+        examples=["auto"],
     )
     parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
     tool_prompt: str | None = Field(
@@ -102,4 +105,5 @@ class ChatRequest(SamplingBody):
             tool_prompt=self.tool_prompt,
             template_kwargs=self.chat_template_kwargs or {},
             num_sequences=self.num_sequences,
+            allowed_tools=allowed_tools_of(self.tool_choice),
         )
