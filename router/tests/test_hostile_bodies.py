@@ -34,7 +34,7 @@ CHAT = ("/v1/chat/completions", "/chat_tokenize", "/invocations")
 COMPLETIONS = ("/v1/completions", "/invocations")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 RESPONSES = ("/v1/responses",)
-KSERVE = ("/v2/models/m/versions/1/infer",)
+KSERVE = ("/v2/models/m/versions/1/infer", "/v2/models/m/infer")
 VERTEX = ("/vertex",)
 # These tokenize, and tell of each token: with each kind of text once.
 QUICK_CHAT = (*CHAT[:1], CHAT[2], MESSAGES[0])

@@ -92,7 +92,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     prompts: list[Prompt] = []
     for prompt in body.prompts:
         if prompt == "":
-            ids = await _first_ids(services.tokenizer)
+            ids = await first_ids(services.tokenizer)
             prompts.append(Prompt("", replace(asked, input_ids=ids)))
         elif isinstance(prompt, str):
             prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
@@ -107,7 +107,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     return prompts
 
 
-async def _first_ids(tokenizer: Tokenizer) -> Sequence[int]:
+async def first_ids(tokenizer: Tokenizer) -> Sequence[int]:
     """What a text starts from that has no beginning: what the tokenizer puts before every text, or
     the token that starts or ends a sequence. Raises RequestError for a model without any."""
     tokens = await tokenizer.token_ids("")

@@ -74,8 +74,8 @@ class MessageBody(Body):
     role: str = Field(
         min_length=1,
         examples=["user"],
-        description="`system`, `developer`, `user`, `assistant`, `tool` or `function`; any other is "
-        "given to the chat template as it is.",
+        description="`system`, `developer`, `user`, `assistant`, `tool` or `function`; any other "
+        "is given to the chat template as it is.",
     )
     content: str | Items[ContentPart] | None = Field(
         default=None, examples=["What is Deep Learning?"]

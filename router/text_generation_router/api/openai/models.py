@@ -16,12 +16,14 @@ from text_generation_router.api.messages_models import (
     anthropic_models,
     is_anthropics,
 )
-from text_generation_router.api.openai.errors import ERRORS, ErrorBody, ModelNotFoundError
+from text_generation_router.api.openai.errors import ERRORS, ModelNotFoundError
 from text_generation_router.services import Services
 
 # What clients of TGI send without having been told a name ("dummy" is huggingface_hub's).
 _ANY_MODEL = frozenset({"", "tgi", "text-generation-inference", "dummy"})
 _ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404, "4XX")}
+# A page that can not be is 400.
+_LIST_ERRORS = {status: _ERRORS[status] for status in (401, "4XX")}
 
 router = APIRouter(route_class=KeyRoute, tags=["OpenAI"])
 
@@ -71,7 +73,7 @@ def _model(name: str, services: Services) -> ModelBody:
     )
 
 
-@get(router, "/v1/models", summary="Get model info", responses={401: {"model": ErrorBody}})
+@get(router, "/v1/models", summary="Get model info", responses=_LIST_ERRORS)
 async def openai_get_model_info(
     services: ServicesDependency, page: Annotated[Page, Query()], request: Request
 ) -> ModelListBody | AnthropicModelList:
