@@ -142,6 +142,7 @@ async def test_hints_are_told(server: Server) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inputs": [tensor("n", shape=[3])]}, "a tensor of shape [3] has 3 elements. Given: 1"),
+    ({"inputs": [tensor("n", shape=[2**63] * 9)]}, "can have 8 dimensions. Given: 9"),
     ({"inputs": [tensor(shape=[0])]}, "has no elements"),
     ({"inputs": []}, "at least one tensor"),
     ({"inputs": [tensor(["n"], "m")]}, "rows and elements are mixed"),

@@ -5,7 +5,7 @@ UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -438,11 +438,10 @@ def _texts(tensors: Sequence[InputTensor]) -> list[str]:
     texts: list[str] = []
     for tensor in tensors:
         if not tensor.has_bytes:
-            texts += (element for element in tensor.data if isinstance(element, str))
+            texts += cast(list[str], tensor.data)
             continue
-        numbers = (number for number in tensor.data if isinstance(number, int))
         try:
-            texts.append(bytes(numbers).decode())
+            texts.append(bytes(cast(list[int], tensor.data)).decode())
         except UnicodeDecodeError as error:
             raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
     return texts

@@ -20,6 +20,7 @@ from text_generation_router.api.bounded import MAX_ITEMS
 
 HEADER_LENGTH = "inference-header-content-length"
 _BINARY = "application/octet-stream"
+_MOST_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
 
 
@@ -77,11 +78,12 @@ def flat(data: Any) -> Any:
 
 def shape_complaint(shape: Sequence[int], num_elements: int) -> str | None:
     """What is wrong with a shape for so many elements."""
+    if len(shape) > _MOST_DIMENSIONS:
+        return f"a tensor can have {_MOST_DIMENSIONS} dimensions. Given: {len(shape)}"
     expected = math.prod(shape)
     if expected == num_elements:
         return None
-    told = f"a tensor of shape [{', '.join(map(str, shape[:8]))}{', …' * (len(shape) > 8)}]"
-    return f"{told} has {expected} elements. Given: {num_elements}"
+    return f"a tensor of shape {list(shape)} has {expected} elements. Given: {num_elements}"
 
 
 def written(texts: Iterable[str]) -> bytes:
