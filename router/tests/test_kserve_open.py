@@ -226,9 +226,12 @@ async def test_names_keys_and_readiness_are_errors_of_the_protocol(tmp_path: Pat
         response = await server.client.get("/v2/models/m")
         assert (response.status_code, list(response.json())) == (401, ["error"])
         key = {"authorization": "Bearer k"}
-        for path in ("/v2/models/m", "/v2/models/m/ready"):
-            response = await server.client.get(path, headers=key)
-            assert response.status_code == 404 and "is not served" in response.json()["error"]
+        response = await server.client.get("/v2/models/m", headers=key)
+        assert response.status_code == 404 and "is not served" in response.json()["error"]
+        response = await server.client.get("/v2/models/m/ready")
+        served = server.services.config.model_names[0]
+        assert response.status_code == 404 and served not in response.json()["error"]
+        assert (await server.client.get("/v2/models/tgi/ready")).status_code == 200
         body = {"inputs": [tensor("n")]}
         response = await server.client.post(INFER, json=body, headers=key)
         assert response.status_code == 404

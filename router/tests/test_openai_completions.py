@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
+from router.tests.serving import BOS_ID, EOS_ID, PLAIN_USAGE, Server, script_of, serve
 
 PATH = "/v1/completions"
 Json = dict[str, Any]
@@ -54,13 +54,7 @@ async def test_answer(server: Server) -> None:
             "prompt_tokens": 3,
             "completion_tokens": 4,
             "total_tokens": 7,
-            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
-            "completion_tokens_details": {
-                "reasoning_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
-                "audio_tokens": 0,
-            },
+            **PLAIN_USAGE,
         },
     }
     assert response.headers["x-compute-type"] == "1-cpu"

@@ -5,14 +5,12 @@ UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is 
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import orjson
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.convertors import StringConvertor, register_url_convertor
 
-from text_generation_router.api.bounded import Items, Numbers
 from text_generation_router.api.generate import (
     ERRORS,
     UNAUTHORIZED,
@@ -25,36 +23,44 @@ from text_generation_router.api.info import UNHEALTHY, check_health, get
 from text_generation_router.api.keys import KeyRoute
 from text_generation_router.api.kserve_errors import ERRORS as OPEN_ERRORS
 from text_generation_router.api.kserve_errors import InferenceError, mark_as_open
+from text_generation_router.api.kserve_schemas import (
+    INPUT,
+    OUTPUT,
+    PROTOCOLS,
+    InferenceRequest,
+    InferenceResponse,
+    InputTensor,
+    LiveResponse,
+    MetadataModelResponse,
+    MetadataServerResponse,
+    TensorMetadata,
+)
 from text_generation_router.api.kserve_tensors import (
     TensorRequest,
     TensorRoute,
-    flat,
     packed,
     shape_complaint,
     written,
 )
-from text_generation_router.api.openai.hints import IGNORED, Hint, warning
+from text_generation_router.api.openai.errors import ModelNotFoundError
+from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.openai.schemas import Refused
-from text_generation_router.api.schemas import Body, GenerateParametersBody, GenerateRequest, Uint64
+from text_generation_router.api.schemas import GenerateParametersBody, GenerateRequest
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.services import Services
 
-Byte = Annotated[int, Field(ge=0, le=255)]
-
 
 class _ModelName(StringConvertor):
-    """Names of models may have slashes; what may follow them in a path is no part of them."""
+    """Names of models may have a few slashes; what may follow them in a path is no part of them."""
 
-    regex = "[^/]+(?:/(?!(?:versions|infer|ready|config|stats)(?:/|$))[^/]+)*"
+    regex = "[^/]+(?:/(?!(?:versions|infer|ready|config|stats)(?:/|$))[^/]+){0,7}"
 
 
 register_url_convertor("model", _ModelName())
 
 _MODEL = "/v2/models/{model_name:model}"
 _VERSION = f"{_MODEL}/versions/{{model_version}}"
-_INPUT, _OUTPUT = "text_input", "text_output"
 # The server has one model, in one version; any is taken for it.
 _ONLY_VERSION = "1"
 
@@ -78,139 +84,6 @@ class LengthMismatchError(RouterError):
     status_code = 422
     error_type = "length mismatch"
     metric_label = "validation"
-
-
-def _kind(data: Any) -> str:
-    return "texts" if isinstance(data, list) and data and isinstance(data[0], str) else "bytes"
-
-
-Data = Annotated[
-    Annotated[Numbers[Byte], Tag("bytes")] | Annotated[Items[str], Tag("texts")],
-    Discriminator(_kind),
-    BeforeValidator(flat),
-]
-
-
-class TensorParameters(Body):
-    """Where the data of a tensor is."""
-
-    binary_data_size: Uint64 | None = Field(
-        default=None, description="So many bytes behind the JSON of the body."
-    )
-    shared_memory_region: Refused = None
-
-
-class InputTensor(Body):
-    """Texts, one for each element of a BYTES tensor; or one text, all bytes of a UINT8 tensor."""
-
-    name: str
-    shape: Numbers[Uint64] = Field(examples=[[1]])
-    datatype: str = Field(examples=["BYTES"])
-    parameters: TensorParameters | None = None
-    data: Data = Field(description="Texts, or the bytes of one in UTF-8.", examples=[["Hello"]])
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether the data is the bytes of one text."""
-        return _kind(self.data) == "bytes"
-
-
-class OutputParameters(Body):
-    """How an output is to be sent."""
-
-    binary_data: bool | None = Field(
-        default=None, description="Behind the JSON of the answer. Default: `binary_data_output`."
-    )
-    classification: Refused = None
-    shared_memory_region: Refused = None
-
-
-class OutputName(Body):
-    """What the answer to the input at the same place is to be called."""
-
-    name: str
-    parameters: OutputParameters | None = None
-
-
-class InferenceParameters(GenerateParametersBody):
-    """The parameters of /generate, and the protocol's own."""
-
-    binary_data_output: bool | None = Field(
-        default=None, description="Send outputs behind the JSON of the answer."
-    )
-    priority: Annotated[Any, Hint(0), IGNORED] = None
-    timeout: Annotated[Any, Hint(), IGNORED] = None
-    sequence_id: Refused = None
-
-
-# With nothing but these the parameters count as left out.
-_PROTOCOLS = InferenceParameters.model_fields.keys() - GenerateParametersBody.model_fields.keys()
-
-
-class InferenceRequest(Body):
-    """Body of an inference; the parameters are those of /generate, and the same for all inputs."""
-
-    id: str | None = None
-    inputs: Items[InputTensor]
-    outputs: Items[OutputName] | None = Field(
-        default=None, description=f"As many as there are inputs. Default: `{_OUTPUT}`."
-    )
-    parameters: InferenceParameters = Field(
-        default_factory=lambda: InferenceParameters(do_sample=True)
-    )
-
-
-class OutputTensor(BaseModel):
-    """Generated texts."""
-
-    name: str
-    shape: list[int] = Field(examples=[[1]])
-    datatype: str = Field(examples=["BYTES"])
-    parameters: dict[str, int] | None = None
-    data: list[str] | list[int] = Field(
-        default=[], description="Left out where it is binary. Bytes in TGI's form."
-    )
-
-
-class InferenceResponse(BaseModel):
-    """The generated texts in the order of the inputs."""
-
-    id: str | None = None
-    model_name: str | None = Field(default=None, description="Not in TGI's form.")
-    model_version: str | None = Field(default=None, description="Not in TGI's form.")
-    outputs: list[OutputTensor]
-
-
-class LiveResponse(BaseModel):
-    """The server answers."""
-
-    live: bool
-
-
-class MetadataServerResponse(BaseModel):
-    """What the server is."""
-
-    name: str
-    version: str
-    extensions: list[str]
-
-
-class TensorMetadata(BaseModel):
-    """A tensor that the model takes or gives; -1: any size."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-
-
-class MetadataModelResponse(BaseModel):
-    """What the model takes and gives."""
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
 
 
 @get(router, "/v2/health/live", summary="Liveness", response_model=LiveResponse)
@@ -281,8 +154,11 @@ async def kserve_model_metadata(model_name: str, model_version: str) -> Response
     responses=OPEN_ERRORS,
 )
 async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
-    """The same as the readiness of the server."""
-    check_model(model_name, services)
+    """The same as the readiness of the server. No key is asked for, so no name is told."""
+    try:
+        check_model(model_name, services)
+    except ModelNotFoundError:
+        raise HTTPException(404) from None
     return await kserve_ready(services)
 
 
@@ -302,8 +178,8 @@ async def kserve_any_version_metadata(
         name=model_name,
         versions=[_ONLY_VERSION],
         platform="text-generation-inference",
-        inputs=[TensorMetadata(name=_INPUT, datatype="BYTES", shape=[-1])],
-        outputs=[TensorMetadata(name=_OUTPUT, datatype="BYTES", shape=[-1])],
+        inputs=[TensorMetadata(name=INPUT, datatype="BYTES", shape=[-1])],
+        outputs=[TensorMetadata(name=OUTPUT, datatype="BYTES", shape=[-1])],
     )
 
 
@@ -397,7 +273,7 @@ def _output_names(body: InferenceRequest) -> Sequence[str]:
     if not num:
         raise InferenceError("`inputs` must have at least one tensor")
     if not body.outputs:
-        return [_OUTPUT] if num == 1 else [f"{_OUTPUT}_{place}" for place in range(num)]
+        return [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
     if len(body.outputs) != num:
         raise InferenceError(
             "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
@@ -455,7 +331,7 @@ async def _generate_all(
         raise ValidationError("`details` has no place in this answer; use /generate for it")
     services.infer.check_could_fit(len(prompts))
     parameters: GenerateParametersBody = body.parameters
-    if body.parameters.model_fields_set and body.parameters.model_fields_set <= _PROTOCOLS:
+    if body.parameters.model_fields_set and body.parameters.model_fields_set <= PROTOCOLS:
         parameters = GenerateParametersBody(do_sample=True)
     asked = [GenerateRequest(inputs=prompt, parameters=parameters) for prompt in prompts]
     return await unless_disconnected(request, at_once(_generate(one, services) for one in asked))
