@@ -1,11 +1,13 @@
 """Compressed bodies: what they become, and that no more than the limit is ever made."""
 
+import asyncio
 import gzip
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from text_generation_router.api.inflate import InflateError, InflatesTooFarError, inflated
 
@@ -97,6 +99,23 @@ async def test_refusals(server: Server) -> None:
         assert asked == ("gzip, deflate" if status == 415 else None)
     response = await server.client.post("/generate", content=BODY, headers=headers("identity"))
     assert response.status_code == 200
+
+
+async def test_more_than_may_wait_are_told_to_come_again(tmp_path: Path) -> None:
+    compressed = gzip.compress(b'{"inputs":"' + b"n" * 100_000 + b'"}')
+    async with serve(tmp_path, max_concurrent_requests=2) as server:
+
+        async def ask() -> httpx.Response:
+            return await server.client.post(
+                "/generate", content=compressed, headers=headers("gzip")
+            )
+
+        responses = await asyncio.gather(*(ask() for _ in range(40)))
+    refused = [response for response in responses if response.status_code != 422]
+    assert refused
+    for response in refused:
+        assert response.status_code == 429 and response.json()["error_type"] == "overloaded"
+        assert int(response.headers["retry-after"]) >= 1
 
 
 async def test_openai_routes_take_them(server: Server) -> None:

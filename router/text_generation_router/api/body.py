@@ -23,6 +23,7 @@ from text_generation_router.api.inflate import (
 from text_generation_router.api.json_cost import MOST_TIMES, is_too_costly
 from text_generation_router.api.keys import Handler, KeyRoute
 from text_generation_router.config import RouterConfig
+from text_generation_router.errors import OverloadedError
 
 # A client that has not sent its body after so long is told so.
 BODY_TIMEOUT_S = 60
@@ -39,12 +40,16 @@ class BodyError(HTTPException):
     """A body that is not a request; `detail` is the sentence for the user."""
 
 
-class ShapeError(HTTPException):
-    """JSON that is not what the route takes. FastAPI lets no other error out of `json`."""
+class CarriedError(HTTPException):
+    """Carries an error out of `json`, from where FastAPI lets no other kind through."""
 
-    def __init__(self, complaint: RequestValidationError) -> None:
-        super().__init__(422)
-        self.complaint = complaint
+    def __init__(self, carried: RequestValidationError | OverloadedError) -> None:
+        super().__init__(400)
+        self.carried = carried
+
+
+class ShapeError(CarriedError):
+    """JSON that is not what the route takes."""
 
 
 Parser = Callable[[bytes | bytearray], Any]
@@ -92,7 +97,7 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """The parsed body; of a large one the request that it is, which FastAPI takes as it is.
-        Raises BodyError, ShapeError and OverloadedError."""
+        Raises BodyError, ShapeError and CarriedError, which is for a lack of room."""
         body = await self.body()
         parse = self.parser()
         if not self._large:
@@ -105,8 +110,12 @@ class JsonRequest(Request):
             inflate = None
         large, self._large = self._large, bytearray()
         run = self.app.state.services.large_bodies.run
-        outcome = await run(_outcome, large, self._field, parse, inflate)
-        del large
+        try:
+            outcome = await run(_outcome, large, self._field, parse, inflate)
+        except OverloadedError as error:
+            raise CarriedError(error) from None
+        finally:
+            del large
         if not isinstance(outcome, HTTPException):
             return outcome
         try:
@@ -170,8 +179,8 @@ class JsonRoute(KeyRoute):
         async def reading(request: Request) -> Response:
             try:
                 return await handler(self.request_class(request.scope, request.receive, field))
-            except ShapeError as error:
-                raise error.complaint from None
+            except CarriedError as error:
+                raise error.carried from None
 
         return reading
 
