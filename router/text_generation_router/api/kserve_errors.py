@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
@@ -21,7 +21,7 @@ _OPEN = "text_generation_router.open_inference"
 class InferenceErrorBody(BaseModel):
     """Body of every error."""
 
-    error: str
+    error: str = Field(description="What went wrong.")
 
 
 class InferenceError(RequestError):

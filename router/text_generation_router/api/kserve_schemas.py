@@ -39,10 +39,14 @@ class TensorParameters(Body):
 class InputTensor(Body):
     """Texts, one for each element of a BYTES tensor; or one text, all bytes of a UINT8 tensor."""
 
-    name: str
-    shape: Numbers[Uint64] = Field(examples=[[1]])
-    datatype: str = Field(examples=["BYTES"])
-    parameters: TensorParameters | None = None
+    name: str = Field(description="Any name.", examples=["text_input"])
+    shape: Numbers[Uint64] = Field(
+        description="The number of elements, in up to 8 dimensions.", examples=[[1]]
+    )
+    datatype: str = Field(description="BYTES or UINT8.", examples=["BYTES"])
+    parameters: TensorParameters | None = Field(
+        default=None, description="Where the data is, if not in `data`."
+    )
     data: Data = Field(description="Texts, or the bytes of one in UTF-8.", examples=[["Hello"]])
 
     @property
@@ -55,7 +59,8 @@ class OutputParameters(Body):
     """How an output is to be sent."""
 
     binary_data: bool | None = Field(
-        default=None, description="Behind the JSON of the answer. Default: `binary_data_output`."
+        default=None,
+        description="Send it behind the JSON of the answer. Default: `binary_data_output`.",
     )
     classification: Refused = None
     shared_memory_region: Refused = None
@@ -64,8 +69,8 @@ class OutputParameters(Body):
 class OutputName(Body):
     """What the answer to the input at the same place is to be called."""
 
-    name: str
-    parameters: OutputParameters | None = None
+    name: str = Field(description="The name.")
+    parameters: OutputParameters | None = Field(default=None, description="How it is to be sent.")
 
 
 class InferenceParameters(GenerateParametersBody):
@@ -86,64 +91,78 @@ PROTOCOLS = InferenceParameters.model_fields.keys() - GenerateParametersBody.mod
 class InferenceRequest(Body):
     """Body of an inference; the parameters are those of /generate, and the same for all inputs."""
 
-    id: str | None = None
-    inputs: Items[InputTensor]
+    id: str | None = Field(default=None, description="Any id. The answer has the same.")
+    inputs: Items[InputTensor] = Field(description="The prompts.")
     outputs: Items[OutputName] | None = Field(
-        default=None, description=f"As many as there are inputs. Default: `{OUTPUT}`."
+        default=None,
+        description=f"A name for each answer, as many as there are inputs. Default: `{OUTPUT}`.",
     )
     parameters: InferenceParameters = Field(
-        default_factory=lambda: InferenceParameters(do_sample=True)
+        default_factory=lambda: InferenceParameters(do_sample=True),
+        description="How to generate. `details` and `decoder_input_details` are refused.",
     )
 
 
 class OutputTensor(BaseModel):
     """Generated texts."""
 
-    name: str
-    shape: list[int] = Field(examples=[[1]])
-    datatype: str = Field(examples=["BYTES"])
-    parameters: dict[str, int] | None = None
+    name: str = Field(description="The name that the request gave.")
+    shape: list[int] = Field(
+        description="That of the input. In TGI's form 1, and the number of bytes.", examples=[[1]]
+    )
+    datatype: str = Field(description="Always BYTES.", examples=["BYTES"])
+    parameters: dict[str, int] | None = Field(
+        default=None, description="`binary_data_size`, where the data is behind the JSON."
+    )
     data: list[str] | list[int] = Field(
-        default=[], description="Left out where it is binary. Bytes in TGI's form."
+        default=[],
+        description="The texts; left out where they are behind the JSON. In TGI's form one text, "
+        "as bytes of UTF-8.",
     )
 
 
 class InferenceResponse(BaseModel):
     """The generated texts in the order of the inputs."""
 
-    id: str | None = None
-    model_name: str | None = Field(default=None, description="Not in TGI's form.")
-    model_version: str | None = Field(default=None, description="Not in TGI's form.")
-    outputs: list[OutputTensor]
+    id: str | None = Field(default=None, description="As in the request.")
+    model_name: str | None = Field(
+        default=None, description="The name in the path. Not in TGI's form."
+    )
+    model_version: str | None = Field(
+        default=None, description="The version in the path, or 1. Not in TGI's form."
+    )
+    outputs: list[OutputTensor] = Field(description="One for each input.")
 
 
 class LiveResponse(BaseModel):
     """The server answers."""
 
-    live: bool
+    live: bool = Field(
+        description="Always true. A server that is not ready answers with another status."
+    )
 
 
 class MetadataServerResponse(BaseModel):
     """What the server is."""
 
-    name: str
-    version: str
-    extensions: list[str]
+    name: str = Field(description="The server, or the model of the path.")
+    version: str = Field(description="The version of the server, or of the path.")
+    extensions: list[str] = Field(description="What is supported.")
 
 
 class TensorMetadata(BaseModel):
     """A tensor that the model takes or gives; -1: any size."""
 
-    name: str
-    datatype: str
-    shape: list[int]
+    name: str = Field(description="Its name, unless a request gives another.")
+    datatype: str = Field(description="Always BYTES.")
+    shape: list[int] = Field(description="Always -1: as many texts as there are.")
 
 
 class MetadataModelResponse(BaseModel):
     """What the model takes and gives."""
 
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
+    name: str = Field(description="The model of the path.")
+    versions: list[str] = Field(description="Always 1. Requests may name any.")
+    platform: str = Field(description="The server.")
+    inputs: list[TensorMetadata] = Field(description="The prompts.")
+    outputs: list[TensorMetadata] = Field(description="The generated texts.")

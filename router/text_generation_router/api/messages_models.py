@@ -14,30 +14,36 @@ _HEADER = "anthropic-version"
 class Page(BaseModel):
     """The part of the list that Anthropic's clients ask for; OpenAI's get all of it."""
 
-    limit: Annotated[int, Field(ge=1, le=1000)] = 20
-    after_id: str | None = None
-    before_id: str | None = None
+    limit: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=20, description="The most models to list, for Anthropic's clients."
+    )
+    after_id: str | None = Field(
+        default=None, description="List what is behind this model, for Anthropic's clients."
+    )
+    before_id: str | None = Field(
+        default=None, description="List what is before this model, for Anthropic's clients."
+    )
 
 
 class AnthropicModel(BaseModel):
     """A model that is served."""
 
     type: Literal["model"] = "model"
-    id: str
-    display_name: str
+    id: str = Field(description="A name of the model.")
+    display_name: str = Field(description="The same name.")
     created_at: str = Field(description="When this server had loaded it.")
-    lifecycle: Literal["active"] = "active"
-    max_input_tokens: int
-    max_tokens: int = Field(description="Tokens of an answer at most.")
+    lifecycle: Literal["active"] = Field(default="active", description="Always active.")
+    max_input_tokens: int = Field(description="The most tokens of a prompt.")
+    max_tokens: int = Field(description="The most tokens of an answer.")
 
 
 class AnthropicModelList(BaseModel):
     """The served model, once for each of its names."""
 
-    data: list[AnthropicModel]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
+    data: list[AnthropicModel] = Field(description="The models.")
+    has_more: bool = Field(description="Whether there are more.")
+    first_id: str | None = Field(description="The first name of the list.")
+    last_id: str | None = Field(description="The last name of the list.")
 
 
 def is_anthropics(request: Request) -> bool:
