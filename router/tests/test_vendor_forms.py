@@ -153,6 +153,14 @@ def test_redacted_thoughts_are_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+async def test_nothing_but_redacted_thoughts(server: Server, role: str) -> None:
+    redacted = {"role": role, "content": [{"type": "redacted_thinking", "data": "EmwKAhgB"}]}
+    await ask(server, MESSAGES, messages=[redacted])
+    await ask(server, MESSAGES, messages=[redacted], system="s")
+    assert last_prompt(server).startswith(f"<system>s<{role}>")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_of_reasoning_are_counted(server: Server, stream: bool) -> None:
     thought, answer = "<think>hm</think>", "Hé!"

@@ -85,7 +85,9 @@ def _messages(body: CountTokensRequest) -> Iterator[Message]:
     }
     if body.system is not None:
         yield {"role": "system", "content": _text(body.system)}
-    made = (message for param in body.messages for message in _split(param, names))
+    made = [message for param in body.messages for message in _split(param, names)]
+    if not made:  # nothing but redacted thoughts
+        made.append(_message(body.messages[-1].role, []))
     for role, turn in groupby(made, key=lambda message: message["role"]):
         if role != "user":
             yield from turn
