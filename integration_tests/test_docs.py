@@ -30,6 +30,7 @@ def test_openapi_describes_every_route(server: LauncherHandle) -> None:
         *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
         *("/v1/models", "/v1/models/{model}", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v2", "/v2/health/live", "/v2/health/ready"),
+        *(f"/v2/models/{{model_name}}{end}" for end in ("", "/infer", "/ready")),
         "/v2/models/{model_name}/versions/{model_version}",
         "/v2/models/{model_name}/versions/{model_version}/infer",
         "/v2/models/{model_name}/versions/{model_version}/ready",

@@ -1,5 +1,6 @@
 """Bodies that are wrong in a million places, texts that are long, and answers that nobody reads."""
 
+import gzip
 import json
 import socket
 import time
@@ -20,8 +21,8 @@ SMALL_S = 2.0
 TEXT = "Where is the long lane? "
 
 
-def post(handle: LauncherHandle, path: str, body: bytes) -> int:
-    headers = {"content-type": "application/json"}
+def post(handle: LauncherHandle, path: str, body: bytes, **more: str) -> int:
+    headers = {"content-type": "application/json"} | more
     return handle.client.post(path, content=body, headers=headers, timeout=120).status_code
 
 
@@ -54,6 +55,28 @@ def test_bodies_wrong_in_a_million_places(hostile_server: LauncherHandle, name: 
     seen.assert_unharmed()
     # Eight bodies, in the pieces in which they came and whole, and what the last of them became.
     assert router_bytes(hostile_server) - before < (8 * 2 + 10) * len(body)
+
+
+def test_compressed_bombs(hostile_server: LauncherHandle) -> None:
+    """100 MB in half a megabyte, and values that take many times their compressed size."""
+    encoding = {"content-encoding": "gzip"}
+    bombs = {
+        gzip.compress(bytes(100 * MB), 1): 413,
+        gzip.compress(b'{"inputs":"' + b"a" * SIZE * 2, 9): 413,
+        gzip.compress(many('{"inputs":[', "{}", "]}"), 9): 400,
+    }
+    assert post(hostile_server, "/generate", b"{}") == 422
+    before = router_bytes(hostile_server)
+    with neighbours(hostile_server) as seen, ThreadPoolExecutor(16) as pool:
+        for bomb, status in bombs.items():
+            answers = pool.map(
+                lambda _, sent=bomb: post(hostile_server, "/generate", sent, **encoding),
+                range(48),
+            )
+            assert set(answers) == {status}
+    seen.assert_unharmed()
+    # What waits is compressed; one at a time becomes what it was, at most --payload-limit.
+    assert router_bytes(hostile_server) - before < 60 * MB
 
 
 @contextmanager

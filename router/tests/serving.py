@@ -27,6 +27,16 @@ from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+# What `usage` of OpenAI's routes says where nothing was cached and the model did not reason.
+PLAIN_USAGE = {
+    "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+    "completion_tokens_details": {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+        "audio_tokens": 0,
+    },
+}
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
 BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -345,6 +345,7 @@ async def test_api_key(tmp_path: Path, header: dict[str, str], status: int) -> N
 
 OPEN_PATHS = {"/health", "/metrics", "/v2/health/live", "/v2/health/ready"}
 OPEN_PATHS |= {"/v2/models/{model_name}/versions/{model_version}/ready"}
+OPEN_PATHS |= {"/v2/models/{model_name}/ready"}
 
 
 async def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ COMPLETION: dict[str, Any] = {"prompt": WORDS, "max_tokens": 2}
 ANTHROPIC: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "max_tokens": 2}
 INFER = "/v2/models/m/versions/1/infer"
 TENSOR = {"name": "x", "shape": [1], "datatype": "UINT8", "data": list(WORDS.encode())}
+OPEN_INFER = "/v2/models/m/infer"
+TEXTS = {"name": "x", "shape": [1], "datatype": "BYTES", "data": [WORDS]}
 KSERVE: dict[str, Any] = {
     **{"id": "1", "inputs": [TENSOR], "outputs": [{"name": "y"}]},
     "parameters": SHORT,
@@ -42,6 +44,7 @@ ASKING = [
     ("/v1/messages", ANTHROPIC),
     ("/v1/messages", ANTHROPIC | STREAM),
     (INFER, KSERVE),
+    (OPEN_INFER, {"inputs": [TEXTS], "parameters": SHORT}),
     ("/vertex", {"instances": [GENERATE]}),
     ("/vertex", {"instances": [CHAT]}),
     ("/predict", {"instances": [GENERATE]}),
@@ -49,6 +52,8 @@ ASKING = [
     ("/invocations", CHAT),
     ("/invocations", COMPLETION | STREAM),
 ]
+# Their errors are not in TGI's form.
+NOT_TGIS = ("/v1/", OPEN_INFER)
 NOT_GENERATING = {"/tokenize", "/chat_tokenize", "/v1/messages/count_tokens"}
 
 
@@ -91,10 +96,12 @@ def test_every_route_that_generates_is_tried(server: Server) -> None:
         for route in router.routes
         if "POST" in route.methods
     }
-    tried = {
-        path.replace("/m/versions/1", "/{model_name}/versions/{model_version}")
-        for path, _ in ASKING
+    ours = {
+        INFER: "/{model_name:model}/versions/{model_version}",
+        OPEN_INFER: "/{model_name:model}",
     }
+    ours = {path: f"/v2/models{named}/infer" for path, named in ours.items()}
+    tried = {ours.get(path, path) for path, _ in ASKING}
     assert routes == tried | NOT_GENERATING
     for router in app.state.routers:
         for route in router.routes:
@@ -129,7 +136,7 @@ async def test_salts_that_can_not_be(
     server: Server, path: str, body: dict[str, Any], salt: Any
 ) -> None:
     response = await server.client.post(path, json=salted(body, salt), headers=bearer("a"))
-    assert response.status_code == (400 if path.startswith("/v1/") else 422)
+    assert response.status_code == (400 if path.startswith(NOT_TGIS) else 422)
     assert "cache_salt" in response.text
 
 
@@ -248,7 +255,7 @@ async def test_requests_under_way_of_each_key(
         assert "(--max-concurrent-requests-per-key)" in response.text
         if response.status_code != 200:  # or an event
             assert response.status_code == 429
-            assert path.startswith("/v1/") or response.json()["error_type"] == "overloaded"
+            assert path.startswith(NOT_TGIS) or response.json()["error_type"] == "overloaded"
         assert server.services.metrics.request_key_limit.value(reason="requests") >= 1
         server.shards.script = [257]
         response = await server.client.post(path, json=body, headers=bearer("b"))

@@ -286,3 +286,24 @@ def test_a_template_that_does_not_compile_is_loaded(tmp_path: Path) -> None:
 def test_halves_of_surrogate_pairs_are_replaced() -> None:
     template = ChatTemplate({"default": "\ud800a{{ eos_token }}"}, {"eos_token": "\udfff"})
     assert rendered(template) == "?a?"
+
+
+STRICT = (
+    "{% if messages[-1].role != 'user' %}{{ raise_exception('the user speaks last') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHANGING = "{% for m in messages %}{{ m.content | length }};{% endfor %}{{ add_generation_prompt }}"
+
+
+def test_a_template_that_takes_no_last_answer_is_continued_all_the_same() -> None:
+    for content in ("It is ", [{"type": "text", "text": "It "}, {"type": "text", "text": "is "}]):
+        messages = [USER, {"role": "assistant", "content": content}]
+        prompt = render(STRICT, [USER])
+        assert prompt.endswith("<assistant>")
+        assert render(STRICT, messages, continue_final_message=True) == prompt + "It is "
+        length = len(USER["content"])
+        expected = f"{length};TrueIt is "
+        assert render(CHANGING, messages, continue_final_message=True) == expected
+    messages = [messages[1], messages[1]]
+    assert "speaks last" in refusal(STRICT, messages, continue_final_message=True)

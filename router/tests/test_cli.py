@@ -105,6 +105,7 @@ def test_print_schema(capfd: pytest.CaptureFixture[str]) -> None:
         "get_chat_tokenize",
         "get_model_info",
         "health",
+        *("kserve_any_version_infer", "kserve_any_version_metadata", "kserve_any_version_ready"),
         "kserve_infer",
         "kserve_live",
         "kserve_metadata",

@@ -34,7 +34,8 @@ CHAT = ("/v1/chat/completions", "/chat_tokenize", "/invocations")
 COMPLETIONS = ("/v1/completions", "/invocations")
 MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
 RESPONSES = ("/v1/responses",)
-KSERVE = ("/v2/models/m/versions/1/infer",)
+OPEN = ("/v2/models/m/infer",)
+KSERVE = ("/v2/models/m/versions/1/infer", *OPEN)
 VERTEX = ("/vertex",)
 # These tokenize, and tell of each token: with each kind of text once.
 QUICK_CHAT = (*CHAT[:1], CHAT[2], MESSAGES[0])
@@ -53,6 +54,7 @@ def prompt(**more: Any) -> str:
     return json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 1}} | more)[:-1]
 
 
+TENSOR = '{"inputs":[{"name":"a","datatype":"BYTES",'
 TURN = '{"role":"user","content":"x"}'
 MEDIUM_TURN = '{"role":"user","content":"' + "x" * 460 + '"}'
 CHAT_END = '],"max_tokens":1,"model":"tgi"}'
@@ -190,6 +192,9 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
             "]}",
         ),
     ),
+    "texts": (OPEN, lambda: many(TENSOR + '"shape":[1],"data":[', '"a"', "]}]}")),
+    "rows of texts": (OPEN, lambda: many(TENSOR + '"shape":[1],"data":[', '["a"]', "]}]}")),
+    "dimensions": (OPEN, lambda: many(TENSOR + '"data":["a"],"shape":[', str(2**64 - 1), "]}]}")),
     "instances": (VERTEX, lambda: many('{"instances":[', '{"inputs":"a"}', "]}")),
     "longer instances": (
         VERTEX,

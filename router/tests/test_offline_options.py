@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from text_generation_launcher.command_line import read_options
 from text_generation_launcher.option import Mode
-from text_generation_router.offline.options import sort_options
+from text_generation_launcher.options import OPTIONS
+from text_generation_router.offline.options import SHARDS_OPTIONS, sort_options
 from text_generation_router.offline.shards_process import ShardsAddress
 
 ADDRESS = ShardsAddress("a/b", "/models/b", "/tmp/s-0")
@@ -35,9 +36,13 @@ def test_nobody_is_sent_away_but_the_batch_has_its_usual_size():
 def test_switches_and_paths():
     options = sort_options(
         Path("/models/x"),
-        {"some_switch": True, "other_switch": False, "tokenizer_config_path": Path("/t.json")},
+        {
+            "deterministic": True,
+            "trust_remote_code": False,
+            "tokenizer_config_path": Path("/t.json"),
+        },
     )
-    assert options.shard_flags == ("--model-id=/models/x", "--some-switch")
+    assert options.shard_flags == ("--model-id=/models/x", "--deterministic")
     assert options.router_config(ADDRESS).tokenizer_config_path == "/t.json"
 
 
@@ -74,3 +79,24 @@ def test_shards_and_router_have_the_same_step_deadline():
 def test_what_can_not_be_is_said_before_anything_starts(given, expected):
     with pytest.raises(ValueError, match=expected):
         sort_options(None, given)
+
+
+@pytest.mark.parametrize("value", [1, False, None])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("nonsense", "LLM has no option `nonsense`; see `help"),
+        ("max_batch_sise", "no option `max_batch_sise`; did you mean `max_batch_size`"),
+        ("num_shards", "did you mean `num_shard`"),
+        ("tensor_parallel_size", "no option `tensor_parallel_size`"),
+    ],
+)
+def test_options_that_there_are_not_are_named_with_what_is_near(name, value, expected):
+    with pytest.raises(TypeError, match=expected):
+        sort_options(None, {name: value})
+
+
+def test_the_options_of_the_shards_are_those_of_the_launcher():
+    ours = {"end_with_stdin", "env", "json_output", "shard_uds_path"}
+    shards = {o.name.replace("-", "_") for o in OPTIONS if o.applies_in(Mode.SHARDS)}
+    assert shards - ours == SHARDS_OPTIONS

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from text_generation_router.request import Grammar
 
-from router.tests.serving import EOS_ID, Server, script_of, serve
+from router.tests.serving import EOS_ID, PLAIN_USAGE, Server, script_of, serve
 
 PATH = "/v1/chat/completions"
 Json = dict[str, Any]
@@ -135,7 +135,7 @@ async def test_answer(server: Server) -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 4,
             "total_tokens": prompt_tokens + 4,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            **PLAIN_USAGE,
         },
     }
     assert response.headers["x-compute-type"] == "1-cpu"

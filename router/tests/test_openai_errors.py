@@ -1,5 +1,6 @@
 """Errors of OpenAI's routes: status, body, and where they must not change TGI's."""
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,9 @@ async def test_failure_before_the_first_chunk_is_a_status(server: Server) -> Non
 
 async def test_models(server: Server) -> None:
     served = server.services.config.served_model_id
-    model = {"id": served, "object": "model", "created": 0, "owned_by": served}
+    created = server.services.loaded_at
+    assert abs(created - time.time()) < 600
+    model = {"id": served, "object": "model", "created": created, "owned_by": served}
     model["max_model_len"] = server.services.limits.max_total_tokens
     assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [model]}
     for name in (served, Path(served).name, "tgi"):

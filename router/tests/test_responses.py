@@ -249,6 +249,22 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert (two["content"], no["content"]) == ("two", "no")
 
 
+async def test_an_answer_is_a_new_turn_behind_an_assistant_too(server: Server) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    asked = {"model": "tgi"}
+    counts = []
+    for items in (turns, [*turns, {"role": "user", "content": ""}]):
+        answer = await server.client.post("/v1/responses", json=asked | {"input": items})
+        assert answer.status_code == 200, answer.text
+        counts.append(answer.json()["usage"]["input_tokens"])
+    # The end of the assistant's turn is in both prompts, an empty turn of the user's in the second.
+    chat = asked | {"messages": turns, "add_generation_prompt": True}
+    new_turn = await server.client.post("/v1/chat/completions", json=chat)
+    assert counts[0] == new_turn.json()["usage"]["prompt_tokens"] < counts[1]
+    continued = await server.client.post("/v1/chat/completions", json=asked | {"messages": turns})
+    assert continued.json()["usage"]["prompt_tokens"] < counts[0]
+
+
 def test_parameters() -> None:
     asked = conversation(temperature=0, top_p=0.5, max_output_tokens=7).parameters
     assert (asked.do_sample, asked.temperature, asked.top_p) == (False, None, None)

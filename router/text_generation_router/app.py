@@ -21,6 +21,7 @@ from text_generation_router.api import (
     generate,
     info,
     kserve,
+    kserve_errors,
     messages,
     messages_errors,
     responses,
@@ -60,7 +61,9 @@ ROUTERS = (
 # The first prefix of the path that fits decides; all other paths are TGI's.
 ERROR_FORMS = (
     (messages_errors.PATH, messages_errors.respond),
+    (messages_errors.MODELS_PATH, messages_errors.respond_about_models),
     ("/v1/", openai_errors.respond),
+    (kserve_errors.PATH, kserve_errors.respond),
 )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -68,6 +69,8 @@ class Services:
     # Of several threads one that waits for the interpreter could wait for each of the others.
     large_bodies: Lane
     long_answers: Room
+    # In seconds since 1970.
+    loaded_at: int
 
     @property
     def compute_type(self) -> str:
@@ -170,6 +173,7 @@ def assemble(
         workers,
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
+        int(time.time()),
     )
 
 

@@ -48,6 +48,12 @@ _TENSOR: dict[str, Any] = {
     "datatype": "UINT8",
     "data": list(_QUESTION.encode()),
 }
+_TEXTS: dict[str, Any] = {
+    "name": "text_input",
+    "shape": [2],
+    "datatype": "BYTES",
+    "data": [_QUESTION, "Hello"],
+}
 _STREAM = {"stream": True}
 _A_STREAM = "A stream of events"
 
@@ -75,6 +81,9 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/responses": {"A question": _RESPONSE, _A_STREAM: _RESPONSE | _STREAM},
     "/v1/messages": {"A question": _MESSAGE, _A_STREAM: _MESSAGE | _STREAM},
     "/v1/messages/count_tokens": {"A question": _COUNTED},
+    "/v2/models/{model_name}/infer": {
+        "Texts": {"inputs": [_TEXTS], "parameters": {"max_new_tokens": 60}},
+    },
     "/v2/models/{model_name}/versions/{model_version}/infer": {
         "A prompt": {
             "id": "1",

@@ -1,13 +1,16 @@
-"""KServe's Open Inference Protocol (v2): text goes in and comes out as lists of UTF-8 bytes."""
+"""KServe's Open Inference Protocol (v2): tensors of texts go in, and come out.
 
-from typing import Annotated, Any
+TGI speaks a form of its own of it, in which the tensors of a request and of its answer are lists of
+UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is the protocol's.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
 
 import orjson
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, HTTPException, Request, Response
+from starlette.convertors import StringConvertor, register_url_convertor
 
-from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.bounded import Items, Numbers
 from text_generation_router.api.generate import (
     ERRORS,
     UNAUTHORIZED,
@@ -18,19 +21,53 @@ from text_generation_router.api.generate import (
 )
 from text_generation_router.api.info import UNHEALTHY, check_health, get
 from text_generation_router.api.keys import KeyRoute
-from text_generation_router.api.schemas import Body, GenerateParametersBody, GenerateRequest, Uint64
+from text_generation_router.api.kserve_errors import ERRORS as OPEN_ERRORS
+from text_generation_router.api.kserve_errors import InferenceError, mark_as_open
+from text_generation_router.api.kserve_schemas import (
+    INPUT,
+    OUTPUT,
+    PROTOCOLS,
+    InferenceRequest,
+    InferenceResponse,
+    InputTensor,
+    LiveResponse,
+    MetadataModelResponse,
+    MetadataServerResponse,
+    TensorMetadata,
+)
+from text_generation_router.api.kserve_tensors import (
+    TensorRequest,
+    TensorRoute,
+    packed,
+    shape_complaint,
+    written,
+)
+from text_generation_router.api.openai.errors import ModelNotFoundError
+from text_generation_router.api.openai.hints import warning
+from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.schemas import GenerateParametersBody, GenerateRequest
 from text_generation_router.config import VERSION
 from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.services import Services
 
-Byte = Annotated[int, Field(ge=0, le=255)]
 
-_MODEL = "/v2/models/{model_name}/versions/{model_version}"
+class _ModelName(StringConvertor):
+    """Names of models may have a few slashes; what may follow them in a path is no part of them."""
+
+    regex = "[^/]+(?:/(?!(?:versions|infer|ready|config|stats)(?:/|$))[^/]+){0,7}"
+
+
+register_url_convertor("model", _ModelName())
+
+_MODEL = "/v2/models/{model_name:model}"
+_VERSION = f"{_MODEL}/versions/{{model_version}}"
+# The server has one model, in one version; any is taken for it.
+_ONLY_VERSION = "1"
 
 # Health is open to everybody.
 router = APIRouter(tags=["KServe"])
 key_router = APIRouter(route_class=KeyRoute, tags=["KServe"])
-body_router = APIRouter(route_class=JsonRoute, tags=["KServe"])
+body_router = APIRouter(route_class=TensorRoute, tags=["KServe"])
 
 
 class Utf8Error(RouterError):
@@ -47,69 +84,6 @@ class LengthMismatchError(RouterError):
     status_code = 422
     error_type = "length mismatch"
     metric_label = "validation"
-
-
-class InputTensor(Body):
-    """One prompt."""
-
-    name: str = Field(description="Any name.")
-    shape: Numbers[Uint64] = Field(description="Not read.", examples=[[1, 5]])
-    datatype: str = Field(description="Not read.", examples=["UINT8"])
-    data: Numbers[Byte] = Field(
-        description="The prompt, as bytes of UTF-8.", examples=[list(b"Hello")]
-    )
-
-
-class OutputName(Body):
-    """What the answer to the input at the same place is to be called."""
-
-    name: str = Field(description="The name.")
-
-
-class InferenceRequest(Body):
-    """Body of an inference; the parameters are those of /generate, and the same for all inputs."""
-
-    id: str = Field(description="Any id. The answer has the same.")
-    inputs: Items[InputTensor] = Field(description="The prompts.")
-    outputs: Items[OutputName] = Field(
-        description="A name for each answer, as many as there are inputs."
-    )
-    parameters: GenerateParametersBody = Field(
-        default_factory=lambda: GenerateParametersBody(do_sample=True),
-        description="How to generate. `details` and `decoder_input_details` are refused.",
-    )
-
-
-class OutputTensor(BaseModel):
-    """One generated text."""
-
-    name: str = Field(description="The name that the request gave.")
-    shape: list[int] = Field(description="1, and the number of bytes.", examples=[[1, 5]])
-    datatype: str = Field(description="Always BYTES.", examples=["BYTES"])
-    data: list[int] = Field(description="The text, as bytes of UTF-8.")
-
-
-class InferenceResponse(BaseModel):
-    """The generated texts in the order of the inputs."""
-
-    id: str = Field(description="As in the request.")
-    outputs: list[OutputTensor] = Field(description="One for each input.")
-
-
-class LiveResponse(BaseModel):
-    """The server answers."""
-
-    live: bool = Field(
-        description="Always true. A server that is not ready answers with another status."
-    )
-
-
-class MetadataServerResponse(BaseModel):
-    """What the server is."""
-
-    name: str = Field(description="The server, or the model of the path.")
-    version: str = Field(description="The version of the server, or of the path.")
-    extensions: list[str] = Field(description="What is supported.")
 
 
 @get(router, "/v2/health/live", summary="Liveness", response_model=LiveResponse)
@@ -133,7 +107,7 @@ async def kserve_ready(services: ServicesDependency) -> Response:
 
 @get(
     router,
-    f"{_MODEL}/ready",
+    f"{_VERSION}/ready",
     summary="Readiness of the model",
     response_model=LiveResponse,
     responses=UNHEALTHY,
@@ -161,7 +135,7 @@ async def kserve_metadata() -> Response:
 
 @get(
     key_router,
-    _MODEL,
+    _VERSION,
     summary="Model metadata",
     response_model=MetadataServerResponse,
     responses=UNAUTHORIZED,
@@ -172,8 +146,45 @@ async def kserve_model_metadata(model_name: str, model_version: str) -> Response
     return _json({"name": model_name, "version": model_version, "extensions": extensions})
 
 
+@get(
+    router,
+    f"{_MODEL}/ready",
+    summary="Readiness of the model in any version",
+    response_model=LiveResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
+    """The same as the readiness of the server. No key is asked for, so no name is told."""
+    try:
+        check_model(model_name, services)
+    except ModelNotFoundError:
+        raise HTTPException(404) from None
+    return await kserve_ready(services)
+
+
+@get(
+    key_router,
+    _MODEL,
+    summary="Model metadata of the protocol",
+    response_model=MetadataModelResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_metadata(
+    model_name: str, services: ServicesDependency
+) -> MetadataModelResponse:
+    """The tensors that the model takes and gives; inputs and outputs may have other names."""
+    check_model(model_name, services)
+    return MetadataModelResponse(
+        name=model_name,
+        versions=[_ONLY_VERSION],
+        platform="text-generation-inference",
+        inputs=[TensorMetadata(name=INPUT, datatype="BYTES", shape=[-1])],
+        outputs=[TensorMetadata(name=OUTPUT, datatype="BYTES", shape=[-1])],
+    )
+
+
 @body_router.post(
-    f"{_MODEL}/infer", summary="Inference", response_model=InferenceResponse, responses=ERRORS
+    f"{_VERSION}/infer", summary="Inference", response_model=InferenceResponse, responses=ERRORS
 )
 async def kserve_infer(
     model_name: str,
@@ -182,40 +193,156 @@ async def kserve_infer(
     request: Request,
     services: ServicesDependency,
 ) -> Response:
-    """Generates for every input; any model name and version do, since the server has one model."""
+    """Generates for every input, as TGI does for what TGI takes, else by the protocol."""
     services.metrics.request_count.inc()
-    if len(body.inputs) != len(body.outputs):
+    if not _is_tgis(body, request):
+        mark_as_open(request.scope)
+        return await _infer(model_name, model_version, body, request, services)
+    outputs = body.outputs or []
+    if len(body.inputs) != len(outputs):
         raise LengthMismatchError("Inputs and outputs length mismatch")
-    if body.parameters.details or body.parameters.decoder_input_details:
-        raise ValidationError("`details` has no place in this answer; use /generate for it")
-    services.infer.check_could_fit(len(body.inputs))
-    work = at_once(_generate(item, services) for item in _requests(body))
-    texts = await unless_disconnected(request, work)
+    texts = await _generate_all(body, _texts(body.inputs), request, services)
     if texts is None:
         return Response(status_code=499)
-    outputs: list[dict[str, Any]] = [
+    made: list[dict[str, Any]] = [
         {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
-        for output, text in zip(body.outputs, texts, strict=True)
+        for output, text in zip(outputs, map(str.encode, texts), strict=True)
     ]
-    return _json({"id": body.id, "outputs": outputs})
+    return _json({"id": body.id, "outputs": made})
 
 
-def _requests(body: InferenceRequest) -> list[GenerateRequest]:
-    try:
-        return [
-            GenerateRequest(inputs=bytes(tensor.data).decode(), parameters=body.parameters)
-            for tensor in body.inputs
-        ]
-    except UnicodeDecodeError as error:
-        raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
+@body_router.post(
+    f"{_MODEL}/infer",
+    summary="Inference by the protocol",
+    response_model=InferenceResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_infer(
+    model_name: str, body: InferenceRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generates for every element of every input."""
+    services.metrics.request_count.inc()
+    return await _infer(model_name, _ONLY_VERSION, body, request, services)
 
 
-async def _generate(request: GenerateRequest, services: Services) -> bytes:
+def _is_tgis(body: InferenceRequest, request: Request) -> bool:
+    """Whether TGI takes it: JSON that has `id` and `outputs`, and bytes as data."""
+    assert isinstance(request, TensorRequest)
+    is_whole = body.id is not None and body.outputs is not None and request.is_json
+    return is_whole and all(tensor.has_bytes for tensor in body.inputs)
+
+
+async def _infer(
+    model_name: str,
+    model_version: str,
+    body: InferenceRequest,
+    request: Request,
+    services: Services,
+) -> Response:
+    """The protocol's answer. Raises RouterError."""
+    check_model(model_name, services)
+    names = _output_names(body)
+    sizes = [_num_texts(tensor) for tensor in body.inputs]
+    texts = await _generate_all(body, _texts(body.inputs), request, services)
+    if texts is None:
+        return Response(status_code=499)
+    answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
+    if body.id is not None:
+        answer["id"] = body.id
+    answer["outputs"] = outputs = []
+    binary: list[bytes] = []
+    start = 0
+    for place, (name, size, tensor) in enumerate(zip(names, sizes, body.inputs, strict=True)):
+        shape = [1] if tensor.has_bytes else tensor.shape
+        output: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": shape}
+        part = texts[start : start + size]
+        start += size
+        if _is_binary(body, place):
+            binary.append(written(part))
+            output["parameters"] = {"binary_data_size": len(binary[-1])}
+        else:
+            output["data"] = part
+        outputs.append(output)
+    content, headers = packed(answer, binary)
+    return Response(content, headers=headers | warning(body))
+
+
+def _output_names(body: InferenceRequest) -> Sequence[str]:
+    """What the outputs are called. Raises InferenceError."""
+    num = len(body.inputs)
+    if not num:
+        raise InferenceError("`inputs` must have at least one tensor")
+    if not body.outputs:
+        return [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
+    if len(body.outputs) != num:
+        raise InferenceError(
+            "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
+            f"{len(body.outputs)} outputs and {num} inputs"
+        )
+    return [output.name for output in body.outputs]
+
+
+def _num_texts(tensor: InputTensor) -> int:
+    """How many texts the tensor has. Raises InferenceError for one that contradicts itself."""
+    told = f"The input {tensor.name[:64]!r}"
+    is_bytes = tensor.datatype == "UINT8"
+    if tensor.datatype != "BYTES" and not is_bytes:
+        raise InferenceError(
+            f"{told} is {tensor.datatype[:16]!r}; send texts as BYTES, or the bytes of one as UINT8"
+        )
+    if not tensor.data:
+        raise InferenceError(f"{told} has no elements; send at least one text")
+    if is_bytes and not tensor.has_bytes:
+        raise InferenceError(f"{told} is UINT8 and has texts; send them as BYTES")
+    # TGI's clients send the bytes of a text as BYTES, in any shape.
+    is_checked = is_bytes or not tensor.has_bytes
+    if is_checked and (complaint := shape_complaint(tensor.shape, len(tensor.data))):
+        raise InferenceError(f"{told}: {complaint}")
+    return 1 if tensor.has_bytes else len(tensor.data)
+
+
+def _is_binary(body: InferenceRequest, place: int) -> bool:
+    """Whether the output at a place goes behind the JSON."""
+    asked = body.outputs[place].parameters if body.outputs else None
+    if asked is not None and asked.binary_data is not None:
+        return asked.binary_data
+    return bool(body.parameters.binary_data_output)
+
+
+def _texts(tensors: Sequence[InputTensor]) -> list[str]:
+    """The prompts. Raises Utf8Error."""
+    texts: list[str] = []
+    for tensor in tensors:
+        if not tensor.has_bytes:
+            texts += cast(list[str], tensor.data)
+            continue
+        try:
+            texts.append(bytes(cast(list[int], tensor.data)).decode())
+        except UnicodeDecodeError as error:
+            raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
+    return texts
+
+
+async def _generate_all(
+    body: InferenceRequest, prompts: Sequence[str], request: Request, services: Services
+) -> list[str] | None:
+    """A text for each prompt; None if nobody waits for them any more. Raises RouterError."""
+    if body.parameters.details or body.parameters.decoder_input_details:
+        raise ValidationError("`details` has no place in this answer; use /generate for it")
+    services.infer.check_could_fit(len(prompts))
+    parameters: GenerateParametersBody = body.parameters
+    if body.parameters.model_fields_set and body.parameters.model_fields_set <= PROTOCOLS:
+        parameters = GenerateParametersBody(do_sample=True)
+    asked = [GenerateRequest(inputs=prompt, parameters=parameters) for prompt in prompts]
+    return await unless_disconnected(request, at_once(_generate(one, services) for one in asked))
+
+
+async def _generate(request: GenerateRequest, services: Services) -> str:
     asked = request.to_parameters()
     best, others = await services.infer.generate_best_of(asked)
     text = generate_answer(best, others, asked)["generated_text"]
     assert isinstance(text, str)
-    return text.encode()
+    return text
 
 
 def _json(content: dict[str, Any]) -> Response:

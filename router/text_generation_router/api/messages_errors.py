@@ -6,12 +6,15 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from text_generation_router.api.messages_models import is_anthropics
 from text_generation_router.api.messages_schemas import MessageErrorBody
 from text_generation_router.api.openai.errors import ERRORS as OPENAI_ERRORS
 from text_generation_router.api.openai.errors import describe
+from text_generation_router.api.openai.errors import respond as openai_respond
 from text_generation_router.errors import RouterError
 
 PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -30,6 +33,11 @@ def respond(request: Request, error: Exception) -> Response:
     headers = error.headers if isinstance(error, HTTPException | RouterError) else None
     status, detail = describe(error, path, request.method)
     return JSONResponse(_body(status, detail["message"]), status, headers=headers)
+
+
+def respond_about_models(request: Request, error: Exception) -> Response:
+    """The same for the list of models, which OpenAI's clients read as well."""
+    return (respond if is_anthropics(request) else openai_respond)(request, error)
 
 
 def error_event(error: Exception) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from text_generation_router.api.messages_schemas import (
     MessageParam,
     MessagesRequest,
     NamedToolChoice,
+    RedactedThinkingBlock,
     TextBlock,
     ThinkingBlock,
     ToolChoice,
@@ -84,7 +85,9 @@ def _messages(body: CountTokensRequest) -> Iterator[Message]:
     }
     if body.system is not None:
         yield {"role": "system", "content": _text(body.system)}
-    made = (message for param in body.messages for message in _split(param, names))
+    made = [message for param in body.messages for message in _split(param, names)]
+    if not made:  # nothing but redacted thoughts
+        made.append(_message(body.messages[-1].role, []))
     for role, turn in groupby(made, key=lambda message: message["role"]):
         if role != "user":
             yield from turn
@@ -103,7 +106,8 @@ def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:
     for block in param.content:
         if isinstance(block, ToolResultBlock):
             yield _result(block, names)
-    others = [block for block in param.content if not isinstance(block, ToolResultBlock)]
+    apart = (ToolResultBlock, RedactedThinkingBlock)
+    others = [block for block in param.content if not isinstance(block, apart)]
     if others or not param.content:
         yield _message(param.role, others)
 

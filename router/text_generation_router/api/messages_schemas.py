@@ -30,6 +30,13 @@ class ThinkingBlock(Body):
     thinking: str = Field(description="The text.")
 
 
+class RedactedThinkingBlock(Body):
+    """Thoughts that only Anthropic can read: left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str = Field(default="", description="Not read.")
+
+
 class ToolUseBlock(Body):
     """A call that the assistant asked for."""
 
@@ -56,13 +63,14 @@ def _kind(block: Any) -> str | None:
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(
         _kind,
         custom_error_type="block_type",
-        custom_error_message="Blocks can be of type text, thinking, tool_use and tool_result; "
-        "this model reads text only",
+        custom_error_message="Blocks can be of type text, thinking, redacted_thinking, tool_use "
+        "and tool_result; this model reads text only",
     ),
 ]
 

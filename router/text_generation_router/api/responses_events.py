@@ -9,7 +9,7 @@ from text_generation_router.api.openai.logprobs import TokenTrail, chat_logprobs
 from text_generation_router.api.responses_input import conversation_of
 from text_generation_router.api.responses_output import Json, OutputWriter
 from text_generation_router.api.responses_schemas import ResponsesRequest
-from text_generation_router.chat.parser import ChatEvent, ReasoningDelta
+from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
@@ -29,15 +29,13 @@ class ResponseRun:
     async def events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
         writer = OutputWriter()
-        reasoning_tokens = 0
         async with self._services.chat.start(self._conversation) as (generation,):
             yield [self._told("created"), self._told("in_progress")]
             async for steps in generation:
                 batch = [event for step in steps for event in self._step_events(step, writer)]
-                reasoning_tokens += sum(len(step.outputs) for step in steps if _is_reasoning(step))
                 if batch:
                     yield batch
-        yield self._end(writer, generation, reasoning_tokens)
+        yield self._end(writer, generation)
 
     def failed(self, sentence: str) -> Json:
         """The last event of a stream that broke off."""
@@ -61,9 +59,7 @@ class ResponseRun:
         assert isinstance(told, list)
         return told
 
-    def _end(
-        self, writer: OutputWriter, generation: ChatGeneration, reasoning_tokens: int
-    ) -> list[Json]:
+    def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
         assert generation.ending is not None
         generated = generation.ending.generated
         is_complete = generated.finish_reason is not FinishReason.LENGTH
@@ -77,7 +73,7 @@ class ResponseRun:
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": generated.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
                 "total_tokens": generation.prompt_tokens + generated.generated_tokens,
             },
         }
@@ -94,10 +90,6 @@ class ResponseRun:
             **fields,
         }
         return {"type": f"response.{status}", "response": self._response}
-
-
-def _is_reasoning(step: ChatStep) -> bool:
-    return any(isinstance(event, ReasoningDelta) for event in step.events)
 
 
 def _envelope(body: ResponsesRequest, services: Services) -> Json:

@@ -8,11 +8,13 @@ import orjson
 from text_generation_router.api.openai.messages import CalledFunction
 from text_generation_router.api.openai.schemas import MOST_TOP_LOGPROBS
 from text_generation_router.api.responses_schemas import (
+    AllowedFunctions,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputItem,
     JsonSchemaFormat,
     MessageItem,
+    NamedFunction,
     Part,
     PlainFormat,
     ReasoningItem,
@@ -30,15 +32,18 @@ Message = dict[str, Any]
 
 def conversation_of(body: ResponsesRequest) -> Conversation:
     """The conversation that the request carries on."""
-    choice = body.tool_choice or "auto"
+    choice, allowed = _choice(body)
     return Conversation(
         messages=tuple(_messages(body)),
         tools=tuple(
             ToolSpec(tool.name, tool.description, tool.parameters, bool(tool.strict))
             for tool in body.tools or ()
         ),
-        tool_choice=choice if isinstance(choice, str) else choice.name,
+        tool_choice=choice,
+        allowed_tools=allowed,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        # As at OpenAI: an answer is always a new turn.
+        add_generation_prompt=True,
         parameters=GenerateParameters(
             inputs="",
             **sampling(body.temperature, body.top_p),
@@ -50,6 +55,17 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
             cache_salt=body.cache_salt,
         ),
     )
+
+
+def _choice(body: ResponsesRequest) -> tuple[str, tuple[str, ...] | None]:
+    """Which tool has to be called, and which may be; see `Conversation`."""
+    match body.tool_choice or "auto":
+        case AllowedFunctions() as allowed:
+            return allowed.mode, tuple(tool.name for tool in allowed.tools)
+        case NamedFunction() as named:
+            return named.name, None
+        case word:
+            return word, None
 
 
 def _messages(body: ResponsesRequest) -> Iterator[Message]:

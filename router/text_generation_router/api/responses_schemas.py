@@ -151,6 +151,16 @@ class NamedFunction(Body):
     name: str = Field(description="The name of the function.")
 
 
+class AllowedFunctions(Body):
+    """The only functions that may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = Field(description="required: one has to be called.")
+    tools: Annotated[Items[NamedFunction], Field(min_length=1)] = Field(
+        description="The functions that may be called."
+    )
+
+
 class PlainFormat(Body):
     """Any text, or any JSON object."""
 
@@ -248,8 +258,12 @@ class ResponsesRequest(Body):
     tools: Items[FunctionTool] | None = Field(
         default=None, description="The functions that the model may call."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
-        default=None, description="`auto`, `none`, `required`, or the function that must be called."
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        Field(
+            default=None,
+            description="`auto`, `none`, `required`, the function that must be called, or the only "
+            "ones that may be.",
+        )
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="Whether one answer may have several calls. Default: true."

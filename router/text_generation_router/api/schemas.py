@@ -261,9 +261,9 @@ class GenerateRequest(Body):
 
     def to_parameters(self, return_full_text: bool = False) -> GenerateParameters:
         """The same without pydantic; `return_full_text` is what its absence means."""
-        given = {
-            name: getattr(self.parameters, name) for name in type(self.parameters).model_fields
-        }
+        # Those that a protocol adds to them are read by its own route.
+        names = GenerateParametersBody.model_fields
+        given = {name: getattr(self.parameters, name) for name in names}
         if given["return_full_text"] is None:
             given["return_full_text"] = return_full_text
         given["stop"] = tuple(self.parameters.stop)

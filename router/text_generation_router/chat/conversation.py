@@ -36,6 +36,15 @@ class Conversation:
     """None: unless the answer continues the last message."""
     continue_final_message: bool | None = None
     """None: if that is the assistant's and nothing is said of a generation prompt."""
+    allowed_tools: tuple[str, ...] | None = None
+    """The names of the only ones of `tools` that may be called; None: all of them."""
+
+    @property
+    def callable_tools(self) -> tuple[ToolSpec, ...]:
+        """Those of the usable tools that may be called."""
+        if self.allowed_tools is None:
+            return self.usable_tools
+        return tuple(tool for tool in self.usable_tools if tool.name in self.allowed_tools)
 
     @property
     def usable_tools(self) -> tuple[ToolSpec, ...]:

@@ -75,6 +75,8 @@ class ChatParser:
         self._in_list = False
         self._end_of_value = _EndOfValue()
         self._events: list[ChatEvent] = []
+        self.has_reasoned = starts_in_reasoning
+        """Whether reasoning has begun; it comes first or never."""
         # The steps that hold nothing back but whitespace and parts of markers.
         self._skipping: tuple[Callable[[], bool], ...] = (
             self._skip_to_reasoning,
@@ -108,6 +110,11 @@ class ChatParser:
         self._text = self._doubtful = ""
         return events
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether reasoning has begun and not ended."""
+        return self._step in (self._skip_to_reasoning, self._reason)
+
     # Reasoning
 
     def _start(self) -> bool:
@@ -117,6 +124,7 @@ class ChatParser:
         if length is None:
             return False
         self._text = self._text[length:]
+        self.has_reasoned = length > 0
         return self._go_on(self._skip_to_reasoning if length else self._start_answer)
 
     def _skip_to_reasoning(self) -> bool:

@@ -54,23 +54,50 @@ class Renderer:
         """The prompt.
 
         `tools` are objects of OpenAI's API. `continue_final_message` ends the prompt right behind
-        the content of the last message, without a generation prompt. `name` is a named template;
+        the content of the last message, without a generation prompt; where the template refuses
+        such a message, or changes its text, its text stands behind the prompt of those before it.
+        `name` is a named template;
         by default it is `tool_use` where there are tools and one of that name, else `default`.
         Raises TemplateError.
         """
-        shown = _marked(messages) if continue_final_message else messages
+        if name is None:
+            name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+        if not continue_final_message:
+            variables = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+            return self._rendered(name, messages, tools, variables)
+        marked = _marked(messages)
+        closed = {**template_kwargs, "add_generation_prompt": False}
+        try:
+            return _cut_at_mark(self._rendered(name, marked, tools, closed))
+        except TemplateError:
+            if len(messages) == 1:
+                raise
+            begun = {**template_kwargs, "add_generation_prompt": True}
+            try:
+                before = self._rendered(name, messages[:-1], tools, begun)
+            except TemplateError:
+                before = None
+            if before is None:
+                raise
+            return before + _content_of(messages[-1])
+
+    def _rendered(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        more: Mapping[str, Any],
+    ) -> str:
+        """What the template writes. Raises TemplateError."""
         variables = {
             **self._special_tokens,
             "documents": None,
-            **template_kwargs,
-            "messages": shown,
+            **more,
+            "messages": messages,
             "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        if name is None:
-            name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
         try:
-            rendered = _run(self._program(name), variables)
+            return _run(self._program(name), variables)
         except TemplateError:
             raise
         except jinja2.TemplateSyntaxError as error:
@@ -81,7 +108,6 @@ class Renderer:
             raise TemplateError(f"the template needs more than {MAX_BYTES >> 20} MiB") from error
         except Exception as error:  # the template is a program, it can fail in any way
             raise TemplateError(f"{type(error).__name__}: {error}") from error
-        return _cut_at_mark(rendered) if continue_final_message else rendered
 
     def _program(self, name: str) -> jinja2.Template:
         if name not in self._programs:
@@ -139,6 +165,12 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     else:
         raise TemplateError("the last message has no text to continue")
     return [*messages[:-1], last]
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    """The text of a message that has some."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _cut_at_mark(rendered: str) -> str:

@@ -69,9 +69,13 @@ class ChatGeneration:
         self._generation = generation
         self._parser = parser
         self._held: list[TokenOutput] = []
+        self._num_tokens = 0
+        self._has_answer_begun = False
         self.has_tool_calls = False
         self.prefill: PrefillOutput | None = None
         """The prompt's log-probabilities, if they were asked for; with the first of several."""
+        self.reasoning_tokens = 0
+        """Tokens up to the end of the reasoning, its markers included; 0 where there is none."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,6 +117,10 @@ class ChatGeneration:
     def _steps(self, output: TokenOutput) -> list[ChatStep]:
         self._held.append(output)
         events = self._parser.feed(output.delta)
+        self._num_tokens += 1
+        if self._parser.has_reasoned and not self._has_answer_begun:
+            self.reasoning_tokens = self._num_tokens
+            self._has_answer_begun = not self._parser.is_reasoning
         is_last = output.generated is not None
         if is_last:
             events += self._parser.finish()
@@ -219,7 +227,7 @@ class ChatService:
         if tools:
             grammar = tool_grammar(
                 self._format,
-                tools,
+                conversation.callable_tools,
                 conversation.tool_choice,
                 parallel=conversation.parallel_tool_calls,
                 special_ids=self._special_ids,
@@ -298,6 +306,11 @@ def _check_tools(conversation: Conversation) -> None:
         )
     if len(set(names)) < len(names):
         raise ToolError("Two of `tools` have the same name; give each a name of its own")
+    if unknown := [name for name in conversation.allowed_tools or () if name not in names]:
+        raise ToolError(
+            f"Tool with name {unknown[0][:64]} not found; `tool_choice` may allow only such as "
+            "`tools` has"
+        )
     if tools and choice not in ("auto", "required", *names):
         raise ToolError(
             f"Tool with name {choice[:64]} not found; `tool_choice` must name one of `tools`"

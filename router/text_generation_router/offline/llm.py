@@ -55,8 +55,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: OptionValue) -> None:
-        """Returns when the model can generate. Raises ValueError for options that can not be, and
-        LLMError when the model can not be started."""
+        """Returns when the model can generate. Raises TypeError for options that there are not,
+        ValueError for such as can not be, and LLMError when the model can not be started."""
         sorted_options = sort_options(model, options)
         self._process = process = ShardsProcess(sorted_options.shard_flags)
         try:

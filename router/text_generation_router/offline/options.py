@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from text_generation_router.config import RouterConfig, flag
@@ -19,6 +20,7 @@ _NOT_OFFLINE = frozenset(
         *("aip_predict_route", "aip_health_route", "graceful_termination_timeout"),
         *("max_concurrent_requests", "max_client_batch_size", "max_best_of"),
         *("json_output", "logger_level"),
+        *("ssl_certfile", "ssl_keyfile", "served_model_name", "any_model_name", "await_shards"),
     }
 )
 # Who runs the model here decides how much is asked of it.
@@ -27,6 +29,18 @@ _OFFLINE_LIMITS = {"max_stop_sequences": _NO_LIMIT, "max_top_n_tokens": 100}
 # Yes and no as a value; the other flags of the launcher that know only these two take none.
 _WITH_A_VALUE = frozenset({"sharded"})
 _ROUTER_FIELDS = frozenset(field.name for field in fields(RouterConfig))
+# Those of `text-generation-launcher shards`; a test compares. It refuses some with a sentence.
+SHARDS_OPTIONS = frozenset(
+    {
+        *("model_id", "revision", "dtype", "device", "quantize", "kv_cache_dtype"),
+        *("huggingface_hub_cache", "weights_cache_override", "trust_remote_code"),
+        *("num_shard", "sharded", "master_addr", "master_port", "step_deadline"),
+        *("cuda_memory_fraction", "cuda_graphs", "disable_custom_kernels", "deterministic"),
+        *("rope_scaling", "rope_factor", "lora_adapters", "enable_prefill_logprobs"),
+        *("watermark_gamma", "watermark_delta", "enable_reflection", "usage_stats"),
+        *("ngrok", "ngrok_authtoken", "ngrok_edge", "otlp_endpoint", "otlp_service_name"),
+    }
+)
 # Fields of RouterConfig that the shards are told as well.
 _FOR_BOTH = frozenset({"model_id", "revision", "step_deadline"})
 
@@ -54,10 +68,15 @@ class Options:
 
 
 def sort_options(model: str | Path | None, given: Mapping[str, OptionValue]) -> Options:
-    """Raises ValueError for an option that means nothing without HTTP. None is "not given"."""
+    """None is "not given".
+
+    Raises TypeError for an option that there is not, and ValueError for one that means nothing
+    without HTTP.
+    """
     shard_flags: list[str] = []
     router: dict[str, OptionValue] = {}
     for name, value in {"model_id": model, **given}.items():
+        _check_name(name)
         if value is None:
             continue
         if name in _NOT_OFFLINE and name != "model_id":
@@ -74,3 +93,13 @@ def sort_options(model: str | Path | None, given: Mapping[str, OptionValue]) -> 
     options = Options(tuple(shard_flags), router)
     options.router_config(ShardsAddress("", "", ""))  # before minutes are spent on a model
     return options
+
+
+def _check_name(name: str) -> None:
+    """Raises TypeError for an option that there is not."""
+    known = SHARDS_OPTIONS | _ROUTER_FIELDS
+    if name in known:
+        return
+    near = [f"`{one}`" for one in get_close_matches(name, sorted(known - _NOT_OFFLINE), 3)]
+    meant = f"did you mean {' or '.join(near)}?" if near else "see `help(LLM)` for those there are"
+    raise TypeError(f"LLM has no option `{name}`; {meant}")

@@ -21,6 +21,18 @@ class PromptTokensDetails(BaseModel):
     """Tokens of the prompt that an earlier request had computed already."""
 
     cached_tokens: int = Field(description="How many tokens.")
+    audio_tokens: int = Field(description="Always 0.")
+
+
+class CompletionTokensDetails(BaseModel):
+    """Which of the generated tokens are no text of the answer."""
+
+    reasoning_tokens: int = Field(
+        description="Tokens up to the end of the reasoning, its markers included."
+    )
+    accepted_prediction_tokens: int = Field(description="Always 0.")
+    rejected_prediction_tokens: int = Field(description="Always 0.")
+    audio_tokens: int = Field(description="Always 0.")
 
 
 class Usage(BaseModel):
@@ -31,6 +43,9 @@ class Usage(BaseModel):
     total_tokens: int = Field(description="Both together.")
     prompt_tokens_details: PromptTokensDetails = Field(
         description="What is known of the prompt's tokens."
+    )
+    completion_tokens_details: CompletionTokensDetails = Field(
+        description="What is known of the generated tokens."
     )
 
 

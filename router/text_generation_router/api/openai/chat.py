@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import orjson
@@ -23,7 +23,7 @@ from text_generation_router.api.openai.vllm_answers import prompt_logprobs
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.service import ChatStep
+from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.services import Services
 
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
@@ -70,7 +70,12 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
         ],
-        "usage": stream.usage(prompt_tokens, cached_tokens, stream.generated_tokens(generations)),
+        "usage": stream.usage(
+            prompt_tokens,
+            cached_tokens,
+            stream.generated_tokens(generations),
+            _reasoning_tokens(generations),
+        ),
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = generations[0].prompt_ids
@@ -106,10 +111,17 @@ async def _stream(
         if body.includes_usage:
             first = generations[0]
             totals = stream.usage(
-                first.prompt_tokens, first.cached_tokens, stream.generated_tokens(generations)
+                first.prompt_tokens,
+                first.cached_tokens,
+                stream.generated_tokens(generations),
+                _reasoning_tokens(generations),
             )
             last = event(head | {"choices": [], "usage": totals})
     yield last + stream.DONE
+
+
+def _reasoning_tokens(generations: Sequence[ChatGeneration]) -> int:
+    return sum(generation.reasoning_tokens for generation in generations)
 
 
 def _characters(conversation: Conversation) -> int:

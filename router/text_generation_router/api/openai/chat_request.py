@@ -11,6 +11,7 @@ from text_generation_router.api.openai.messages import (
     MessageBody,
     ToolBody,
     ToolChoice,
+    allowed_tools_of,
     to_messages,
     tool_choice_of,
 )
@@ -62,7 +63,8 @@ class ChatRequest(VllmChatBody, SamplingBody):
     )
     tool_choice: ToolChoice | None = Field(
         default=None,
-        description="`auto`, `none`, `required`, or the function that must be called.",
+        description="`auto`, `none`, `required`, the function that must be called, or the only "
+        "ones that may be.",
         examples=["auto"],
     )
     parallel_tool_calls: bool | None = Field(
@@ -125,4 +127,5 @@ class ChatRequest(VllmChatBody, SamplingBody):
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             num_sequences=self.num_sequences,
+            allowed_tools=allowed_tools_of(self.tool_choice),
         )

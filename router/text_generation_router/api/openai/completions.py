@@ -21,7 +21,7 @@ from text_generation_router.api.openai.answers import (
     CompletionChunk,
     stream_of,
 )
-from text_generation_router.api.openai.errors import ERRORS
+from text_generation_router.api.openai.errors import ERRORS, RequestError
 from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.logprobs import (
     ScoredToken,
@@ -88,7 +88,10 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
     asked = body.parameters()
     prompts: list[Prompt] = []
     for prompt in body.prompts:
-        if isinstance(prompt, str):
+        if prompt == "":
+            ids = await first_ids(services.tokenizer)
+            prompts.append(Prompt("", replace(asked, input_ids=ids)))
+        elif isinstance(prompt, str):
             prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
         else:
             # What is too long is refused later, before anybody asks for its text.
@@ -99,6 +102,24 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
                 text = await asyncio.to_thread(_text, shown, services.tokenizer)
             prompts.append(Prompt(text, replace(asked, input_ids=prompt)))
     return prompts
+
+
+async def first_ids(tokenizer: Tokenizer) -> Sequence[int]:
+    """What a text starts from that has no beginning: what the tokenizer puts before every text, or
+    the token that starts or ends a sequence. Raises RequestError for a model without any."""
+    tokens = await tokenizer.token_ids("")
+    if tokens.ids:
+        return tokens.ids
+    named = [name for name in (tokenizer.bos_token, tokenizer.eos_token) if name is not None]
+    known = tokenizer.special_ids(named)
+    for name in named:
+        if name in known:
+            return [known[name]]
+    raise RequestError(
+        "`prompt` cannot be empty: this model has no token that starts or ends a sequence, from "
+        "which to start",
+        "prompt",
+    )
 
 
 def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -199,7 +220,7 @@ def _prompt_tokens(
     """The tokens of the prompt, without the special ones that the tokenizer put before its text."""
     found = result.prefill
     tokens = list(zip(found.tokens, found.top_tokens or ((),) * len(found.tokens), strict=True))
-    if prompt.asked.input_ids is None:
+    if prompt.asked.input_ids is None or not prompt.text:
         while tokens and tokens[0][0].special and not prompt.text.startswith(tokens[0][0].text):
             del tokens[0]
     decoder = tokenizer.stream_decoder()

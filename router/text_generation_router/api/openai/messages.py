@@ -1,7 +1,7 @@
 """The messages and tools of a chat as OpenAI writes them, and as chat templates want them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from pydantic import AliasChoices, Field, model_validator
@@ -12,6 +12,10 @@ from text_generation_router.api.schemas import Body
 from text_generation_router.chat.format import ToolSpec
 
 _CHOICES = ("auto", "none", "required")
+# What chat templates call the roles that they do not know. Others are the template's affair.
+_ROLES = {"developer": "system", "function": "tool"}
+# Calls of the old form have none; templates of Mistral's models want nine letters and digits.
+_OLD_CALL_ID = "function0"
 
 
 class ContentPart(Body):
@@ -75,7 +79,8 @@ class MessageBody(Body):
 
     role: str = Field(
         min_length=1,
-        description="Who says it: system, developer, user, assistant or tool.",
+        description="Who says it: system, developer, user, assistant, tool or function. The chat "
+        "template gets any other role as it is.",
         examples=["user"],
     )
     content: str | Items[ContentPart] | None = Field(
@@ -98,11 +103,15 @@ class MessageBody(Body):
         description="What the assistant thought. The chat template decides if the model sees it.",
     )
     audio: Refused = None
-    function_call: Refused = None
+    function_call: CalledFunction | None = Field(
+        default=None,
+        description="The old form of `tool_calls`. A message of the role function answers it.",
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and self.refusal is None and not self.tool_calls:
+        has_call = bool(self.tool_calls) or self.function_call is not None
+        if self.content is None and self.refusal is None and not has_call:
             raise ValueError(
                 "`content` must be a string or a list of parts; only a message with `tool_calls` "
                 "can do without"
@@ -115,7 +124,7 @@ class MessageBody(Body):
         if not isinstance(content, str):
             content = "".join(part.content for part in content)
         message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
+            "role": _ROLES.get(self.role, self.role),
             "content": content,
         }
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -133,6 +142,13 @@ class MessageBody(Body):
                 }
                 for call in self.tool_calls
             ]
+        if self.function_call is not None:
+            called = self.function_call
+            function = {"name": called.name, "arguments": called.parsed_arguments}
+            call = {"id": _OLD_CALL_ID, "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        if self.role == "function":
+            message.setdefault("tool_call_id", _OLD_CALL_ID)
         return message
 
 
@@ -188,14 +204,50 @@ class NamedToolChoice(Body):
     function: NamedFunction = Field(description="The function that must be called.")
 
 
-ToolChoice = str | NamedToolChoice
+class AllowedTool(Body):
+    """One of the functions that may be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction = Field(description="The function that may be called.")
+
+
+class AllowedTools(Body):
+    """The only functions that may be called, and whether one has to be."""
+
+    mode: Literal["auto", "required"] = Field(description="required: one has to be called.")
+    tools: Annotated[Items[AllowedTool], Field(min_length=1)] = Field(
+        description="The functions that may be called."
+    )
+
+
+class AllowedToolChoice(Body):
+    """The model is told of all tools, and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools = Field(description="Which of them.")
+
+
+ToolChoice = str | NamedToolChoice | AllowedToolChoice
 
 
 def tool_choice_of(choice: ToolChoice | None) -> str:
     """As `Conversation.tool_choice` has it; any other word is a function's name, as in TGI."""
-    if choice is None:
-        return "auto"
-    return choice if isinstance(choice, str) else choice.function.name
+    match choice:
+        case None:
+            return "auto"
+        case str():
+            return choice
+        case AllowedToolChoice():
+            return choice.allowed_tools.mode
+        case NamedToolChoice():
+            return choice.function.name
+
+
+def allowed_tools_of(choice: ToolChoice | None) -> tuple[str, ...] | None:
+    """As `Conversation.allowed_tools` has it."""
+    if not isinstance(choice, AllowedToolChoice):
+        return None
+    return tuple(tool.function.name for tool in choice.allowed_tools.tools)
 
 
 def to_messages(bodies: Sequence[MessageBody]) -> tuple[dict[str, Any], ...]:

@@ -1,19 +1,29 @@
 """GET /v1/models and /v1/models/{model}; also which names of a model are taken for ours."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from text_generation_router.api.generate import ServicesDependency
 from text_generation_router.api.info import get
 from text_generation_router.api.keys import KeyRoute
-from text_generation_router.api.openai.errors import ERRORS, ErrorBody, ModelNotFoundError
+from text_generation_router.api.messages_models import (
+    AnthropicModel,
+    AnthropicModelList,
+    Page,
+    anthropic_model,
+    anthropic_models,
+    is_anthropics,
+)
+from text_generation_router.api.openai.errors import ERRORS, ModelNotFoundError
 from text_generation_router.services import Services
 
 # What clients of TGI send without having been told a name ("dummy" is huggingface_hub's).
 _ANY_MODEL = frozenset({"", "tgi", "text-generation-inference", "dummy"})
 _ERRORS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404, "4XX")}
+# A page that can not be is 400.
+_LIST_ERRORS = {status: _ERRORS[status] for status in (401, "4XX")}
 
 router = APIRouter(route_class=KeyRoute, tags=["OpenAI"])
 
@@ -23,7 +33,7 @@ class ModelBody(BaseModel):
 
     id: str = Field(description="A name of the model.")
     object: str = "model"
-    created: int = Field(default=0, description="In seconds since 1970; 0 where it is not known.")
+    created: int = Field(description="When this server had loaded it, in seconds since 1970.")
     owned_by: str = Field(description="The model's own id.")
     max_model_len: int = Field(description="The most tokens of a prompt and its answer together.")
 
@@ -55,18 +65,27 @@ def _name_of(name: str, services: Services) -> str:
 def _model(name: str, services: Services) -> ModelBody:
     return ModelBody(
         id=name,
+        created=services.loaded_at,
         owned_by=services.config.served_model_id,
         max_model_len=services.limits.max_total_tokens,
     )
 
 
-@get(router, "/v1/models", summary="Get model info", responses={401: {"model": ErrorBody}})
-async def openai_get_model_info(services: ServicesDependency) -> ModelListBody:
-    """The served model, once for each of its names."""
+@get(router, "/v1/models", summary="Get model info", responses=_LIST_ERRORS)
+async def openai_get_model_info(
+    services: ServicesDependency, page: Annotated[Page, Query()], request: Request
+) -> ModelListBody | AnthropicModelList:
+    """The served model, once for each of its names; in Anthropic's form for its clients, whose
+    header is `anthropic-version`, and which may ask for a part of the list."""
+    if is_anthropics(request):
+        return anthropic_models(services, page)
     return ModelListBody(data=[_model(name, services) for name in services.config.model_names])
 
 
 @get(router, "/v1/models/{model:path}", summary="Get one model", responses=_ERRORS)
-async def openai_get_model(model: str, services: ServicesDependency) -> ModelBody:
-    """The served model by its name, which may have slashes."""
-    return _model(_name_of(model, services), services)
+async def openai_get_model(
+    model: str, services: ServicesDependency, request: Request
+) -> ModelBody | AnthropicModel:
+    """The served model by its name, which may have slashes; in Anthropic's form for its clients."""
+    name = _name_of(model, services)
+    return anthropic_model(name, services) if is_anthropics(request) else _model(name, services)

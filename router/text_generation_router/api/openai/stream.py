@@ -59,13 +59,21 @@ class ChunkWriter:
         return b"%b%b]%b\n\n" % (self._before, orjson.dumps(chunk.choice), more)
 
 
-def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Json:
-    """The `usage` object."""
+def usage(
+    prompt_tokens: int, cached_tokens: int, completion_tokens: int, reasoning_tokens: int = 0
+) -> Json:
+    """The `usage` object. Nothing is predicted here, and nothing is sound."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+            "audio_tokens": 0,
+        },
     }
 
 

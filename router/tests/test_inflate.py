@@ -1,0 +1,126 @@
+"""Compressed bodies: what they become, and that no more than the limit is ever made."""
+
+import asyncio
+import gzip
+import tracemalloc
+import zlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from text_generation_router.api.inflate import InflateError, InflatesTooFarError, inflated
+
+from router.tests.serving import Server, serve
+
+BODY = b'{"inputs": "n", "parameters": {"max_new_tokens": 1}}'
+RAW = zlib.compressobj(wbits=-15)
+COMPRESSED = {
+    "gzip": ("gzip", gzip.compress(BODY)),
+    "x-gzip": ("x-gzip", gzip.compress(BODY)),
+    "members": ("gzip", gzip.compress(BODY[:9]) + gzip.compress(b"") + gzip.compress(BODY[9:])),
+    "deflate": ("deflate", zlib.compress(BODY)),
+    "raw deflate": ("deflate", RAW.compress(BODY) + RAW.flush()),
+}
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path) as server:
+        yield server
+
+
+def headers(encoding: str) -> dict[str, str]:
+    return {"content-type": "application/json", "content-encoding": encoding}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_what_was_compressed(name: str) -> None:
+    encoding, compressed = COMPRESSED[name]
+    assert inflated(compressed, encoding, len(BODY)) == BODY
+    with pytest.raises(InflatesTooFarError):
+        inflated(compressed, encoding, len(BODY) - 1)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "compressed", "words"),
+    [
+        ("gzip", BODY, "not gzip"),
+        ("gzip", zlib.compress(BODY), "not gzip"),
+        ("gzip", gzip.compress(BODY)[:-1], "cut off"),
+        ("gzip", gzip.compress(BODY)[:5], "cut off"),
+        ("gzip", gzip.compress(BODY) + b"x", "not gzip|cut off"),
+        ("gzip", gzip.compress(b"") * 100, "64 members"),
+        ("deflate", zlib.compress(BODY) + b"x", "something follows"),
+        ("deflate", b"", "cut off"),
+    ],
+)
+def test_what_was_not(encoding: str, compressed: bytes, words: str) -> None:
+    with pytest.raises(InflateError, match=words):
+        inflated(compressed, encoding, 1000)
+
+
+def test_a_bomb_takes_the_limit_and_no_more() -> None:
+    bomb = gzip.compress(bytes(200_000_000), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InflatesTooFarError):
+            inflated(bomb, "gzip", 1_000_000)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4_000_000
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+async def test_routes_take_them(server: Server, name: str) -> None:
+    encoding, compressed = COMPRESSED[name]
+    response = await server.client.post("/generate", content=compressed, headers=headers(encoding))
+    assert response.json() == {"generated_text": "h"}
+
+
+async def test_refusals(server: Server) -> None:
+    limit = server.services.config.payload_limit
+    cases = [
+        ("gzip", gzip.compress(b" " * (limit + 1)), 413, f"At most {limit} bytes"),
+        ("gzip", gzip.compress(b"{" * 10), 400, "Failed to parse"),
+        ("gzip", gzip.compress(b"{}"), 422, "`inputs`: Field required"),
+        ("gzip", gzip.compress(b""), 400, "Failed to parse"),
+        ("gzip", BODY, 400, "not gzip"),
+        ("br", BODY, 415, "gzip or deflate"),
+        ("gzip, gzip", gzip.compress(gzip.compress(BODY)), 415, "gzip or deflate"),
+        ("b" * 1000, BODY, 415, "gzip or deflate"),
+    ]
+    for encoding, content, status, words in cases:
+        response = await server.client.post("/generate", content=content, headers=headers(encoding))
+        assert response.status_code == status, encoding
+        assert words in response.json()["error"] and len(response.json()["error"]) < 300
+        asked = response.headers.get("accept-encoding")
+        assert asked == ("gzip, deflate" if status == 415 else None)
+    response = await server.client.post("/generate", content=BODY, headers=headers("identity"))
+    assert response.status_code == 200
+
+
+async def test_more_than_may_wait_are_told_to_come_again(tmp_path: Path) -> None:
+    compressed = gzip.compress(b'{"inputs":"' + b"n" * 100_000 + b'"}')
+    async with serve(tmp_path, max_concurrent_requests=2) as server:
+
+        async def ask() -> httpx.Response:
+            return await server.client.post(
+                "/generate", content=compressed, headers=headers("gzip")
+            )
+
+        responses = await asyncio.gather(*(ask() for _ in range(40)))
+    refused = [response for response in responses if response.status_code != 422]
+    assert refused
+    for response in refused:
+        assert response.status_code == 429 and response.json()["error_type"] == "overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_openai_routes_take_them(server: Server) -> None:
+    body = gzip.compress(b'{"prompt": "n", "max_tokens": 1}')
+    response = await server.client.post("/v1/completions", content=body, headers=headers("gzip"))
+    assert response.status_code == 200, response.text
+    response = await server.client.post("/v1/completions", content=body, headers=headers("zstd"))
+    assert response.status_code == 415 and "zstd" in response.json()["error"]["message"]
