@@ -163,6 +163,15 @@ async def test_client_that_leaves(server: Server) -> None:
     assert server.services.metrics.request_failure.value(err="dropped") == 1
 
 
+async def test_penalties(server: Server) -> None:
+    asked = {"frequency_penalty": 0.5, "presence_penalty": -1.5}
+    parameters = conversation_of(ResponsesRequest(input="a", **asked)).parameters
+    assert (parameters.frequency_penalty, parameters.presence_penalty) == (0.5, -1.5)
+    assert asked.items() <= (await ask(server, **asked)).items()
+    answer = await ask(server)
+    assert (answer["frequency_penalty"], answer["presence_penalty"]) == (0, 0)
+
+
 async def test_hints_that_change_nothing_are_named(server: Server) -> None:
     asked = {"store": True, "service_tier": "flex", "truncation": "auto"}
     asked |= {"text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}

@@ -69,9 +69,7 @@ def with_completion() -> None:
 def partial() -> None:
     for mode in (Mode.TOOLS, Mode.JSON_SCHEMA):
         patched = instructor.from_openai(client, mode=mode)
-        parts = list(
-            patched.chat.completions.create_partial(**GREEDY, response_model=Weather)
-        )
+        parts = list(patched.chat.completions.create_partial(**GREEDY, response_model=Weather))
         assert len(parts) > 1, parts
         Weather(**parts[-1].model_dump())
 

@@ -105,9 +105,7 @@ def generate() -> None:
 @check
 def generate_by_chat() -> None:
     asked = {**CHAT, "num_concurrent": 2}
-    found = evaluate(
-        "local-chat-completions", asked, "stdlib_generate", apply_chat_template=True
-    )
+    found = evaluate("local-chat-completions", asked, "stdlib_generate", apply_chat_template=True)
     equal(found["stdlib_generate"]["exact_match,stripped"], 1.0)
 
 

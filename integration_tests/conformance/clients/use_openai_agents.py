@@ -31,9 +31,7 @@ class Weather(BaseModel):
 
 
 @function_tool
-def get_weather(
-    city: Literal["Paris", "Oslo"], unit: Literal["celsius", "fahrenheit"]
-) -> str:
+def get_weather(city: Literal["Paris", "Oslo"], unit: Literal["celsius", "fahrenheit"]) -> str:
     """The weather in a city."""
     called.append({"city": city, "unit": unit})
     return "7 degrees"
@@ -60,9 +58,7 @@ async def hints() -> None:
         reasoning={"effort": "low"}, verbosity="low", store=True, metadata={"a": "b"}
     )
     for model in MODELS:
-        result = await Runner.run(
-            agent(model, model_settings=GREEDY.resolve(asked)), QUESTION
-        )
+        result = await Runner.run(agent(model, model_settings=GREEDY.resolve(asked)), QUESTION)
         equal(result.final_output, ANSWER)
 
 
@@ -103,9 +99,7 @@ async def output_type() -> None:
 async def tools_and_output_type() -> None:
     for model in MODELS:
         called.clear()
-        clerk = agent(
-            model, tools=[get_weather], output_type=Weather, model_settings=FORCED
-        )
+        clerk = agent(model, tools=[get_weather], output_type=Weather, model_settings=FORCED)
         result = await Runner.run(clerk, "Weather in Paris?", max_turns=6)
         assert called
         assert isinstance(result.final_output, Weather), result.final_output
@@ -124,9 +118,7 @@ async def hand_off() -> None:
 @check
 async def max_turns() -> None:
     for model in MODELS:
-        clerk = agent(
-            model, tools=[get_weather], model_settings=FORCED, reset_tool_choice=False
-        )
+        clerk = agent(model, tools=[get_weather], model_settings=FORCED, reset_tool_choice=False)
         try:
             await Runner.run(clerk, "Weather in Paris?", max_turns=3)
         except MaxTurnsExceeded:
@@ -156,7 +148,9 @@ async def stream_of_tools() -> None:
         clerk = agent(model, tools=[get_weather], model_settings=FORCED)
         result = Runner.run_streamed(clerk, "Weather in Paris?", max_turns=4)
         names = [
-            event.name async for event in result.stream_events() if event.type == "run_item_stream_event"
+            event.name
+            async for event in result.stream_events()
+            if event.type == "run_item_stream_event"
         ]
         equal(names[:2], ["tool_called", "tool_output"])
         equal(names[-1], "message_output_created")

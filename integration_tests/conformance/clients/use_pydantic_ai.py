@@ -124,9 +124,7 @@ async def tool_loop(model: Any) -> None:
     agent = Agent(model, model_settings=forced_once, retries=0)
 
     @agent.tool_plain
-    def get_weather(
-        city: Literal["Paris", "Oslo"], unit: Literal["celsius", "fahrenheit"]
-    ) -> str:
+    def get_weather(city: Literal["Paris", "Oslo"], unit: Literal["celsius", "fahrenheit"]) -> str:
         """The weather in a city."""
         called.append({"city": city, "unit": unit})
         return "7 degrees"

@@ -9,7 +9,6 @@ from checks import ANSWER, API_KEY, END, QUESTION, URL, check, equal, raised, ru
 from tritonclient.utils import InferenceServerException
 
 HOST = URL.removeprefix("http://")
-HEADERS = {"Authorization": f"Bearer {API_KEY}"}
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
 MODEL = "embedded"
 client = triton.InferenceServerClient(HOST, network_timeout=60, concurrency=4)
@@ -27,20 +26,26 @@ def tensor(*texts: str, shape: tuple[int, ...] | None = None, binary: bool = Tru
 def texts_of(result: triton.InferResult, name: str = "text_output") -> list[str]:
     """The texts of an output, without the token that ends them."""
     found = result.as_numpy(name)
-    return [one.decode().strip().removesuffix(END) for one in found.reshape(-1)]
+    texts = [one.decode() if isinstance(one, bytes) else one for one in found.reshape(-1)]
+    return [text.strip().removesuffix(END) for text in texts]
+
+
+def key() -> dict[str, str]:
+    """The header with the key; a new one each time, since the client adds to it."""
+    return {"Authorization": f"Bearer {API_KEY}"}
 
 
 @check
 def health() -> None:
     assert client.is_server_live() and client.is_server_ready()
-    assert client.is_model_ready(MODEL, headers=HEADERS)
-    assert client.is_model_ready(MODEL, "1", headers=HEADERS)
+    assert client.is_model_ready(MODEL, headers=key())
+    assert client.is_model_ready(MODEL, "1", headers=key())
 
 
 @check
 def metadata() -> None:
-    assert client.get_server_metadata(headers=HEADERS)["name"]
-    found = client.get_model_metadata(MODEL, headers=HEADERS)
+    assert client.get_server_metadata(headers=key())["name"]
+    found = client.get_model_metadata(MODEL, headers=key())
     equal([one["datatype"] for one in found["inputs"]], ["BYTES"])
     equal([one["datatype"] for one in found["outputs"]], ["BYTES"])
     assert found["versions"] and found["platform"], found
@@ -50,7 +55,7 @@ def metadata() -> None:
 def infer() -> None:
     for binary in (True, False):
         result = client.infer(
-            MODEL, [tensor(QUESTION, binary=binary)], parameters=GREEDY, headers=HEADERS
+            MODEL, [tensor(QUESTION, binary=binary)], parameters=GREEDY, headers=key()
         )
         equal(texts_of(result), [ANSWER])
         equal(result.get_response()["model_name"], MODEL)
@@ -67,7 +72,7 @@ def ids_and_outputs() -> None:
             outputs=wanted,
             request_id="seven",
             parameters=GREEDY,
-            headers=HEADERS,
+            headers=key(),
         )
         equal(texts_of(result, "answer"), [ANSWER])
         equal(result.get_response()["id"], "seven")
@@ -76,7 +81,7 @@ def ids_and_outputs() -> None:
 @check
 def shapes() -> None:
     given = tensor(QUESTION, "What does math.sqrt do?", shape=(2, 1))
-    result = client.infer(MODEL, [given], parameters=GREEDY, headers=HEADERS)
+    result = client.infer(MODEL, [given], parameters=GREEDY, headers=key())
     found = texts_of(result)
     equal((found[0], len(found)), (ANSWER, 2))
     equal(result.as_numpy("text_output").shape, (2, 1))
@@ -89,7 +94,7 @@ def compression() -> None:
             MODEL,
             [tensor(QUESTION)],
             parameters=GREEDY,
-            headers=HEADERS,
+            headers=key(),
             request_compression_algorithm=algorithm,
             response_compression_algorithm=algorithm,
         )
@@ -99,7 +104,7 @@ def compression() -> None:
 @check
 def several_at_once() -> None:
     waiting = [
-        client.async_infer(MODEL, [tensor(QUESTION)], parameters=GREEDY, headers=HEADERS)
+        client.async_infer(MODEL, [tensor(QUESTION)], parameters=GREEDY, headers=key())
         for _ in range(4)
     ]
     for one in waiting:
@@ -110,8 +115,7 @@ def several_at_once() -> None:
 async def asynchronous() -> None:
     async with triton_aio.InferenceServerClient(HOST) as one:
         asked = [
-            one.infer(MODEL, [tensor(QUESTION)], parameters=GREEDY, headers=HEADERS)
-            for _ in range(2)
+            one.infer(MODEL, [tensor(QUESTION)], parameters=GREEDY, headers=key()) for _ in range(2)
         ]
         for result in await asyncio.gather(*asked):
             equal(texts_of(result), [ANSWER])
@@ -127,7 +131,7 @@ def errors() -> None:
     error = raised(
         InferenceServerException,
         lambda: client.infer(
-            MODEL, [tensor(QUESTION)], parameters={"temperature": -1.0}, headers=HEADERS
+            MODEL, [tensor(QUESTION)], parameters={"temperature": -1.0}, headers=key()
         ),
     )
     assert "temperature" in error.message(), error
@@ -135,7 +139,7 @@ def errors() -> None:
     number.set_data_from_numpy(np.array([1], dtype=np.float32))
     error = raised(
         InferenceServerException,
-        lambda: client.infer(MODEL, [number], parameters=GREEDY, headers=HEADERS),
+        lambda: client.infer(MODEL, [number], parameters=GREEDY, headers=key()),
     )
     assert "BYTES" in error.message(), error
 

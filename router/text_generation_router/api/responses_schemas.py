@@ -17,6 +17,7 @@ from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
+    Penalty,
     refuses,
 )
 from text_generation_router.api.schemas import Body, CacheSalt, Float32
@@ -216,6 +217,8 @@ class ResponsesRequest(Body):
         default=None, description="0: always the likeliest token. Default: 1."
     )
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
     deterministic: bool | None = Field(
         default=None, description="The same tokens in whatever company, bit for bit."
     )
@@ -272,15 +275,21 @@ class ResponseBody(BaseModel):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: dict[str, Any] | None
+    frequency_penalty: float
     incomplete_details: dict[str, Any] | None = Field(examples=[{"reason": "max_output_tokens"}])
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: dict[str, str]
     model: str
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: None
+    prompt_cache_key: None
     reasoning: dict[str, Any]
+    safety_identifier: None
+    service_tier: Literal["default"]
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
