@@ -4,7 +4,7 @@ from typing import Literal
 
 import instructor
 import openai
-from checks import API_KEY, URL, check, equal, raised, run
+from checks import API_KEY, URL, check, raised, run
 from instructor.core import InstructorRetryException
 from pydantic import BaseModel, field_validator
 

@@ -1,4 +1,4 @@
-"""`pydantic-ai`: agents over chat, responses and messages: tools, outputs in three ways, streams."""
+"""`pydantic-ai`: agents over chat, responses and messages: tools, outputs of three kinds."""
 
 from collections.abc import Callable
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""`tritonclient[http]`: health, metadata, BYTES tensors in JSON and binary, ids, outputs, errors."""
+"""`tritonclient[http]`: health, metadata, tensors in JSON and binary, ids, errors."""
 
 import asyncio
 
