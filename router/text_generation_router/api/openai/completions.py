@@ -169,14 +169,16 @@ def _choice(
     echoed = prompt.text if body.echo else ""
     logprobs: stream.Json | None = None
     if body.logprobs is not None:
+        is_cut = generated.finish_reason is FinishReason.STOP_SEQUENCE
+        # Evaluations find the last token of the prompt by counting from the end.
+        trail = TokenTrail(tells_all=bool(body.echo) and body.max_tokens != 0 and not is_cut)
+        top_tokens = result.top_tokens or ((),) * len(result.tokens)
+        for token, tops in zip(result.tokens, top_tokens, strict=True):
+            trail.add(token, tops)
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(
-            prompt_tokens,
-            _answer_tokens(body, result, text),
-            body.logprobs,
-            services.tokenizer,
-            offset,
+            prompt_tokens, trail.take(text), body.logprobs, services.tokenizer, offset
         )
     return {
         "text": echoed + text,
@@ -184,24 +186,6 @@ def _choice(
         "logprobs": logprobs,
         "finish_reason": _finish_reason(generated),
     }
-
-
-def _answer_tokens(
-    body: CompletionRequest, result: GenerateResult, text: str
-) -> Sequence[ScoredToken]:
-    """The tokens that spell the text; behind an echoed prompt all, the end token too.
-
-    Evaluations find the last token of the prompt by counting from the end.
-    """
-    top_tokens = result.top_tokens or ((),) * len(result.tokens)
-    pairs = list(zip(result.tokens, top_tokens, strict=True))
-    is_cut = result.ending.generated.finish_reason is FinishReason.STOP_SEQUENCE
-    if body.echo and body.max_tokens != 0 and not is_cut:
-        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in pairs]
-    trail = TokenTrail()
-    for token, tops in pairs:
-        trail.add(token, tops)
-    return trail.take(text)
 
 
 def _prompt_tokens(
