@@ -1,4 +1,4 @@
-"""`text-generation-benchmark` on real shards: its own, and some that run already."""
+"""`text-generation-benchmark` on real shards, its own or others that run, and on a server."""
 
 import csv
 import json
@@ -6,9 +6,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from integration_tests.server import SCRIPTS, _end_with_parent, clean_environment, wait_until
+import pytest
+from text_generation_router.benchmark.cli import main
+
+from integration_tests.server import (
+    SCRIPTS,
+    LauncherHandle,
+    _end_with_parent,
+    clean_environment,
+    running,
+    wait_until,
+)
 
 BENCHMARK = [sys.executable, "-m", "text_generation_router.benchmark.cli"]
 
@@ -75,3 +87,72 @@ def test_shards_that_run_already(tiny_model_path: Path) -> None:
             assert shards.stdout is not None
             shards.stdout.close()
         wait_until(lambda: not Path(f"{folder}/s-0").exists(), 5, "the socket is gone")
+
+
+@pytest.fixture(scope="module")
+def embedded_server() -> Iterator[LauncherHandle]:
+    """What the launcher starts without a model."""
+    with running(None) as handle:
+        yield handle
+        handle.assert_idle()
+
+
+SIZES = ("--input-tokens", "40", "--output-tokens", "8", "--requests", "6", "--warmups", "1")
+
+
+@pytest.mark.parametrize("form", ["tgi", "openai-completions", "openai-chat"])
+def test_a_server_that_runs(
+    embedded_server: LauncherHandle, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A closed and an open loop."""
+    # What /info says is enough for the first form.
+    api = [] if form == "tgi" else ["--api", form]
+    for loop in (["--clients", "1", "3"], ["--rate", "30"]):
+        files = [tmp_path / "load.json", tmp_path / "load.csv"]
+        outputs = [part for path in files for part in ("-o", str(path))]
+        assert main(["--url", embedded_server.url, *api, *loop, *SIZES, *outputs]) == 0
+        said = capsys.readouterr()
+        report = json.loads(files[0].read_text())
+        assert report["parameters"]["api"] == form
+        assert report["parameters"]["model"] == "pytgi/embedded"
+        assert len(report["points"]) == len(loop) - 1
+        for point in report["points"]:
+            assert (point["requests_ok"], point["errors"]) == (6, {}), said.out
+            assert point["output_tokens_counted_by"] == "server"
+            assert 25 < point["input_tokens_got_p50"] < 60
+            assert 0 < point["output_tokens_got_p50"] <= 8
+            assert (point["output_tokens_got_p50"] < 8) == ("Warning: " in said.out)
+            assert 0 < point["ttft_ms"]["p50"] <= point["latency_ms"]["p50"]
+            assert ("ttft_from_due_ms" in point) == (loop[0] == "--rate")
+        assert said.err == ""
+        with files[1].open() as file:
+            assert len(list(csv.DictReader(file))) == len(report["points"])
+
+
+def test_ctrl_c_prints_what_was_measured(embedded_server: LauncherHandle) -> None:
+    load = subprocess.Popen(
+        [*BENCHMARK, "--url", embedded_server.url, "--seconds", "60", "--timeout", "30"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+        preexec_fn=_end_with_parent,
+    )
+    try:
+        before = embedded_server.metrics().get("tgi_request_success", 0.0)
+        wait_until(
+            lambda: embedded_server.metrics().get("tgi_request_success", 0.0) > before + 5,
+            20,
+            "two questions, a warm-up and three requests are answered",
+        )
+        load.send_signal(signal.SIGINT)
+        stopped = time.monotonic()
+        output, errors = load.communicate(timeout=10)
+    finally:
+        load.kill()
+        load.wait()
+    assert time.monotonic() - stopped < 5
+    assert (load.returncode, errors) == (130, "")
+    assert "| Time between tokens | 1 client | " in output
+    assert "stopped before its end; streams under way, not counted: 1." in output
+    embedded_server.assert_idle()

@@ -353,9 +353,10 @@ async def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path)
         schema = (await server.client.get("/api-doc/openapi.json", headers=headers)).json()
         assert schema["paths"].keys() > OPEN_PATHS
         for path, operations in schema["paths"].items():
-            for method in operations:
+            for method, operation in operations.items():
                 response = await server.client.request(method, path)
                 assert (response.status_code == 401) == (path not in OPEN_PATHS), path
+                assert ("security" in operation) == (path not in OPEN_PATHS), path
         for path in ("/", "/ping"):
             assert (await server.client.get(path)).status_code == 200
         assert (await server.client.head("/info")).status_code == 401

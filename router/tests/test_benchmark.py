@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from text_generation_router.benchmark.cli import create_parser, main
-from text_generation_router.benchmark.display import display
+from text_generation_router.benchmark.display import BATCHES, display
 from text_generation_router.benchmark.measure import Bench, BenchmarkError, Choice, Run, Shape
 from text_generation_router.benchmark.report import Figures, Spread, as_csv, markdown
 from text_generation_router.errors import GenerationError
@@ -112,7 +112,7 @@ def test_tables_for_people_and_for_programs():
 
 def test_lines_where_there_is_no_terminal():
     file, [first, _] = io.StringIO(), figures()
-    with display(Console(file=file), [first], 2) as shown:
+    with display(Console(file=file), [first], 2, BATCHES) as shown:
         shown.show(first, 1, False)
         assert file.getvalue() == ""
         shown.show(first, 2, True)
@@ -123,7 +123,7 @@ def test_lines_where_there_is_no_terminal():
 def test_a_table_on_a_terminal():
     file, all_figures = io.StringIO(), figures()
     console = Console(file=file, force_terminal=True, width=120)
-    with display(console, all_figures, 3) as shown:
+    with display(console, all_figures, 3, BATCHES) as shown:
         shown.show(all_figures[0], 2, True)
     assert "prompt tokens/s" in file.getvalue() and "2/3" in file.getvalue()
 

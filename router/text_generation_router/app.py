@@ -29,6 +29,7 @@ from text_generation_router.api import (
     vertex,
 )
 from text_generation_router.api import errors as tgi_errors
+from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.keys import DocsBehindKey
 from text_generation_router.api.openai import chat, completions, models
 from text_generation_router.api.openai import errors as openai_errors
@@ -93,6 +94,7 @@ def create_app(
     for router in app.state.routers:
         app.include_router(router)
     app.add_api_route("/docs/", _docs, include_in_schema=False)
+    complete_openapi(app, app.state.routers, keys.are_asked_for)
     _add_error_handlers(app, config)
     if keys.are_asked_for and not config.public_docs:
         app.add_middleware(DocsBehindKey, refuse=partial(_respond, config=config))

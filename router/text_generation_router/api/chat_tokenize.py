@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.generate import ERRORS, ServicesDependency
@@ -22,8 +22,8 @@ router = APIRouter(route_class=JsonRoute, tags=["Text Generation Inference"])
 class ChatTokenizeResponse(BaseModel):
     """The rendered template, and its tokens with their byte offsets into it."""
 
-    tokenize_response: list[TokenizedToken]
-    templated_text: str
+    tokenize_response: list[TokenizedToken] = Field(description="The tokens of the prompt.")
+    templated_text: str = Field(description="The prompt, as the chat template makes it.")
 
 
 @router.post(

@@ -50,59 +50,66 @@ class LengthMismatchError(RouterError):
 
 
 class InputTensor(Body):
-    """One prompt. `shape` and `datatype` say nothing that `data` does not."""
+    """One prompt."""
 
-    name: str
-    shape: Numbers[Uint64] = Field(examples=[[1, 5]])
-    datatype: str = Field(examples=["UINT8"])
-    data: Numbers[Byte] = Field(description="UTF-8.", examples=[list(b"Hello")])
+    name: str = Field(description="Any name.")
+    shape: Numbers[Uint64] = Field(description="Not read.", examples=[[1, 5]])
+    datatype: str = Field(description="Not read.", examples=["UINT8"])
+    data: Numbers[Byte] = Field(
+        description="The prompt, as bytes of UTF-8.", examples=[list(b"Hello")]
+    )
 
 
 class OutputName(Body):
     """What the answer to the input at the same place is to be called."""
 
-    name: str
+    name: str = Field(description="The name.")
 
 
 class InferenceRequest(Body):
     """Body of an inference; the parameters are those of /generate, and the same for all inputs."""
 
-    id: str
-    inputs: Items[InputTensor]
-    outputs: Items[OutputName]
+    id: str = Field(description="Any id. The answer has the same.")
+    inputs: Items[InputTensor] = Field(description="The prompts.")
+    outputs: Items[OutputName] = Field(
+        description="A name for each answer, as many as there are inputs."
+    )
     parameters: GenerateParametersBody = Field(
-        default_factory=lambda: GenerateParametersBody(do_sample=True)
+        default_factory=lambda: GenerateParametersBody(do_sample=True),
+        description="How to generate. `details` and `decoder_input_details` are refused.",
     )
 
 
 class OutputTensor(BaseModel):
     """One generated text."""
 
-    name: str
-    shape: list[int] = Field(examples=[[1, 5]])
-    datatype: str = Field(examples=["BYTES"])
-    data: list[int]
+    name: str = Field(description="The name that the request gave.")
+    shape: list[int] = Field(description="1, and the number of bytes.", examples=[[1, 5]])
+    datatype: str = Field(description="Always BYTES.", examples=["BYTES"])
+    data: list[int] = Field(description="The text, as bytes of UTF-8.")
 
 
 class InferenceResponse(BaseModel):
     """The generated texts in the order of the inputs."""
 
-    id: str
-    outputs: list[OutputTensor]
+    id: str = Field(description="As in the request.")
+    outputs: list[OutputTensor] = Field(description="One for each input.")
 
 
 class LiveResponse(BaseModel):
     """The server answers."""
 
-    live: bool
+    live: bool = Field(
+        description="Always true. A server that is not ready answers with another status."
+    )
 
 
 class MetadataServerResponse(BaseModel):
     """What the server is."""
 
-    name: str
-    version: str
-    extensions: list[str]
+    name: str = Field(description="The server, or the model of the path.")
+    version: str = Field(description="The version of the server, or of the path.")
+    extensions: list[str] = Field(description="What is supported.")
 
 
 @get(router, "/v2/health/live", summary="Liveness", response_model=LiveResponse)

@@ -13,6 +13,12 @@ from pydantic import (
 )
 
 from text_generation_router.api.bounded import Entries, Items
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+)
 from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import (
     MOST_TOP_LOGPROBS,
@@ -27,24 +33,26 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class TextPart(Body):
-    """Text that somebody wrote."""
+    """A text."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text"] = Field(
+        description="All three mean the same."
+    )
+    text: str = Field(description="The text.")
 
 
 class RefusalPart(Body):
-    """The words with which the assistant refused."""
+    """The text with which the assistant refused to answer."""
 
     type: Literal["refusal"]
-    refusal: str
+    refusal: str = Field(description="The text.")
 
 
 class ReasoningText(Body):
     """Text of a reasoning item."""
 
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
+    type: Literal["reasoning_text", "summary_text"] = Field(description="Both mean the same.")
+    text: str = Field(description="The text.")
 
 
 def _part_kind(part: Any) -> str | None:
@@ -62,33 +70,35 @@ class MessageItem(Body):
     """One message of the conversation."""
 
     type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Items[Part]
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="Who says it.")
+    content: str | Items[Part] = Field(description="A text, or parts.")
 
 
 class FunctionCallItem(Body):
-    """A call that the assistant asked for; `arguments` is JSON text."""
+    """A call that the assistant asked for."""
 
     type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
+    call_id: str = Field(description="The id of the call. Its output names it.")
+    name: str = Field(description="The name of the function.")
+    arguments: str = Field(description="The arguments, as JSON text.")
 
 
 class FunctionCallOutputItem(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | Items[Part]
+    call_id: str = Field(description="The id of the call.")
+    output: str | Items[Part] = Field(description="The result: a text, or parts.")
 
 
 class ReasoningItem(Body):
     """What the assistant thought before it answered."""
 
     type: Literal["reasoning"]
-    summary: Items[ReasoningText] = Field(default=[])
-    content: Items[ReasoningText] | None = None
+    summary: Items[ReasoningText] = Field(default=[], description="A summary of the reasoning.")
+    content: Items[ReasoningText] | None = Field(
+        default=None, description="The reasoning. If it is given, `summary` is not read."
+    )
 
 
 def _item_kind(item: Any) -> str | None:
@@ -121,44 +131,58 @@ class FunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)] = Field(
+        description="The name of the function."
+    )
+    description: str | None = Field(
+        default=None, description="What the function does, for the model."
+    )
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of the arguments. Default: no arguments."
+    )
+    strict: bool | None = Field(
+        default=None, description="Refuse the request if a part of the schema can not be enforced."
+    )
 
 
 class NamedFunction(Body):
     """The one function that has to be called."""
 
     type: Literal["function"]
-    name: str
+    name: str = Field(description="The name of the function.")
 
 
 class PlainFormat(Body):
     """Any text, or any JSON object."""
 
-    type: Literal["text", "json_object"]
+    type: Literal["text", "json_object"] = Field(
+        description="`text`: any text. `json_object`: any JSON object."
+    )
 
 
 class JsonSchemaFormat(Body):
     """Text that is JSON of this schema."""
 
     type: Literal["json_schema"]
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None
+    name: str = Field(description="Changes nothing.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema.")
+    description: str | None = Field(default=None, description="Changes nothing.")
+    strict: bool | None = Field(
+        default=None, description="Changes nothing: the schema is always followed."
+    )
 
 
 class TextConfig(Body):
-    """How the text has to look."""
+    """The form of the text."""
 
-    format: Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")] | None = Field(
+        default=None, description="The form that the text must have."
+    )
     verbosity: Annotated[Any, Hint("medium"), IGNORED] = None
 
 
 class Reasoning(Body):
-    """How the model should think: as it does."""
+    """How the model should reason."""
 
     effort: Annotated[Any, Hint(), IGNORED] = None
     summary: Annotated[Any, Hint("auto"), IGNORED] = None
@@ -199,7 +223,7 @@ _Memory = Annotated[Any, AfterValidator(_refuse_memory), NOT_SUPPORTED]
 class ResponsesRequest(Body):
     """Body of POST /v1/responses. Nothing is stored, so each request brings the whole conversation.
 
-    Fields that only steer OpenAI's own machinery (`user`, `prompt_cache_key`, …)
+    Fields that only concern OpenAI's own service (`user`, `prompt_cache_key`, …)
     are not read.
     """
 
@@ -207,33 +231,50 @@ class ResponsesRequest(Body):
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
     )
     input: Annotated[str | Items[InputItem], AfterValidator(_check_input)] = Field(
-        examples=["What is deep learning?"]
+        description="A prompt, or the items of a conversation.", examples=["What is deep learning?"]
     )
-    instructions: str | None = None
+    instructions: str | None = Field(default=None, description="The system prompt.")
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = Field(
-        default=None, description="Default: as many as fit after the prompt."
+        default=None,
+        description="The most tokens to generate. Default: as many as fit after the prompt.",
     )
     temperature: Annotated[Float32, Field(ge=0)] | None = Field(
-        default=None, description="0: always the likeliest token. Default: 1."
+        default=None, description=TEMPERATURE
     )
-    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    deterministic: bool | None = Field(
-        default=None, description="The same tokens in whatever company, bit for bit."
+    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(default=None, description=TOP_P)
+    frequency_penalty: Penalty | None = Field(
+        default=None, description="Makes a token less likely the more often it was generated."
     )
+    presence_penalty: Penalty | None = Field(
+        default=None, description="Makes each token that was generated less likely."
+    )
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
-    stream: bool | None = None
-    text: TextConfig | None = None
-    tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
-    metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = None
-    include: Annotated[Items[str] | None, AfterValidator(_check_include)] = None
+    stream: bool | None = Field(default=None, description=STREAM)
+    text: TextConfig | None = Field(default=None, description="The form of the text.")
+    tools: Items[FunctionTool] | None = Field(
+        default=None, description="The functions that the model may call."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
+        default=None, description="`auto`, `none`, `required`, or the function that must be called."
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether one answer may have several calls. Default: true."
+    )
+    metadata: Annotated[Entries[str] | None, AfterValidator(_check_metadata)] = Field(
+        default=None, description="At most 16 names and values. The answer has the same."
+    )
+    include: Annotated[Items[str] | None, AfterValidator(_check_include)] = Field(
+        default=None,
+        description="`message.output_text.logprobs`: return log-probabilities. "
+        "`reasoning.encrypted_content` changes nothing.",
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"Needs {_LOGPROBS} in `include`."
     )
-    reasoning: Reasoning | None = None
+    reasoning: Reasoning | None = Field(
+        default=None, description="How the model should reason. It changes nothing."
+    )
     service_tier: Annotated[Any, Hint("auto", "default"), IGNORED] = None
     store: Annotated[Any, Hint(False), IGNORED] = None
     background: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
@@ -258,11 +299,11 @@ class ResponsesRequest(Body):
 class ResponseUsage(BaseModel):
     """Tokens of the prompt and of the answer."""
 
-    input_tokens: int
-    input_tokens_details: dict[str, int]
-    output_tokens: int
-    output_tokens_details: dict[str, int]
-    total_tokens: int
+    input_tokens: int = Field(description="Tokens of the prompt.")
+    input_tokens_details: dict[str, int] = Field(description="How many of them were in the cache.")
+    output_tokens: int = Field(description="Tokens that were generated.")
+    output_tokens_details: dict[str, int] = Field(description="How many of them were reasoning.")
+    total_tokens: int = Field(description="Both together.")
 
 
 class ResponseBody(BaseModel):
@@ -270,32 +311,38 @@ class ResponseBody(BaseModel):
 
     id: str
     object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
-    error: dict[str, Any] | None
-    frequency_penalty: float
-    incomplete_details: dict[str, Any] | None = Field(examples=[{"reason": "max_output_tokens"}])
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None
-    metadata: dict[str, str]
+    created_at: int = Field(description="When the request came, in seconds since 1970.")
+    completed_at: int | None = Field(
+        description="When it was complete, in seconds since 1970. null: it is not."
+    )
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = Field(
+        description="`incomplete`: `incomplete_details` says why."
+    )
+    background: Literal[False] = Field(description="Always false.")
+    error: dict[str, Any] | None = Field(description="What went wrong, if the status is `failed`.")
+    frequency_penalty: float = Field(description="As in the request.")
+    incomplete_details: dict[str, Any] | None = Field(
+        description="Why the answer is incomplete.", examples=[{"reason": "max_output_tokens"}]
+    )
+    instructions: str | None = Field(description="As in the request.")
+    max_output_tokens: int | None = Field(description="As in the request.")
+    max_tool_calls: None = Field(description="Always null.")
+    metadata: dict[str, str] = Field(description="As in the request.")
     model: str
-    output: list[dict[str, Any]]
-    parallel_tool_calls: bool
-    presence_penalty: float
-    previous_response_id: None
-    prompt_cache_key: None
-    reasoning: dict[str, Any]
-    safety_identifier: None
-    service_tier: Literal["default"]
-    store: Literal[False]
-    temperature: float
-    text: dict[str, Any]
-    tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["disabled"]
-    usage: ResponseUsage | None
+    output: list[dict[str, Any]] = Field(description="The items.")
+    parallel_tool_calls: bool = Field(description="As in the request.")
+    presence_penalty: float = Field(description="As in the request.")
+    previous_response_id: None = Field(description="Always null.")
+    prompt_cache_key: None = Field(description="Always null.")
+    reasoning: dict[str, Any] = Field(description="As in the request.")
+    safety_identifier: None = Field(description="Always null.")
+    service_tier: Literal["default"] = Field(description="Always `default`.")
+    store: Literal[False] = Field(description="Always false: nothing is stored.")
+    temperature: float = Field(description="As in the request.")
+    text: dict[str, Any] = Field(description="As in the request.")
+    tool_choice: str | dict[str, Any] = Field(description="As in the request.")
+    tools: list[dict[str, Any]] = Field(description="As in the request.")
+    top_logprobs: int = Field(description="As in the request.")
+    top_p: float = Field(description="As in the request.")
+    truncation: Literal["disabled"] = Field(description="Always disabled.")
+    usage: ResponseUsage | None = Field(description="How many tokens it took.")

@@ -7,6 +7,13 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from text_generation_router.api.bounded import Entries, Items
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    REPETITION_PENALTY,
+    STREAM,
+    TOP_P,
+    TYPICAL_P,
+)
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -39,7 +46,7 @@ CacheSalt = Annotated[
     Field(
         min_length=1,
         max_length=256,
-        description="Only prompts of the same salt share what is computed of them.",
+        description="Prompts share cached results only with prompts of the same salt.",
     ),
 ]
 LogitBias = Annotated[Entries[Float32], AfterValidator(_to_token_ids)]
@@ -58,8 +65,10 @@ _ANY_OBJECT: JsonSchema = {"type": "object"}
 class JsonGrammarBody(Body):
     """A JSON schema, or a string that holds one."""
 
-    type: Literal["json", "json_object"]
-    value: JsonSchema | str = Field(examples=[{"properties": {"name": {"type": "string"}}}])
+    type: Literal["json", "json_object"] = Field(description="`json`; `json_object` is the same.")
+    value: JsonSchema | str = Field(
+        description="The schema.", examples=[{"properties": {"name": {"type": "string"}}}]
+    )
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
@@ -67,18 +76,24 @@ class JsonGrammarBody(Body):
 
 
 class NamedSchemaBody(Body):
-    """A JSON schema as OpenAI wraps it; its name and `strict` change nothing: it always holds."""
+    """A JSON schema in OpenAI's form. `name` and `strict` change nothing: it is always followed."""
 
-    schema_: JsonSchema = Field(alias="schema", examples=[{"type": "object"}])
-    name: str | None = None
+    schema_: JsonSchema = Field(
+        alias="schema", description="The schema.", examples=[{"type": "object"}]
+    )
+    name: str | None = Field(default=None, description="Changes nothing.")
 
 
 class SchemaGrammarBody(Body):
-    """A JSON schema in TGI's place (`value`) or in OpenAI's (`json_schema`)."""
+    """A JSON schema, where TGI has it (`value`) or where OpenAI has it (`json_schema`)."""
 
     type: Literal["json_schema"]
-    value: NamedSchemaBody | None = None
-    json_schema: NamedSchemaBody | None = None
+    value: NamedSchemaBody | None = Field(
+        default=None, description="The schema. Give this or `json_schema`."
+    )
+    json_schema: NamedSchemaBody | None = Field(
+        default=None, description="The schema. Give this or `value`."
+    )
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:
@@ -96,8 +111,10 @@ class SchemaGrammarBody(Body):
 class WrittenGrammarBody(Body):
     """A regular expression that the whole text matches, or a grammar in llguidance's Lark."""
 
-    type: Literal["regex", "lark"]
-    value: str = Field(examples=["[0-9]{3}-[a-z]+"])
+    type: Literal["regex", "lark"] = Field(description="Which of the two `value` is.")
+    value: str = Field(
+        description="The regular expression or the grammar.", examples=["[0-9]{3}-[a-z]+"]
+    )
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
@@ -116,9 +133,15 @@ class TextFormatBody(Body):
 class JsonFormatBody(Body):
     """Any JSON object, or one that follows a schema, in TGI's spelling or in LangChain's."""
 
-    type: Literal["json_object", "json"]
-    value: JsonSchema | str | None = None
-    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    type: Literal["json_object", "json"] = Field(description="Both words mean the same.")
+    value: JsonSchema | str | None = Field(
+        default=None, description="The schema as TGI's clients send it. Default: any object."
+    )
+    schema_: JsonSchema | None = Field(
+        default=None,
+        alias="schema",
+        description="The schema as LangChain sends it. Default: any object.",
+    )
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
@@ -142,26 +165,41 @@ def _schema_grammar(schema: JsonSchema | str) -> Grammar:
 
 
 class GenerateParametersBody(Body):
-    """How to generate. Fields that TGI does not have are the last six."""
+    """How to generate. The fields after `adapter_id` are not in TGI."""
 
     best_of: Uint64 | None = Field(
-        default=None, description="Generations to choose from.", examples=[1]
+        default=None,
+        description="Generate this many texts, and return the one whose tokens are the likeliest.",
+        examples=[1],
     )
-    temperature: Float32 | None = Field(default=None, examples=[0.5])
+    temperature: Float32 | None = Field(
+        default=None,
+        description="Above 1 the choice of tokens is more random, below 1 less. Must be above 0.",
+        examples=[0.5],
+    )
     repetition_penalty: Float32 | None = Field(
-        default=None, description="1.0: none.", examples=[1.03]
+        default=None, description=REPETITION_PENALTY, examples=[1.03]
     )
     frequency_penalty: Float32 | None = Field(
-        default=None, description="-2.0 to 2.0.", examples=[0.1]
+        default=None,
+        description="Makes a token less likely the more often it was generated. -2.0 to 2.0.",
+        examples=[0.1],
     )
-    top_k: Int32 | None = Field(default=None, examples=[10])
-    top_p: Float32 | None = Field(default=None, description="Between 0 and 1.", examples=[0.95])
-    typical_p: Float32 | None = Field(default=None, description="Between 0 and 1.", examples=[0.95])
+    top_k: Int32 | None = Field(
+        default=None, description="Draw only from this many of the likeliest tokens.", examples=[10]
+    )
+    top_p: Float32 | None = Field(default=None, description=TOP_P, examples=[0.95])
+    typical_p: Float32 | None = Field(default=None, description=TYPICAL_P, examples=[0.95])
     do_sample: bool = Field(
-        default=False, description="Draw tokens. True if `parameters` is left out.", examples=[True]
+        default=False,
+        description="Draw tokens at random, instead of the likeliest one. True if `parameters` "
+        "is left out.",
+        examples=[True],
     )
     max_new_tokens: Uint32 | None = Field(
-        default=None, description="Default: as many as fit after the prompt.", examples=[20]
+        default=None,
+        description="The most tokens to generate. Default: as many as fit after the prompt.",
+        examples=[20],
     )
     return_full_text: bool | None = Field(
         default=None, description="Put the prompt before the generated text.", examples=[False]
@@ -170,46 +208,55 @@ class GenerateParametersBody(Body):
         default=[], description="Generation stops after any of these.", examples=[["photographer"]]
     )
     truncate: Uint64 | None = Field(
-        default=None, description="Keep so many last tokens of the prompt."
+        default=None, description="Keep only this many of the prompt's last tokens."
     )
-    watermark: bool = Field(default=False, examples=[True])
-    details: bool = Field(default=False, description="Return the tokens.")
+    watermark: bool = Field(
+        default=False,
+        description="Mark the text, so that a detector can tell that a model wrote it.",
+        examples=[True],
+    )
+    details: bool = Field(default=False, description="Return the generated tokens, too.")
     decoder_input_details: bool = Field(
-        default=False, description="Return the tokens of the prompt; not when streaming."
+        default=False, description="Return the prompt's tokens, too. Not for a stream."
     )
-    seed: Uint64 | None = Field(default=None, description="Default: random.")
+    seed: Uint64 | None = Field(
+        default=None, description="The same seed draws the same tokens. Default: random."
+    )
     top_n_tokens: Uint32 | None = Field(
-        default=None, description="Return so many best tokens at each step.", examples=[5]
+        default=None,
+        description="Return this many of the likeliest tokens at each step.",
+        examples=[5],
     )
     grammar: GrammarBody | None = Field(
-        default=None, description="What the generated text must look like."
+        default=None, description="The form that the generated text must have."
     )
     adapter_id: str | None = Field(default=None, description="Not supported.")
     presence_penalty: Float32 | None = Field(
-        default=None, description="-2.0 to 2.0.", examples=[0.1]
+        default=None,
+        description="Makes each token that was generated less likely. -2.0 to 2.0.",
+        examples=[0.1],
     )
     logit_bias: LogitBias | None = Field(
-        default=None, description="Token id to what is added to its logit, -100 to 100."
+        default=None, description="Token id, and what is added to its logit: -100 to 100."
     )
     ignore_eos_token: bool = Field(
         default=False, description="Go on after an end-of-sequence token."
     )
-    min_new_tokens: Uint32 | None = Field(default=None, description="No end before so many tokens.")
-    deterministic: bool = Field(
-        default=False,
-        description="The same tokens in whatever company, bit for bit; refused where that can not "
-        "be kept.",
+    min_new_tokens: Uint32 | None = Field(
+        default=None, description="The text does not end before it has this many tokens."
     )
+    deterministic: bool = Field(default=False, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
 
 class GenerateRequest(Body):
     """Body of /generate, /generate_stream and /tokenize."""
 
-    inputs: str = Field(examples=["My name is Olivier and I"])
+    inputs: str = Field(description="The prompt.", examples=["My name is Olivier and I"])
     # TGI: without `parameters` tokens are drawn, with `{}` the best ones are taken.
     parameters: GenerateParametersBody = Field(
-        default_factory=lambda: GenerateParametersBody(do_sample=True)
+        default_factory=lambda: GenerateParametersBody(do_sample=True),
+        description="How to generate. /tokenize does not read it.",
     )
 
     def to_parameters(self, return_full_text: bool = False) -> GenerateParameters:
@@ -231,88 +278,107 @@ class GenerateRequest(Body):
 class CompatGenerateRequest(GenerateRequest):
     """Body of POST /."""
 
-    stream: bool = False
+    stream: bool = Field(default=False, description=STREAM)
 
 
 class PrefillTokenBody(BaseModel):
     """One token of the prompt."""
 
-    id: int
+    id: int = Field(description="The number of the token in the vocabulary.")
     text: str
-    logprob: float | None
+    logprob: float | None = Field(
+        description="The log-probability of the token. The prompt's first token has none."
+    )
 
 
 class TokenBody(PrefillTokenBody):
     """One generated token."""
 
-    special: bool
+    special: bool = Field(
+        description="Whether it is one of the model's special tokens, which are not part of the "
+        "text."
+    )
 
 
 class SequenceBody(BaseModel):
-    """What is told about a generation with `details`."""
+    """The details of a generation."""
 
-    finish_reason: str = Field(examples=["length", "eos_token", "stop_sequence"])
-    generated_tokens: int
-    seed: int | None
-    prefill: list[PrefillTokenBody]
-    tokens: list[TokenBody]
-    top_tokens: list[list[TokenBody]] = Field(default=[], description="Left out when empty.")
+    finish_reason: str = Field(
+        description="Why the text ended.", examples=["length", "eos_token", "stop_sequence"]
+    )
+    generated_tokens: int = Field(description="How many tokens were generated.")
+    seed: int | None = Field(
+        description="The seed that tokens were drawn with. null: none were drawn."
+    )
+    prefill: list[PrefillTokenBody] = Field(
+        description="The prompt's tokens, if `decoder_input_details` was true."
+    )
+    tokens: list[TokenBody] = Field(description="The generated tokens.")
+    top_tokens: list[list[TokenBody]] = Field(
+        default=[], description="For each generated token the likeliest ones. Left out when empty."
+    )
 
 
 class BestOfSequenceBody(SequenceBody):
-    """A generation that did not win."""
+    """One of the generations that were not chosen."""
 
-    generated_text: str
+    generated_text: str = Field(description="Its text.")
 
 
 class DetailsBody(SequenceBody):
-    """Details of the answer, and the generations it won against."""
+    """Details of the answer, and the generations that were not chosen."""
 
     best_of_sequences: list[BestOfSequenceBody] = Field(
-        default=[], description="Left out when empty."
+        default=[], description="The other generations of `best_of`. Left out when empty."
     )
 
 
 class GenerateResponse(BaseModel):
     """Answer of /generate."""
 
-    generated_text: str
+    generated_text: str = Field(
+        description="The text, with the prompt before it if that was asked for."
+    )
     details: DetailsBody | None = Field(default=None, description="Left out unless asked for.")
 
 
 class StreamDetailsBody(BaseModel):
     """Details of a stream."""
 
-    finish_reason: str
-    generated_tokens: int
-    seed: int | None
-    input_length: int
+    finish_reason: str = Field(description="Why the text ended.")
+    generated_tokens: int = Field(description="How many tokens were generated.")
+    seed: int | None = Field(
+        description="The seed that tokens were drawn with. null: none were drawn."
+    )
+    input_length: int = Field(description="Tokens of the prompt.")
 
 
 class StreamResponse(BaseModel):
     """One event of /generate_stream."""
 
-    index: int
-    token: TokenBody
-    top_tokens: list[TokenBody] = Field(default=[], description="Left out when empty.")
-    generated_text: str | None = Field(description="Only in the last event.")
+    index: int = Field(description="1 for the first token.")
+    token: TokenBody = Field(description="The token that was generated.")
+    top_tokens: list[TokenBody] = Field(
+        default=[], description="The likeliest tokens of this step. Left out when empty."
+    )
+    generated_text: str | None = Field(description="The whole text. Only in the last event.")
     details: StreamDetailsBody | None = Field(description="Only in the last event, if asked for.")
 
 
 class TokenizedToken(BaseModel):
     """One token of /tokenize; `start` and `stop` are byte offsets into the input."""
 
-    id: int
+    id: int = Field(description="The number of the token in the vocabulary.")
     text: str
-    start: int
-    stop: int
+    start: int = Field(description="Where the token begins, in bytes.")
+    stop: int = Field(description="Where the token ends, in bytes.")
 
 
 class ErrorResponse(BaseModel):
     """Body of every error."""
 
-    error: str
-    error_type: str
+    error: str = Field(description="What was wrong, in a sentence.")
+    error_type: str = Field(description="The kind of the error, in a word.")
 
 
 class InfoResponse(BaseModel):
@@ -320,32 +386,44 @@ class InfoResponse(BaseModel):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model_id: str
-    model_sha: str | None
-    model_pipeline_tag: str | None
-    max_concurrent_requests: int
-    max_best_of: int
-    max_stop_sequences: int
-    max_input_tokens: int
-    max_total_tokens: int
-    validation_workers: int
-    max_client_batch_size: int
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-    max_batch_total_tokens: int
-    max_batch_prefill_tokens: int
-    max_batch_size: int
-    waiting_served_ratio: float
-    max_waiting_tokens: int
-    model_dtype: str
-    model_device_type: str
-    model_vocab_size: int
-    num_shard: int
-    block_size: int
-    num_blocks: int
-    attention_impl: str
+    model_id: str = Field(description="The served model.")
+    model_sha: str | None = Field(description="The revision of the model.")
+    model_pipeline_tag: str | None = Field(description="Always null.")
+    max_concurrent_requests: int = Field(
+        description="The most requests that wait or run at one time; one more is answered with 429."
+    )
+    max_best_of: int = Field(description="The largest `best_of`.")
+    max_stop_sequences: int = Field(description="The most stop sequences of one request.")
+    max_input_tokens: int = Field(description="The longest prompt, in tokens.")
+    max_total_tokens: int = Field(
+        description="The most tokens of a prompt and its answer together."
+    )
+    validation_workers: int = Field(description="Threads that tokenize prompts.")
+    max_client_batch_size: int = Field(description="The most prompts of one request.")
+    router: str = Field(description="The program that answers.")
+    version: str = Field(description="The version of that program.")
+    sha: str | None = Field(description="Always null.")
+    docker_label: str | None = Field(description="Always null.")
+    max_batch_total_tokens: int = Field(
+        description="The most tokens that all running requests may hold together."
+    )
+    max_batch_prefill_tokens: int = Field(description="The most tokens of prompts in one step.")
+    max_batch_size: int = Field(description="The most requests that are computed at one time.")
+    waiting_served_ratio: float = Field(
+        description="Waiting requests join when there are this many times as many as running "
+        "ones. Only without prefill chunking."
+    )
+    max_waiting_tokens: int = Field(
+        description="Steps after which waiting requests join at any ratio. Only without prefill "
+        "chunking."
+    )
+    model_dtype: str = Field(description="The number type that the model computes with.")
+    model_device_type: str = Field(description="What the model runs on.")
+    model_vocab_size: int = Field(description="Tokens in the vocabulary.")
+    num_shard: int = Field(description="Processes that the model is divided over.")
+    block_size: int = Field(description="Tokens in one block of the cache.")
+    num_blocks: int = Field(description="Blocks in the cache.")
+    attention_impl: str = Field(description="How attention is computed.")
     features: dict[str, str] = Field(
         description="What is on and what is off, and why.",
         examples=[{"prefix_caching": "on", "speculation": "off: start with --speculate N"}],

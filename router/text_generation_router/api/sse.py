@@ -63,8 +63,8 @@ class EventStream(EventSourceResponse):
 
     async def _run(self, receive: Receive, send: Send) -> None:
         self._last_write = asyncio.get_running_loop().time()
-        writing = asyncio.create_task(self._write_all(send))
         leaving = asyncio.create_task(disconnected(receive))
+        writing = asyncio.create_task(self._write_all(send, leaving))
         try:
             while not await _any_done(writing, leaving, timeout_s=self._patience_s()):
                 await self._break_silence(send)
@@ -75,13 +75,16 @@ class EventStream(EventSourceResponse):
         if not writing.cancelled():
             writing.result()
 
-    async def _write_all(self, send: Send) -> None:
+    async def _write_all(self, send: Send, leaving: asyncio.Task[None]) -> None:
         clock = asyncio.get_running_loop().time
         if self._first:
             self._is_writing = True
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             self._is_writing = False
         async for chunk in self._events:
+            # Writes to a client that has left return at once: all events would be taken for sent.
+            if leaving.done():
+                return
             self._last_write = clock()
             self._is_writing = True
             await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -37,15 +37,19 @@ Instance = Annotated[
 
 
 class VertexRequest(Body):
-    """Bodies of /generate and of /v1/chat/completions, mixed as you like."""
+    """Bodies of /generate and of /v1/chat/completions, in any order."""
 
-    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], IN_SLICES]
+    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], IN_SLICES] = Field(
+        description="One request each. All are generated at the same time."
+    )
 
 
 class VertexResponse(BaseModel):
     """One prediction an instance, in order: its text, or /generate's answer with `details`."""
 
-    predictions: list[str | dict[str, Any]]
+    predictions: list[str | dict[str, Any]] = Field(
+        description="One for each instance, in the same order."
+    )
 
 
 @router.post(

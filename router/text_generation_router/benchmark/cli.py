@@ -3,9 +3,13 @@
 Starts shards of its own for --model-id (without it the embedded model); what stands behind `--` are
 flags of `text-generation-launcher shards`. With --master-shard-uds-path it asks shards that run
 already and that nobody serves from: start them with `text-generation-launcher shards`.
+
+With --url it loads a server that runs, of whatever kind, with streams: --clients at once, or --rate
+arrivals in a second. Requests that fail are counted, and end nothing.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import uvloop
 from rich.console import Console
 
-from text_generation_router.benchmark.display import display
+from text_generation_router.benchmark.display import BATCHES, display
+from text_generation_router.benchmark.load import cli as load_cli
 from text_generation_router.benchmark.measure import BenchmarkError, Choice, Shape, warm_up
-from text_generation_router.benchmark.report import Figures, as_csv, markdown
+from text_generation_router.benchmark.report import Figures, as_csv, markdown, write_outputs
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
@@ -43,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measures and prints; what the user can mend is one line and exit code 1."""
     options = _parse(arguments)
     try:
+        if options.url is not None:
+            key = options.api_key or os.environ.get("OPENAI_API_KEY") or None
+            return load_cli.run(options, key)
         with _target(options) as target:
             uvloop.run(_measure(options, target))
     except (ShardsProcessError, GenerationError, BenchmarkError, ValueError, OSError) as error:
@@ -54,11 +61,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """The command line; names and defaults are those of TGI's tool."""
+    """The command line; names and defaults of what measures the shards are those of TGI's tool."""
     parser = argparse.ArgumentParser(
-        prog="text-generation-benchmark", description=__doc__, allow_abbrev=False
+        prog="text-generation-benchmark",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    text = "runs of each batch, or with --url requests of each point, before those that count"
+    parser.add_argument(
+        "-w", "--warmups", "--warmup", type=at_least(0), default=1, metavar="N", help=text
+    )
+    text = "a .json or .csv; repeatable"
+    parser.add_argument("-o", "--output", type=Path, action="append", default=[], help=text)
+    _add_flags(parser.add_argument_group("the shards, without a router").add_argument)
+    group = parser.add_argument_group("a server that runs")
+    load_cli.add_flags(group.add_argument, at_least)
+    return parser
+
+
+def _add_flags(add: Callable[..., Any]) -> None:
+    """Those that --url does not go with."""
     add("--model-id", help="hub id or directory of the model to start shards for")
     add("-m", "--master-shard-uds-path", help="socket of rank 0 of shards that run already")
     add("-t", "--tokenizer-name", type=Path, help="directory with the tokenizer of such shards")
@@ -69,7 +92,6 @@ def create_parser() -> argparse.ArgumentParser:
         ("r", "runs", None, 10, "runs of each batch that count"),
     ):
         add(f"-{letter}", f"--{name}", type=at_least(1), nargs=kind, default=default, help=text)
-    add("-w", "--warmups", type=at_least(0), default=1, help="runs of each batch before those")
     for name in ("temperature", "top-p", "typical-p", "repetition-penalty"):
         add(f"--{name}", type=float, default=1.0)
     add("--frequency-penalty", type=float, default=0.0)
@@ -77,27 +99,54 @@ def create_parser() -> argparse.ArgumentParser:
     add("--do-sample", action="store_true")
     add("--watermark", action="store_true")
     add("--top-n-tokens", type=at_least(0), default=0)
-    add(
-        "-o", "--output", type=Path, action="append", default=[], help="a .json or .csv; repeatable"
-    )
     add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="as --num-shard 2")
-    return parser
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = create_parser()
     options = parser.parse_args(arguments)
+    if (text := _of_other_mode(parser, arguments)) is not None:
+        parser.error(text)
     for path in options.output:
         if path.suffix not in _WRITERS:
             parser.error(f"--output {path} must end in {' or '.join(_WRITERS)}")
         if not path.parent.is_dir():
             parser.error(f"--output {path} is in a directory that does not exist")
+    if options.url is not None and (text := load_cli.check(options)) is not None:
+        parser.error(text)
     if options.master_shard_uds_path is not None:
         if options.model_id is not None or options.launcher_flags:
             parser.error("--master-shard-uds-path is of shards that run already: leave --model-id")
         if options.tokenizer_name is None:
             parser.error("--master-shard-uds-path needs --tokenizer-name, the model's directory")
     return options
+
+
+def _of_other_mode(parser: argparse.ArgumentParser, arguments: list[str] | None) -> str | None:
+    """What is wrong if a flag was given that would be without an effect."""
+    # A name that the namespace has already keeps its value where no flag is given.
+    unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
+    given = {
+        name
+        for name, value in vars(parser.parse_args(arguments, unset)).items()
+        if value not in (None, [])
+    }
+    of_shards = argparse.ArgumentParser(add_help=False)
+    _add_flags(of_shards.add_argument)
+    of_load = argparse.ArgumentParser(add_help=False)
+    load_cli.add_flags(of_load.add_argument, at_least)
+    is_load = "url" in given
+    other = vars((of_shards if is_load else of_load).parse_args([]))
+    wrong = sorted(given.intersection(other))
+    if not wrong:
+        return None
+    flag = (
+        "what stands behind --"
+        if wrong[0] == "launcher_flags"
+        else f"--{wrong[0].replace('_', '-')}"
+    )
+    why = "is of the shards, which --url does not ask: leave it" if is_load else "needs --url"
+    return f"{flag} {why}"
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -142,7 +191,7 @@ async def _measure(options: argparse.Namespace, target: _Target) -> None:
     try:
         bench, info = await warm_up(shards, tokenizer, shapes, choice)
         per_shape = options.warmups + options.runs
-        with display(Console(), all_figures, per_shape * len(shapes)) as shown:
+        with display(Console(), all_figures, per_shape * len(shapes), BATCHES) as shown:
             for place, figures in enumerate(all_figures):
                 for number in range(per_shape):
                     run = await bench.run(figures.shape)
@@ -185,12 +234,8 @@ def _parameters(options: argparse.Namespace, target: _Target, info: ShardInfo) -
 
 def _report(parameters: dict[str, Any], all_figures: list[Figures], outputs: list[Path]) -> None:
     print(markdown(parameters, all_figures))
-    for path in outputs:
-        if path.suffix == ".csv":
-            path.write_text(as_csv(all_figures))
-        else:
-            report = {"parameters": parameters, "batches": [one.as_dict() for one in all_figures]}
-            path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    batches = [one.as_dict() for one in all_figures]
+    write_outputs(outputs, {"parameters": parameters, "batches": batches}, as_csv(all_figures))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What is shown while it measures: a table that fills up, or a line for each batch."""
+"""What is shown while it measures: a table that fills up, or a line for each of its rows."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,69 +12,80 @@ from rich.table import Table
 
 from text_generation_router.benchmark.report import Figures, Spread
 
-_COLUMNS = (
-    "batch size",
-    "sequence length",
-    "prefill ms",
-    "prompt tokens/s",
-    "decode ms/step",
-    "tokens/s",
-    "runs",
-)
+Row = TypeVar("Row")
+Shown = TypeVar("Shown", contravariant=True)
 
 
-class Display(Protocol):
+@dataclass(frozen=True, slots=True)
+class Layout(Generic[Row]):
+    """How rows are shown."""
+
+    columns: Sequence[str]
+    cells: Callable[[Row], list[str]]
+    unit: str = "runs"
+    refresh_per_second: float = 8
+
+
+class Display(Protocol[Shown]):
     """Shows figures as they come."""
 
-    def show(self, figures: Figures, runs_done: int, is_last: bool) -> None:
-        """`figures` have one run more (or, in a warm-up, have not); the last of its batch?"""
+    def show(self, figures: Shown, runs_done: int, is_last: bool) -> None:
+        """`figures` have one run more (or, in a warm-up, have not); the last of its row?"""
         ...
 
 
-class _Table:
-    """A table of all batches and a progress bar, drawn anew after each run."""
+class _Table(Generic[Row]):
+    """A table of all rows and a progress bar, drawn anew after each run."""
 
-    def __init__(self, live: Live, all_figures: Sequence[Figures], num_runs: int) -> None:
+    def __init__(
+        self, live: Live, all_figures: Sequence[Row], num_runs: int, layout: Layout[Row]
+    ) -> None:
         self._live = live
         self._all_figures = all_figures
+        self._layout = layout
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
-        self._task = self._progress.add_task("runs", total=num_runs)
+        self._task = self._progress.add_task(layout.unit, total=num_runs)
 
-    def show(self, figures: Figures | None, runs_done: int, is_last: bool) -> None:
+    def show(self, figures: Row | None, runs_done: int, is_last: bool) -> None:
         self._progress.update(self._task, completed=runs_done)
-        table = Table(*_COLUMNS)
+        table = Table(*self._layout.columns)
         for one in self._all_figures:
             style = "bold" if one is figures else ""
-            table.add_row(*_cells(one), style=style)
+            table.add_row(*self._layout.cells(one), style=style)
         self._live.update(Group(table, self._progress))
 
 
-class _Lines:
-    """A line for each batch, when all its runs are done."""
+class _Lines(Generic[Row]):
+    """A line for each row, when all its runs are done."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, layout: Layout[Row]) -> None:
         self._console = console
+        self._layout = layout
 
-    def show(self, figures: Figures, runs_done: int, is_last: bool) -> None:
+    def show(self, figures: Row, runs_done: int, is_last: bool) -> None:
         if is_last:
-            parts = zip(_COLUMNS, _cells(figures), strict=True)
+            parts = zip(self._layout.columns, self._layout.cells(figures), strict=True)
             self._console.print(", ".join(f"{name} {cell}" for name, cell in parts), soft_wrap=True)
 
 
 @contextmanager
-def display(console: Console, all_figures: Sequence[Figures], num_runs: int) -> Iterator[Display]:
+def display(
+    console: Console, all_figures: Sequence[Row], num_runs: int, layout: Layout[Row]
+) -> Iterator[Display[Row]]:
     """A live table where the console is a terminal, else lines."""
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _Lines(console, layout)
         return
     # What is left on the screen is the last state; the report follows.
-    with Live(console=console, transient=True, refresh_per_second=8) as live:
-        table = _Table(live, all_figures, num_runs)
+    with Live(
+        console=console, transient=True, refresh_per_second=layout.refresh_per_second
+    ) as live:
+        table = _Table(live, all_figures, num_runs, layout)
         table.show(None, 0, False)
         yield table
 
@@ -85,3 +97,17 @@ def _cells(figures: Figures) -> list[str]:
         for values in (figures.latencies_ms(step), figures.tokens_per_s(step)):
             cells.append(f"{Spread.of(values).p50:,.1f}" if values else "")
     return [*cells, str(len(figures.runs))]
+
+
+BATCHES = Layout(
+    (
+        "batch size",
+        "sequence length",
+        "prefill ms",
+        "prompt tokens/s",
+        "decode ms/step",
+        "tokens/s",
+        "runs",
+    ),
+    _cells,
+)

@@ -3,9 +3,12 @@
 import csv
 import io
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import orjson
 
 from text_generation_router.benchmark.measure import Run, Shape
 
@@ -81,32 +84,37 @@ class Figures:
 
 def markdown(parameters: dict[str, Any], all_figures: Sequence[Figures]) -> str:
     """Three tables: what was asked, latencies, throughputs."""
-    lines = ["| Parameter | Value |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in parameters.items()]
-    lines += [
-        "",
-        "| Step | Batch Size | Sequence Length | Average | Lowest | Highest | p50 | p90 | p99 |",
-        "|---|---|---|---|---|---|---|---|---|",
+    shape = ("Batch Size", "Sequence Length")
+    latencies = [
+        (title, *_shape(figures), *latency_cells(Spread.of(figures.latencies_ms(step))))
+        for step, title, figures in _rows(all_figures)
     ]
+    throughputs = []
     for step, title, figures in _rows(all_figures):
-        one = Spread.of(figures.latencies_ms(step))
-        cells = (one.average, one.lowest, one.highest, one.p50, one.p90, one.p99)
-        values = " | ".join(f"{cell:.2f} ms" for cell in cells)
-        lines.append(f"| {title} | {_shape(figures)} | {values} |")
-    lines += [
+        if step != "decode_token":
+            one = Spread.of(figures.tokens_per_s(step))
+            cells = [f"{cell:.1f} tokens/s" for cell in (one.average, one.lowest, one.highest)]
+            throughputs.append((title.split()[0], *_shape(figures), *cells))
+    lines = [
+        *table(("Parameter", "Value"), parameters.items()),
         "",
-        "| Step | Batch Size | Sequence Length | Average | Lowest | Highest |",
-        "|---|---|---|---|---|---|",
+        *table(("Step", *shape, "Average", "Lowest", "Highest", "p50", "p90", "p99"), latencies),
+        "",
+        *table(("Step", *shape, "Average", "Lowest", "Highest"), throughputs),
     ]
-    for step, title, figures in _rows(all_figures):
-        if step == "decode_token":
-            continue
-        one = Spread.of(figures.tokens_per_s(step))
-        values = " | ".join(
-            f"{cell:.1f} tokens/s" for cell in (one.average, one.lowest, one.highest)
-        )
-        lines.append(f"| {title.split()[0]} | {_shape(figures)} | {values} |")
     return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return [lines[0], f"|{'---|' * len(head)}", *lines[1:]]
+
+
+def latency_cells(one: Spread) -> list[str]:
+    """Average, lowest, highest, p50, p90, p99 of milliseconds."""
+    values = (one.average, one.lowest, one.highest, one.p50, one.p90, one.p99)
+    return [f"{value:.2f} ms" for value in values]
 
 
 def as_csv(all_figures: Sequence[Figures]) -> str:
@@ -128,6 +136,15 @@ def as_csv(all_figures: Sequence[Figures]) -> str:
     return file.getvalue()
 
 
+def write_outputs(paths: Sequence[Path], report: dict[str, Any], csv_text: str) -> None:
+    """To each path, as its suffix says. Raises OSError."""
+    for path in paths:
+        if path.suffix == ".csv":
+            path.write_text(csv_text)
+        else:
+            path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+
+
 def _rows(all_figures: Sequence[Figures]) -> Iterator[tuple[str, str, Figures]]:
     """Step by step, the batches that have figures for it."""
     for step in STEPS:
@@ -136,5 +153,5 @@ def _rows(all_figures: Sequence[Figures]) -> Iterator[tuple[str, str, Figures]]:
                 yield step, _TITLES[step], figures
 
 
-def _shape(figures: Figures) -> str:
-    return f"{figures.shape.batch_size} | {figures.shape.sequence_length}"
+def _shape(figures: Figures) -> tuple[int, int]:
+    return figures.shape.batch_size, figures.shape.sequence_length

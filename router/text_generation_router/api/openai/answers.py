@@ -20,33 +20,37 @@ def stream_of(chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 class PromptTokensDetails(BaseModel):
     """Tokens of the prompt that an earlier request had computed already."""
 
-    cached_tokens: int
+    cached_tokens: int = Field(description="How many tokens.")
 
 
 class Usage(BaseModel):
     """Tokens of the prompt, counted once, and of all that was generated."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    completion_tokens: int = Field(description="Tokens that were generated.")
+    total_tokens: int = Field(description="Both together.")
+    prompt_tokens_details: PromptTokensDetails = Field(
+        description="What is known of the prompt's tokens."
+    )
 
 
 class _Answer(BaseModel):
-    id: str
+    id: str = Field(description="A new id for each request.")
     object: str
-    created: int
-    model: str
-    system_fingerprint: str
+    created: int = Field(description="When the request came, in seconds since 1970.")
+    model: str = Field(description="The served model.")
+    system_fingerprint: str = Field(description="The version of the server.")
 
 
 class CompletionLogprobs(BaseModel):
     """All lists have one entry a token; offsets count characters."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
+    tokens: list[str] = Field(description="The text of each token.")
+    token_logprobs: list[float | None] = Field(description="The log-probability of each token.")
+    top_logprobs: list[dict[str, float] | None] | None = Field(
+        description="For each token the likeliest ones of its step."
+    )
+    text_offset: list[int] = Field(description="Where each token begins in the text.")
 
 
 class CompletionChoice(BaseModel):
@@ -54,50 +58,52 @@ class CompletionChoice(BaseModel):
 
     text: str
     index: int
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None = Field(examples=["stop", "length"])
+    logprobs: CompletionLogprobs | None = Field(description="Only if asked for.")
+    finish_reason: str | None = Field(
+        description="Why the text ended.", examples=["stop", "length"]
+    )
 
 
 class Completion(_Answer):
     """Answer of /v1/completions."""
 
-    choices: list[CompletionChoice]
-    usage: Usage
+    choices: list[CompletionChoice] = Field(description="The texts.")
+    usage: Usage = Field(description="How many tokens they took.")
 
 
 class CompletionChunk(_Answer):
     """Event of /v1/completions."""
 
-    choices: list[CompletionChoice]
+    choices: list[CompletionChoice] = Field(description="The new part of a text.")
     usage: Usage | None = Field(default=None, description="Only if asked for, at the end.")
 
 
 class TopLogprob(BaseModel):
-    """A token that could have been taken."""
+    """A token that could have been chosen."""
 
-    token: str
-    logprob: float
-    bytes: list[int] | None
+    token: str = Field(description="The text of the token.")
+    logprob: float = Field(description="The log-probability of the token.")
+    bytes: list[int] | None = Field(description="The text of the token as bytes of UTF-8.")
 
 
 class TokenLogprob(TopLogprob):
     """A token of the text."""
 
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] = Field(description="The likeliest tokens of the same step.")
 
 
 class ChoiceLogprobs(BaseModel):
     """Log-probabilities of the text of a message."""
 
-    content: list[TokenLogprob] | None
-    refusal: None = None
+    content: list[TokenLogprob] | None = Field(description="One entry for each token.")
+    refusal: None = Field(default=None, description="Always null.")
 
 
 class FunctionCall(BaseModel):
     """A function with its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: str = Field(description="JSON text.")
 
 
 class MessageToolCall(BaseModel):
@@ -105,17 +111,21 @@ class MessageToolCall(BaseModel):
 
     id: str
     type: str = Field(examples=["function"])
-    function: FunctionCall
+    function: FunctionCall = Field(description="The function that is called.")
 
 
 class OutputMessage(BaseModel):
     """The message the model wrote."""
 
     role: str = Field(examples=["assistant"])
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = Field(default=None, description="Left out where there is none.")
-    tool_calls: list[MessageToolCall] = Field(default=[], description="Left out when empty.")
+    content: str | None = Field(description="The text.")
+    refusal: None = Field(default=None, description="Always null.")
+    reasoning_content: str | None = Field(
+        default=None, description="What the model thought. Left out where it did not think."
+    )
+    tool_calls: list[MessageToolCall] = Field(
+        default=[], description="The calls that the model asks for. Left out when empty."
+    )
 
 
 class ChatChoice(BaseModel):
@@ -123,53 +133,57 @@ class ChatChoice(BaseModel):
 
     index: int
     message: OutputMessage
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str = Field(examples=["stop", "length", "tool_calls"])
+    logprobs: ChoiceLogprobs | None = Field(description="Only if asked for.")
+    finish_reason: str = Field(
+        description="Why the message ended.", examples=["stop", "length", "tool_calls"]
+    )
 
 
 class ChatCompletion(_Answer):
     """Answer of /v1/chat/completions."""
 
-    choices: list[ChatChoice]
-    usage: Usage
+    choices: list[ChatChoice] = Field(description="The messages.")
+    usage: Usage = Field(description="How many tokens they took.")
 
 
 class FunctionDelta(BaseModel):
-    """What is new of a function: its name, or more of its arguments."""
+    """The new part of a function call: its name, or more of its arguments."""
 
-    name: str | None = None
-    arguments: str
+    name: str | None = Field(default=None, description="Only in the first event of a call.")
+    arguments: str = Field(description="More of the JSON text.")
 
 
 class ToolCallDelta(BaseModel):
-    """What is new of a call; `id` and `type` come once."""
+    """The new part of a call. `id` and `type` come only in its first event."""
 
-    index: int
+    index: int = Field(description="Which call of the message it is.")
     id: str | None = None
     type: str | None = None
-    function: FunctionDelta
+    function: FunctionDelta = Field(description="The new part of the function call.")
 
 
 class MessageDelta(BaseModel):
-    """What is new of a message; what is not is left out."""
+    """The new part of a message. Fields without anything new are left out."""
 
     role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] = []
+    content: str | None = Field(default=None, description="More of the text.")
+    reasoning_content: str | None = Field(
+        default=None, description="More of what the model thinks."
+    )
+    tool_calls: list[ToolCallDelta] = Field(default=[], description="The new parts of calls.")
 
 
 class ChatChunkChoice(BaseModel):
-    """What is new of one message; the reason to finish comes last, by itself."""
+    """The new part of one message. `finish_reason` comes in a last event of its own."""
 
     index: int
-    delta: MessageDelta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
+    delta: MessageDelta = Field(description="The new part of the message.")
+    logprobs: ChoiceLogprobs | None = Field(description="Only if asked for.")
+    finish_reason: str | None = Field(description="Why the message ended.")
 
 
 class ChatCompletionChunk(_Answer):
     """Event of /v1/chat/completions."""
 
-    choices: list[ChatChunkChoice]
+    choices: list[ChatChunkChoice] = Field(description="The new parts of messages.")
     usage: Usage | None = Field(default=None, description="Only if asked for, at the end.")

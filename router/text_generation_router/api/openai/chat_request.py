@@ -34,30 +34,44 @@ class ChatRequest(SamplingBody):
     """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
     `chat_template_kwargs`."""
 
-    messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], IN_SLICES]
+    messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], IN_SLICES] = Field(
+        description="The conversation so far."
+    )
     max_tokens: Uint32 | None = Field(
-        default=None, description="Default: as many as fit after the prompt.", examples=[32]
+        default=None,
+        description="The most tokens to generate. Default: as many as fit after the prompt.",
+        examples=[32],
     )
     max_completion_tokens: Uint32 | None = Field(
-        default=None, description="The same, and goes before `max_tokens`."
+        default=None, description="The same as `max_tokens`. If both are given, this one counts."
     )
-    logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
+    logprobs: bool | None = Field(
+        default=None, description="Return the log-probabilities of the tokens."
+    )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
-        default=None, description="Return so many best tokens at each step; needs `logprobs`."
+        default=None,
+        description="Return this many of the likeliest tokens at each step. Needs `logprobs`.",
     )
     response_format: ResponseFormatBody | None = Field(
-        default=None, description="What the answer has to look like, in OpenAI's form or in TGI's."
+        default=None,
+        description="The form that the answer must have, as OpenAI or as TGI writes it.",
     )
-    tools: Items[ToolBody] | None = None
+    tools: Items[ToolBody] | None = Field(
+        default=None, description="The functions that the model may call."
+    )
     tool_choice: ToolChoice | None = Field(
-        default=None, description="`auto`, `none`, `required` or a function.", examples=["auto"]
+        default=None,
+        description="`auto`, `none`, `required`, or the function that must be called.",
+        examples=["auto"],
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="Default: true.")
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Whether one answer may have several calls. Default: true."
+    )
     tool_prompt: str | None = Field(
-        default=None, description="Put behind the last message where there are tools."
+        default=None, description="Text that is put behind the last message if there are tools."
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Variables of the chat template, as `enable_thinking`."
+        default=None, description="Variables for the chat template, for example `enable_thinking`."
     )
     audio: Refused = None
     functions: Annotated[Any, refuses([]), NOT_SUPPORTED] = None

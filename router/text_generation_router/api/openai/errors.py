@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from text_generation_router.api.body import SHOWN_COMPLAINT, short, shown
@@ -56,18 +56,20 @@ _CODES = {401: "invalid_api_key", 404: "unknown_url", 429: "rate_limit_exceeded"
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong; `param` is the field of the body with dots in its path."""
+    """What went wrong."""
 
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+    message: str = Field(description="What was wrong, in a sentence.")
+    type: str = Field(description="The kind of the error.")
+    param: str | None = Field(
+        description="The field of the body that was wrong, with dots in its path."
+    )
+    code: str | None = Field(description="The exact error, in a word.")
 
 
 class ErrorBody(BaseModel):
     """Body of every error of OpenAI's routes, and of an event that ends a stream."""
 
-    error: ErrorDetail
+    error: ErrorDetail = Field(description="The error.")
 
 
 class RequestError(RouterError):

@@ -14,7 +14,7 @@ class Hint:
         self.harmless = harmless
 
 
-IGNORED = Field(description="Taken, and changes nothing.")
+IGNORED = Field(description="Accepted, but it changes nothing.")
 
 
 def warning(body: BaseModel) -> dict[str, str]:

@@ -17,9 +17,12 @@ _CHOICES = ("auto", "none", "required")
 class ContentPart(Body):
     """A part of a message: a text, or what the assistant said instead of an answer."""
 
-    type: str = Field(examples=["text"])
-    text: str | None = None
-    refusal: str | None = None
+    type: str = Field(description="`text` or `refusal`.", examples=["text"])
+    text: str | None = Field(default=None, description="For the type `text`.")
+    refusal: str | None = Field(
+        default=None,
+        description="For the type `refusal`: what the assistant said instead of an answer.",
+    )
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
@@ -41,8 +44,11 @@ class ContentPart(Body):
 class CalledFunction(Body):
     """A function with its arguments, as JSON text or as the JSON itself."""
 
-    name: str
-    arguments: Any = Field(validation_alias=AliasChoices("arguments", "parameters"))
+    name: str = Field(description="The name of the function.")
+    arguments: Any = Field(
+        validation_alias=AliasChoices("arguments", "parameters"),
+        description="JSON, or JSON written as text. `parameters` is the same.",
+    )
 
     @property
     def parsed_arguments(self) -> Any:
@@ -59,24 +65,37 @@ class CalledFunction(Body):
 class ToolCallBody(Body):
     """A call that the assistant made."""
 
-    id: str
+    id: str = Field(description="The id of the call. The tool's result names it.")
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: CalledFunction = Field(description="The function that was called.")
 
 
 class MessageBody(Body):
     """One message of any role."""
 
-    role: str = Field(min_length=1, examples=["user"])
-    content: str | Items[ContentPart] | None = Field(
-        default=None, examples=["What is Deep Learning?"]
+    role: str = Field(
+        min_length=1,
+        description="Who says it: system, developer, user, assistant or tool.",
+        examples=["user"],
     )
-    name: str | None = None
-    tool_calls: Items[ToolCallBody] | None = None
-    tool_call_id: str | None = Field(default=None, description="Which call a tool's result is of.")
-    refusal: str | None = None
+    content: str | Items[ContentPart] | None = Field(
+        default=None, description="A text, or parts.", examples=["What is Deep Learning?"]
+    )
+    name: str | None = Field(
+        default=None, description="The name of the speaker, if the chat template reads it."
+    )
+    tool_calls: Items[ToolCallBody] | None = Field(
+        default=None, description="The calls that the assistant made."
+    )
+    tool_call_id: str | None = Field(
+        default=None, description="The id of the call that this message is the result of."
+    )
+    refusal: str | None = Field(
+        default=None, description="What the assistant said instead of an answer."
+    )
     reasoning_content: str | None = Field(
-        default=None, description="What the assistant thought; the template decides about it."
+        default=None,
+        description="What the assistant thought. The chat template decides if the model sees it.",
     )
     audio: Refused = None
     function_call: Refused = None
@@ -120,21 +139,27 @@ class MessageBody(Body):
 class FunctionBody(Body):
     """A function the model may call."""
 
-    name: str = Field(min_length=1, examples=["get_weather"])
-    description: str | None = None
+    name: str = Field(
+        min_length=1, description="The name of the function.", examples=["get_weather"]
+    )
+    description: str | None = Field(
+        default=None, description="What the function does, for the model."
+    )
     parameters: dict[str, Any] | None = Field(
         default=None,
         validation_alias=AliasChoices("parameters", "arguments"),
-        description="JSON schema of the arguments. Default: it takes none.",
+        description="JSON schema of the arguments. Default: no arguments. `arguments` is the same.",
     )
-    strict: bool | None = None
+    strict: bool | None = Field(
+        default=None, description="Refuse the request if a part of the schema can not be enforced."
+    )
 
 
 class ToolBody(Body):
-    """A tool; only functions there are."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"] = "function"
-    function: FunctionBody
+    function: FunctionBody = Field(description="The function.")
 
     @model_validator(mode="after")
     def _is_no_choice(self) -> Self:
@@ -153,14 +178,14 @@ class ToolBody(Body):
 class NamedFunction(Body):
     """The name of a function."""
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, description="The name of the function.")
 
 
 class NamedToolChoice(Body):
     """The function that has to be called."""
 
     type: Literal["function"] = "function"
-    function: NamedFunction
+    function: NamedFunction = Field(description="The function that must be called.")
 
 
 ToolChoice = str | NamedToolChoice

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from text_generation_router.api.generate import ServicesDependency
 from text_generation_router.api.info import get
@@ -21,19 +21,18 @@ router = APIRouter(route_class=KeyRoute, tags=["OpenAI"])
 class ModelBody(BaseModel):
     """A model that is served."""
 
-    id: str
+    id: str = Field(description="A name of the model.")
     object: str = "model"
-    created: int = 0
-    owned_by: str
-    max_model_len: int
-    """Tokens of a prompt and its answer."""
+    created: int = Field(default=0, description="In seconds since 1970; 0 where it is not known.")
+    owned_by: str = Field(description="The model's own id.")
+    max_model_len: int = Field(description="The most tokens of a prompt and its answer together.")
 
 
 class ModelListBody(BaseModel):
     """The served model, once for each of its names."""
 
     object: str = "list"
-    data: list[ModelBody]
+    data: list[ModelBody] = Field(description="The models.")
 
 
 def check_model(name: str | None, services: Services) -> None:

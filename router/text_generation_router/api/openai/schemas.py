@@ -10,6 +10,14 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.bounded import Items, Numbers
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    REPETITION_PENALTY,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+    TYPICAL_P,
+)
 from text_generation_router.api.schemas import Body, CacheSalt, LogitBias, Uint32, to_float32
 from text_generation_router.validation import GenerateParameters
 
@@ -48,7 +56,7 @@ class StreamOptions(Body):
     """How to stream."""
 
     include_usage: bool | None = Field(
-        default=None, description="Send the usage in a last chunk of its own."
+        default=None, description="Send `usage` in a last event of its own."
     )
 
 
@@ -58,34 +66,39 @@ class SamplingBody(Body):
     model: str | None = Field(
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
     )
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = Field(
+        default=None, description="Makes a token less likely the more often it was generated."
+    )
+    presence_penalty: Penalty | None = Field(
+        default=None, description="Makes each token that was generated less likely."
+    )
     logit_bias: LogitBias | None = Field(
-        default=None, description="Token id to what is added to its logit, -100 to 100."
+        default=None, description="Token id, and what is added to its logit: -100 to 100."
     )
     n: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        default=None, description="Answers to one prompt. Default: 1."
+        default=None, description="How many answers to one prompt. Default: 1."
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
         default=None, description="Answer i is drawn with seed + i. Default: random."
     )
     stop: Stop | None = Field(
-        default=None, description="Ends the text before any of these.", examples=[["\n"]]
+        default=None, description="The text ends before any of these.", examples=[["\n"]]
     )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream: bool | None = Field(default=None, description=STREAM)
+    stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
     temperature: Annotated[float, Field(ge=0), AfterValidator(to_float32)] | None = Field(
-        default=None, description="0: always the likeliest token. Default: 1."
+        default=None, description=TEMPERATURE
     )
-    top_p: Fraction | None = None
-    repetition_penalty: Positive | None = None
+    top_p: Fraction | None = Field(default=None, description=TOP_P)
+    repetition_penalty: Positive | None = Field(default=None, description=REPETITION_PENALTY)
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        default=None, description="0 or -1: all tokens."
+        default=None,
+        description="Draw only from this many of the likeliest tokens. 0 or -1: from all.",
     )
-    typical_p: Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)] | None = None
-    deterministic: bool | None = Field(
-        default=None, description="The same tokens in whatever company, bit for bit."
+    typical_p: Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)] | None = Field(
+        default=None, description=TYPICAL_P
     )
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
     @property
@@ -141,13 +154,16 @@ class CompletionRequest(SamplingBody):
     )
     echo: bool | None = Field(default=None, description="Put the prompt before the text.")
     max_tokens: Uint32 | None = Field(
-        default=16, description="null: as many as fit. 0 with `echo`: the prompt only."
+        default=16,
+        description="The most tokens to generate. null: as many as fit. 0 with `echo`: only the "
+        "prompt.",
     )
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
-        default=None, description="Return log-probabilities, and so many best tokens at each step."
+        default=None,
+        description="Return log-probabilities, and this many of the likeliest tokens at each step.",
     )
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
-        default=None, description="Generate so many and return the `n` likeliest."
+        default=None, description="Generate this many texts and return the `n` likeliest."
     )
     suffix: str | None = Field(default=None, description="Not supported.")
 

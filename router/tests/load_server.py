@@ -1,0 +1,125 @@
+"""A server that answers `text-generation-benchmark --url` from a script, in a thread."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+Pieces = list[bytes | float]
+"""Bytes of the body, and seconds to wait before the next ones."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is answered; the connection is cut behind the last piece unless `is_whole`."""
+
+    status: int = 200
+    pieces: Pieces = field(default_factory=list)
+    is_whole: bool = True
+    is_kept: bool = True
+
+
+@dataclass
+class Scripted:
+    """The server, and what it was asked."""
+
+    url: str
+    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    """(path, body, headers)."""
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        """Of all requests to a path."""
+        return [body for asked, body, _ in self.asked if asked == path]
+
+
+def json_reply(value: Any, status: int = 200) -> Reply:
+    """A reply in one piece."""
+    return Reply(status, [json.dumps(value).encode()])
+
+
+def event(value: Any) -> bytes:
+    """One event of a stream."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def completion(num_tokens: int, prompt_tokens: int | None = 7, gap_s: float = 0.0) -> Reply:
+    """A stream of /v1/completions; without prompt_tokens there is no usage."""
+    pieces: Pieces = []
+    for number in range(num_tokens):
+        choice = {"index": 0, "text": f" {number}", "finish_reason": None}
+        pieces += [event({"choices": [choice], "usage": None}), gap_s]
+    last = {"index": 0, "text": "", "finish_reason": "length"}
+    pieces.append(event({"choices": [last]}))
+    if prompt_tokens is not None:
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens}
+        pieces.append(event({"choices": [], "usage": usage}))
+    return Reply(pieces=[*pieces, b"data: [DONE]\n\n"])
+
+
+Answer = Callable[[str, dict[str, Any]], Reply]
+
+
+async def _serve(server: Scripted, answer: Answer, reader: Any, writer: Any) -> None:
+    try:
+        while True:
+            head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+            headers = dict(line.lower().split(": ", 1) for line in lines if line)
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            path = head.split()[1]
+            server.asked.append((path, json.loads(body or b"{}"), headers))
+            reply = answer(path, json.loads(body or b"{}"))
+            writer.write(
+                f"HTTP/1.1 {reply.status} X\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            )
+            for piece in reply.pieces:
+                if isinstance(piece, float):
+                    await asyncio.sleep(piece)
+                else:
+                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if not reply.is_whole:
+                break
+            writer.write(b"0\r\n\r\n")
+            if not reply.is_kept:
+                break
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
+    finally:
+        writer.close()
+
+
+@contextmanager
+def scripted(answer: Answer) -> Iterator[Scripted]:
+    """Serves on a port of this machine inside the block."""
+    server = Scripted("")
+    is_ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def main() -> None:
+        def accept(reader: Any, writer: Any) -> None:
+            task = asyncio.create_task(_serve(server, answer, reader, writer))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        is_ready.set()
+        async with listener:
+            await stop.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
+    thread.start()
+    try:
+        assert is_ready.wait(5)
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(5)
+        loop.close()

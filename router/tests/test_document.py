@@ -1,0 +1,120 @@
+"""The OpenAPI document: everything in it is described, and what it shows in an editor is given."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from text_generation_router.api.examples import BODIES, PARAMETERS
+from text_generation_router.app import create_app
+from text_generation_router.config import RouterConfig
+
+Json = dict[str, Any]
+# Fields of answers whose meaning is plain from their names. A request's are all described.
+PLAIN = {"id", "index", "message", "model", "name", "object", "role", "text", "type"}
+
+
+@pytest.fixture(scope="module")
+def document() -> Json:
+    return create_app(RouterConfig(tokenizer_name="")).openapi()
+
+
+def operations(document: Json) -> Iterator[tuple[str, str, Json]]:
+    """Path, method, operation."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def schemas(document: Json) -> dict[str, Json]:
+    described: dict[str, Json] = document["components"]["schemas"]
+    return described
+
+
+def references(value: Any) -> Iterator[str]:
+    """The names of the schemas that a part of the document refers to."""
+    if isinstance(value, dict):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference.rpartition("/")[2]
+        for one in value.values():
+            yield from references(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from references(one)
+
+
+def of_requests(document: Json) -> set[str]:
+    """The names of the schemas that request bodies are made of."""
+    found: set[str] = set()
+    new = set(references([op.get("requestBody") for _, _, op in operations(document)]))
+    while new:
+        found |= new
+        new = set(references([document["components"]["schemas"][name] for name in new])) - found
+    return found
+
+
+def is_described(field: Json) -> bool:
+    """By itself, by one of the forms that it can have, or because it has one value only."""
+    forms = (field, *field.get("anyOf", ()), *field.get("oneOf", ()))
+    return "const" in field or any(form.get("description") for form in forms)
+
+
+def test_every_operation_and_schema_is_described(document: Json) -> None:
+    for path, method, operation in operations(document):
+        assert operation["summary"] and operation["description"], (method, path)
+        for parameter in operation.get("parameters", ()):
+            assert parameter.get("description"), (method, path, parameter["name"])
+    nameless = [name for name, schema in schemas(document).items() if not schema.get("description")]
+    assert not nameless, "\n".join(nameless)
+
+
+def test_every_schema_is_referred_to(document: Json) -> None:
+    assert set(references(document)) == schemas(document).keys()
+
+
+def test_every_field_is_described(document: Json) -> None:
+    requests = of_requests(document)
+    missing = [
+        f"{name}.{field}"
+        for name, schema in schemas(document).items()
+        for field, form in schema.get("properties", {}).items()
+        if not is_described(form) and (name in requests or field not in PLAIN)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_every_post_route_and_path_parameter_has_an_example(document: Json) -> None:
+    posts = {path for path, method, _ in operations(document) if method == "post"}
+    assert posts == BODIES.keys()
+    parameters = {
+        parameter["name"]
+        for _, _, operation in operations(document)
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "path"
+    }
+    assert parameters == PARAMETERS.keys()
+
+
+def test_no_examples_stand_where_fields_are_not(document: Json) -> None:
+    """An example's fields are the body's: those that it lacks would not be read."""
+    for path, method, operation in operations(document):
+        if method != "post":
+            continue
+        content = operation["requestBody"]["content"]["application/json"]
+        known = {
+            field
+            for name in references(content["schema"])
+            for field in document["components"]["schemas"][name]["properties"]
+        }
+        for name, example in content["examples"].items():
+            assert example["value"].keys() <= known, (path, name)
+
+
+def test_keys_are_named_only_where_there_are_some(document: Json) -> None:
+    assert "securitySchemes" not in document["components"]
+    assert not any("security" in operation for _, _, operation in operations(document))
+    app = create_app(RouterConfig(tokenizer_name="", api_key=("a",)))
+    guarded = app.openapi()
+    assert guarded is app.openapi()
+    assert guarded["components"]["securitySchemes"].keys() == {"HTTPBearer", "APIKeyHeader"}
+    # Which routes have them is held beside the check itself, in test_api.py.
+    assert any("security" in operation for _, _, operation in operations(guarded))

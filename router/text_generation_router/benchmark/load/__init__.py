@@ -1,0 +1,1 @@
+"""`text-generation-benchmark --url`: a server loaded with streams, as its clients see it."""

@@ -1,0 +1,184 @@
+"""The figures of one point of a load, as its streams end."""
+
+import statistics
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+METRICS = {
+    "ttft_from_due": "Time to first token, from when it was due",
+    "ttft": "Time to first token",
+    "itl": "Time between tokens",
+    "tpot": "Time per output token",
+    "latency": "Whole request",
+}
+"""Names as vLLM has them, and what they are called in the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A load: so many clients that each ask again at once, or so many arrivals in a second."""
+
+    clients: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g} requests/s"
+        return "1 client" if self.clients == 1 else f"{self.clients} clients"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How one request ended; times by time.perf_counter."""
+
+    due_s: float
+    """When it was to be sent; in a closed loop, when it was."""
+    sent_s: float
+    """When it began: connecting, where no connection was idle, comes after."""
+    ended_s: float
+    times: "array[float]"
+    """When each event with text came."""
+    last_s: float
+    """When the generation's last event came."""
+    counts: tuple[int, int] | None
+    """(prompt tokens, generated tokens), if the server told them."""
+    failure: tuple[str, str] | None = None
+    """(kind, message)."""
+
+    @property
+    def output_tokens(self) -> int:
+        """As the server counts, else the events that brought text."""
+        return len(self.times) if self.counts is None else self.counts[1]
+
+    @property
+    def time_per_token(self) -> float | None:
+        """From the first token to the end, for each token behind the first."""
+        behind_first = self.output_tokens - 1
+        if not self.times or behind_first < 1:
+            return None
+        return (self.last_s - self.times[0]) / behind_first
+
+
+@dataclass(slots=True)
+class LoadFigures:
+    """All results of one point."""
+
+    point: Point
+    output_tokens: int
+    """Asked for in each."""
+    input_tokens: int | None
+    """Asked for in each, unless the prompts are the user's own."""
+    results: list[Result] = field(default_factory=list)
+    interrupted: int = 0
+    """Streams that ended because the user stopped it; neither good nor an error."""
+    started_s: float | None = None
+    ended_s: float | None = None
+    cpu_share: float = 0.0
+    """Of one core, taken by this process."""
+    num_errors: int = 0
+    tokens_in: int = 0
+    """Of requests that ended well, as the server tells them; 0 if it does not."""
+    tokens_out: int = 0
+    """Of requests that ended well."""
+
+    def add(self, result: Result) -> None:
+        """One more has ended."""
+        self.results.append(result)
+        if result.failure is not None:
+            self.num_errors += 1
+            return
+        self.tokens_in += result.counts[0] if result.counts is not None else 0
+        self.tokens_out += result.output_tokens
+
+    @property
+    def num_good(self) -> int:
+        """How many ended well."""
+        return len(self.results) - self.num_errors
+
+    def good(self, last: int | None = None) -> list[Result]:
+        """Those that ended well, of the last so many or of all. Times are theirs alone."""
+        results = self.results if last is None else self.results[-last:]
+        return [result for result in results if result.failure is None]
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first request to the end of the last one, or until now."""
+        if self.started_s is None:
+            return 0.0
+        return (time.perf_counter() if self.ended_s is None else self.ended_s) - self.started_s
+
+    @property
+    def metrics(self) -> list[str]:
+        """Those that mean something here: in a closed loop nothing waits for being sent."""
+        return [name for name in METRICS if self.point.rate is not None or name != "ttft_from_due"]
+
+    def errors(self) -> dict[str, tuple[int, str]]:
+        """Kind → how often, and the first message; the most frequent first."""
+        failures = [one.failure for one in self.results if one.failure is not None]
+        messages = dict(reversed(failures))
+        counts = Counter(kind for kind, _ in failures)
+        return {kind: (count, messages[kind]) for kind, count in counts.most_common()}
+
+    def per_second(self, num: int) -> float:
+        """So many, over the whole time."""
+        return num / self.elapsed_s if self.elapsed_s else 0.0
+
+    def counted_by(self) -> str:
+        """What the numbers of generated tokens come from."""
+        kinds = {"events" if one.counts is None else "server" for one in self.good()}
+        return "+".join(sorted(kinds))
+
+    def tokens_per_event(self) -> float:
+        """1 where each event brings one token."""
+        num_events = sum(len(one.times) for one in self.good())
+        return self.tokens_out / num_events if num_events else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is counted; without the times."""
+        got_in, got_out = median_tokens(self.good())
+        return {
+            "clients": self.point.clients,
+            "rate": self.point.rate,
+            "requests_ok": self.num_good,
+            "requests_failed": self.num_errors,
+            "requests_interrupted": self.interrupted,
+            "elapsed_s": self.elapsed_s,
+            "requests_per_s": self.per_second(self.num_good),
+            "input_tokens_per_s": self.per_second(self.tokens_in),
+            "output_tokens_per_s": self.per_second(self.tokens_out),
+            "input_tokens_asked": self.input_tokens,
+            "input_tokens_got_p50": got_in,
+            "output_tokens_asked": self.output_tokens,
+            "output_tokens_got_p50": got_out,
+            "output_tokens_counted_by": self.counted_by(),
+            "tokens_per_event": self.tokens_per_event(),
+            "client_cpu_share": self.cpu_share,
+        }
+
+
+def milliseconds(metric: str, results: Sequence[Result]) -> list[float]:
+    """All values of one of METRICS."""
+    return [1000 * seconds for seconds in _SECONDS[metric](results)]
+
+
+def median_tokens(results: Sequence[Result]) -> tuple[float | None, float | None]:
+    """What a request got, in and out; None where it is unknown."""
+    told = [one.counts[0] for one in results if one.counts is not None]
+    got = [one.output_tokens for one in results]
+    return (statistics.median(told) if told else None, statistics.median(got) if got else None)
+
+
+_SECONDS: dict[str, Callable[[Sequence[Result]], Iterable[float]]] = {
+    "ttft_from_due": lambda results: (one.times[0] - one.due_s for one in results if one.times),
+    "ttft": lambda results: (one.times[0] - one.sent_s for one in results if one.times),
+    "itl": lambda results: (
+        later - sooner for one in results for sooner, later in pairwise(one.times)
+    ),
+    "tpot": lambda results: (value for one in results if (value := one.time_per_token) is not None),
+    "latency": lambda results: (one.ended_s - one.sent_s for one in results),
+}

@@ -1,0 +1,226 @@
+"""The figures of a load: as the live table's rows, as tables, as JSON and CSV, and what to know."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from text_generation_router.benchmark.display import Layout
+from text_generation_router.benchmark.load.api import Target
+from text_generation_router.benchmark.load.figures import (
+    METRICS,
+    LoadFigures,
+    Result,
+    median_tokens,
+    milliseconds,
+)
+from text_generation_router.benchmark.report import Spread, latency_cells, table
+
+# The live table is of the latest streams: sorting all of them would take time from the streams.
+_LATEST = {"ttft": 200, "itl": 20, "tpot": 200}
+# A client that takes more of its core may be what is measured.
+_BUSY_SHARE = 0.8
+
+
+def _rates(figures: LoadFigures) -> list[str]:
+    return [
+        f"{figures.per_second(figures.num_good):,.2f}",
+        f"{figures.per_second(figures.tokens_in):,.1f}" if figures.tokens_in else "–",
+        f"{figures.per_second(figures.tokens_out):,.1f}",
+    ]
+
+
+def _asked_and_got(asked: int | None, got: float | None) -> str:
+    return f"{'–' if asked is None else asked}/{'–' if got is None else f'{got:g}'}"
+
+
+def _percentiles(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    spread = Spread.of(values)
+    return f"{spread.p50:,.1f} {spread.p90:,.1f} {spread.p99:,.1f}"
+
+
+def _row(figures: LoadFigures) -> list[str]:
+    """One point: of its latest streams, or of all when it is over."""
+    is_over = figures.ended_s is not None
+    latest = {name: figures.good(None if is_over else last) for name, last in _LATEST.items()}
+    ttft = "ttft" if figures.point.rate is None else "ttft_from_due"
+    return [
+        str(figures.point),
+        str(figures.num_good),
+        str(figures.num_errors),
+        _percentiles(milliseconds(ttft, latest["ttft"])),
+        _percentiles(milliseconds("itl", latest["itl"])),
+        _percentiles(milliseconds("tpot", latest["tpot"])),
+        *(_rates(figures) if figures.num_good else "–––"),
+        _asked_and_got(figures.output_tokens, median_tokens(latest["ttft"])[1]),
+    ]
+
+
+class LiveRows:
+    """The rows of the live table; that of a point that is over is made once."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, list[str]] = {}
+
+    def cells(self, figures: LoadFigures) -> list[str]:
+        """Of one point."""
+        if id(figures) in self._ready:
+            return self._ready[id(figures)]
+        cells = _row(figures)
+        if figures.ended_s is not None:
+            self._ready[id(figures)] = cells
+        return cells
+
+    def layout(self) -> Layout[LoadFigures]:
+        """Drawn once in a second, since drawing takes milliseconds from the streams."""
+        columns = (
+            "load",
+            "ok",
+            "errors",
+            "first token ms p50 p90 p99",
+            "between tokens ms p50 p90 p99",
+            "per token ms p50 p90 p99",
+            "requests/s",
+            "tokens/s in",
+            "tokens/s out",
+            "tokens asked/got",
+        )
+        return Layout(columns, self.cells, "percent", refresh_per_second=1)
+
+
+def markdown(parameters: dict[str, Any], all_figures: Sequence[LoadFigures]) -> str:
+    """What was asked, what came through, how long it took, what failed."""
+    head = ("Load", "OK", "Errors", "Seconds", "Requests/s", "Tokens/s in", "Tokens/s out")
+    lines = [
+        *table(("Parameter", "Value"), parameters.items()),
+        "",
+        *table((*head, "Tokens in asked/got", "Tokens out asked/got"), map(_through, all_figures)),
+    ]
+    times = [
+        (METRICS[name], figures.point, *latency_cells(Spread.of(values)))
+        for name, figures, values in _metrics(all_figures)
+    ]
+    if times:
+        names = ("Time", "Load", "Average", "Lowest", "Highest", "p50", "p90", "p99")
+        lines += ["", *table(names, times)]
+    errors = [
+        (kind, figures.point, count, message.replace("|", "\\|"))
+        for figures in all_figures
+        for kind, (count, message) in figures.errors().items()
+    ]
+    if errors:
+        lines += ["", *table(("Error", "Load", "Count", "The first one"), errors)]
+    return "\n".join(lines)
+
+
+def _through(figures: LoadFigures) -> tuple[object, ...]:
+    got_in, got_out = median_tokens(figures.good())
+    return (
+        figures.point,
+        figures.num_good,
+        figures.num_errors,
+        f"{figures.elapsed_s:.1f}",
+        *_rates(figures),
+        _asked_and_got(figures.input_tokens, got_in),
+        _asked_and_got(figures.output_tokens, got_out),
+    )
+
+
+def _metrics(
+    all_figures: Sequence[LoadFigures],
+) -> Iterator[tuple[str, LoadFigures, list[float]]]:
+    """Metric by metric, the points that have values of it, in milliseconds."""
+    good: dict[int, list[Result]] = {id(figures): figures.good() for figures in all_figures}
+    for name in METRICS:
+        for figures in all_figures:
+            values = milliseconds(name, good[id(figures)])
+            if name in figures.metrics and values:
+                yield name, figures, values
+
+
+def as_dict(
+    parameters: dict[str, Any], notes: Sequence[str], all_figures: Sequence[LoadFigures]
+) -> dict[str, Any]:
+    """For JSON."""
+    points = {id(figures): figures.as_dict() for figures in all_figures}
+    for figures in all_figures:
+        points[id(figures)]["errors"] = {
+            kind: {"count": count, "first": message}
+            for kind, (count, message) in figures.errors().items()
+        }
+    for name, figures, values in _metrics(all_figures):
+        points[id(figures)][f"{name}_ms"] = asdict(Spread.of(values))
+    return {"parameters": parameters, "notes": [*notes], "points": [*points.values()]}
+
+
+def as_csv(all_figures: Sequence[LoadFigures]) -> str:
+    """One line for each point; errors as `kind: count`."""
+    rows = {id(figures): figures.as_dict() for figures in all_figures}
+    for figures in all_figures:
+        counts = (f"{kind}: {count}" for kind, (count, _) in figures.errors().items())
+        rows[id(figures)]["errors"] = "; ".join(counts)
+    head = [*next(iter(rows.values()))]
+    head += [f"{metric}_ms_{name}" for metric in METRICS for name in Spread.__dataclass_fields__]
+    for metric, figures, values in _metrics(all_figures):
+        found = asdict(Spread.of(values)).items()
+        rows[id(figures)] |= {f"{metric}_ms_{name}": value for name, value in found}
+    file = io.StringIO()
+    writer = csv.DictWriter(file, head, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows.values())
+    return file.getvalue()
+
+
+def notes(target: Target, all_figures: Sequence[LoadFigures]) -> list[str]:
+    """What the reader of the figures must know; what was not as asked stands last."""
+    found = []
+    if target.refused:
+        names = ", ".join(sorted(target.refused))
+        found.append(f"Note: the server refuses {names}, and was asked without.")
+    for figures in all_figures:
+        found += [f"Note: {figures.point}: {text}" for text in _notes(figures)]
+    for figures in all_figures:
+        if text := _shortfall(target, figures):
+            found.append(f"Warning: {figures.point}: {text}")
+    return found
+
+
+def _notes(figures: LoadFigures) -> Iterator[str]:
+    if figures.interrupted:
+        yield f"stopped before its end; streams under way, not counted: {figures.interrupted}."
+    if "events" in figures.counted_by():
+        yield (
+            "the server does not tell how many tokens it gave (no usage); "
+            "events with text are counted, each of which may bring several tokens."
+        )
+    if figures.tokens_per_event() > 1.05:
+        yield (
+            f"an event brings {figures.tokens_per_event():.2f} tokens on average; "
+            "time between tokens is that between events."
+        )
+    if figures.cpu_share > _BUSY_SHARE and figures.elapsed_s > 1:
+        yield (
+            f"this client took {figures.cpu_share:.0%} of a core: the times may be its own; "
+            "use several of it, on another machine."
+        )
+
+
+def _shortfall(target: Target, figures: LoadFigures) -> str | None:
+    """What is said of answers that are shorter or longer than asked for."""
+    got = median_tokens(figures.good())[1]
+    asked = figures.output_tokens
+    if got is None or got == asked:
+        return None
+    if got > asked:
+        return f"the median answer has {got:g} tokens where at most {asked} were asked for."
+    if not target.ignore_eos:
+        return None
+    why = (
+        "the server does not ignore the end of sequence, though it was asked to"
+        if target.is_asked_to_ignore_eos
+        else "the server refuses to ignore the end of sequence"
+    )
+    return f"the median answer has {got:g} tokens where {asked} were asked for: {why}."
