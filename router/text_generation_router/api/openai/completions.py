@@ -25,6 +25,7 @@ from text_generation_router.api.openai.errors import ERRORS
 from text_generation_router.api.openai.logprobs import (
     ScoredToken,
     TokenTrail,
+    WholeTrail,
     completion_logprobs,
 )
 from text_generation_router.api.openai.models import check_model
@@ -169,12 +170,12 @@ def _choice(
     echoed = prompt.text if body.echo else ""
     logprobs: stream.Json | None = None
     if body.logprobs is not None:
-        is_cut = generated.finish_reason is FinishReason.STOP_SEQUENCE
-        # Evaluations find the last token of the prompt by counting from the end.
-        trail = TokenTrail(tells_all=bool(body.echo) and body.max_tokens != 0 and not is_cut)
+        trail = TokenTrail()
         top_tokens = result.top_tokens or ((),) * len(result.tokens)
         for token, tops in zip(result.tokens, top_tokens, strict=True):
             trail.add(token, tops)
+        if _tells_all(body, generated):
+            trail = WholeTrail(zip(result.tokens, top_tokens, strict=True))
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(
@@ -186,6 +187,15 @@ def _choice(
         "logprobs": logprobs,
         "finish_reason": _finish_reason(generated),
     }
+
+
+def _tells_all(body: CompletionRequest, generated: GeneratedText) -> bool:
+    """Behind an echoed prompt the end token is told, too, and whatever else has no text.
+
+    Evaluations find the last token of the prompt by counting from the end.
+    """
+    is_cut = generated.finish_reason is FinishReason.STOP_SEQUENCE
+    return bool(body.echo) and body.max_tokens != 0 and not is_cut
 
 
 def _prompt_tokens(

@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that spell a text, in OpenAI's two shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,7 @@ class TokenTrail:
     the end-of-sequence token) are left out.
     """
 
-    def __init__(self, tells_all: bool = False) -> None:
-        """tells_all: nothing is left out, and the first text that is shown takes all tokens."""
-        self._tells_all = tells_all
+    def __init__(self) -> None:
         # A token whose text has been shown in part is None, with the rest of the text.
         self._pending: list[tuple[str, ScoredToken | None]] = []
         # Between what was passed over and what is shown next may stand a marker.
@@ -40,16 +38,11 @@ class TokenTrail:
 
     def add(self, token: Token, top_tokens: tuple[Token, ...]) -> None:
         """The next token of the model."""
-        if self._tells_all or not token.special:
-            text = "" if token.special else token.text
-            self._pending.append((text, ScoredToken(text, token, top_tokens)))
+        if not token.special:
+            self._pending.append((token.text, ScoredToken(token.text, token, top_tokens)))
 
     def take(self, text: str) -> list[ScoredToken]:
         """The tokens of the next piece that is shown; each token is taken once."""
-        if self._tells_all:
-            everything = [scored for _, scored in self._pending if scored is not None]
-            self._pending = []
-            return everything
         pending = "".join(piece for piece, _ in self._pending)
         # The text may occur in a marker before it, and is shown as soon as it is there.
         start = max(0, pending.rfind(text) if self._has_passed else pending.find(text))
@@ -74,6 +67,19 @@ class TokenTrail:
         """The next piece is shown without its tokens."""
         self.take(text)
         self._has_passed = True
+
+
+class WholeTrail(TokenTrail):
+    """For a text that is shown in one piece: all tokens are told, those without a text too."""
+
+    def __init__(self, tokens: Iterable[tuple[Token, tuple[Token, ...]]]) -> None:
+        """tokens: each with the best tokens of its step."""
+        super().__init__()
+        self._tokens = tuple(tokens)
+
+    def take(self, text: str) -> list[ScoredToken]:
+        """All tokens, whatever the text."""
+        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in self._tokens]
 
 
 def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
