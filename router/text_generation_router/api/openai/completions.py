@@ -175,7 +175,7 @@ def _choice(
         for token, tops in zip(result.tokens, top_tokens, strict=True):
             trail.add(token, tops)
         if _tells_all(body, generated):
-            trail = WholeTrail(zip(result.tokens, top_tokens, strict=True))
+            trail = WholeTrail(list(zip(result.tokens, top_tokens, strict=True)))
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(

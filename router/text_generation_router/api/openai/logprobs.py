@@ -1,6 +1,6 @@
 """Log-probabilities of the tokens that spell a text, in OpenAI's two shapes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,10 @@ class TokenTrail:
 class WholeTrail(TokenTrail):
     """For a text that is shown in one piece: all tokens are told, those without a text too."""
 
-    def __init__(self, tokens: Iterable[tuple[Token, tuple[Token, ...]]]) -> None:
+    def __init__(self, tokens: Sequence[tuple[Token, tuple[Token, ...]]]) -> None:
         """tokens: each with the best tokens of its step."""
         super().__init__()
-        self._tokens = tuple(tokens)
+        self._tokens = tokens
 
     def take(self, text: str) -> list[ScoredToken]:
         """All tokens, whatever the text."""
