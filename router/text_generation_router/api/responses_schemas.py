@@ -57,12 +57,17 @@ class ReasoningText(Body):
 
 def _part_kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "refusal" if kind == "refusal" else "text"
+    return "text" if kind in (None, "input_text", "output_text") else str(kind)
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
-    Discriminator(_part_kind),
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_type",
+        custom_error_message="Parts can be of type input_text, output_text and refusal: there is "
+        "no model that reads images or files",
+    ),
 ]
 
 
