@@ -5,7 +5,8 @@ BIN := .venv/bin
 # Clients pin versions of their own, so each lives in an environment of its own.
 CONFORMANCE := integration_tests/conformance
 HOSTILE := integration_tests/hostile
-CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt))
+CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt)) \
+	$(patsubst $(CONFORMANCE)/requirements/%/package.json,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*/package.json))
 PYTEST := $(BIN)/pytest -m "not gpu"
 # Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
 COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,shards bad_input bad_models benchmark boundaries docs frozen generate gpu_server grammar offline offline_batch on_gpu parity quantize real_client reflection sequences small_device vllm_fields)
@@ -15,6 +16,7 @@ UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
 GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
@@ -84,6 +86,20 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 	$(UV) pip install --quiet --python $(@D)/bin/python --requirement $<
 	touch $@
 
+# It needs torch, gigabytes of it: what this environment lacks is looked for in that of the tests.
+.venv-clients/guidellm/.installed: $(CONFORMANCE)/requirements/guidellm.txt .venv/.installed | $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
+	$(UV) pip install --quiet --python $(@D)/bin/python --override $(basename $<).overrides --requirement $<
+	$(BIN)/python -c '$(SITE_PACKAGES)' > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
+	touch $@
+
+.venv-clients/%/.installed: $(CONFORMANCE)/requirements/%/package-lock.json
+	@command -v node npm > /dev/null || { echo "JavaScript clients need Node (Debian: apt-get install nodejs npm)." >&2; exit 1; }
+	mkdir -p $(@D)
+	cp $(<D)/package.json $< $(@D)
+	cd $(@D) && npm ci --silent --ignore-scripts --no-audit --no-fund
+	touch $@
+
 .venv-clients/prometheus/.installed: # an installed one, or Debian's, unpacked: no root, no service
 	mkdir -p $(@D)/usr/bin
 	if prometheus=$$(command -v prometheus) && promtool=$$(command -v promtool); then \
@@ -95,6 +111,6 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 	fi
 	touch $@
 
-$(UV): # a tenth of pip's time, for nine environments
+$(UV): # a tenth of pip's time, for many environments
 	$(PYTHON) -m venv .venv-clients/uv
 	.venv-clients/uv/bin/python -m pip install --quiet "uv>=0.9,<1"

@@ -3,7 +3,8 @@
 usage: python -m integration_tests.conformance.run_clients [CLIENT ...]
 
 A client is a script `clients/use_NAME.py`, its pinned packages are `requirements/NAME.txt`, and its
-environment is `.venv-clients/NAME`, which the Makefile sets up. Exits with 1 if a check failed.
+environment is `.venv-clients/NAME`, which the Makefile sets up. One in JavaScript is a script
+`clients/use_NAME.cjs` with `requirements/NAME/package.json`. Exits with 1 if a check failed.
 """
 
 import io
@@ -54,26 +55,39 @@ class Outcome:
 
 def clients() -> list[str]:
     """The names of all clients."""
-    names = (path.stem.removeprefix("use_") for path in HERE.glob("clients/use_*.py"))
+    names = (path.stem.removeprefix("use_") for path in HERE.glob("clients/use_*"))
     return sorted(name.replace("_", "-") for name in names)
 
 
 def version_of(client: str) -> str:
-    """The version that is pinned for a client."""
+    """The version that is pinned for a client: of the first of its packages."""
+    package = HERE / f"requirements/{client}/package.json"
+    if package.exists():
+        version, *_ = json.loads(package.read_text())["dependencies"].values()
+        return str(version)
     first_line, *_ = (HERE / f"requirements/{client}.txt").read_text().splitlines()
     return first_line.partition("==")[2]
 
 
+def command_of(client: str) -> list[str]:
+    """What runs a client's script."""
+    script = HERE / f"clients/use_{client.replace('-', '_')}"
+    if script.with_suffix(".cjs").exists():
+        return ["node", f"{script}.cjs"]
+    return [str(ENVIRONMENTS / client / "bin/python"), f"{script}.py"]
+
+
 def ask(client: str, handle: LauncherHandle) -> Outcome:
     """Runs a client's script to its end."""
-    script = HERE / f"clients/use_{client.replace('-', '_')}.py"
-    python = ENVIRONMENTS / client / "bin/python"
-    environment = clean_environment() | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = clean_environment() | {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "NODE_PATH": str(ENVIRONMENTS / client / "node_modules"),
+    }
     del environment["HF_HUB_OFFLINE"]  # huggingface_hub would not even talk to this machine
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [str(python), str(script), handle.url, API_KEY],
+            [*command_of(client), handle.url, API_KEY],
             env=environment,
             capture_output=True,
             text=True,

@@ -158,6 +158,17 @@ async def test_logprobs(server: Server) -> None:
     assert choice["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
+async def test_behind_an_echoed_prompt_the_end_token_is_told(server: Server) -> None:
+    server.shards.script = [EOS_ID]
+    body = {"max_tokens": 1, "logprobs": 1, "echo": True}
+    choice = (await post(server, **body)).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [-0.25, -0.25, -0.1]
+    assert (logprobs["tokens"][:2], len(logprobs["top_logprobs"])) == (["a", "b"], 3)
+    assert logprobs["text_offset"] == [0, 1, 2]
+
+
 async def test_streamed_logprobs_are_those_of_the_answer(server: Server) -> None:
     body = {"max_tokens": 9, "logprobs": 2, "stop": ["! hx"]}
     whole = (await post(server, **body)).json()["choices"][0]["logprobs"]

@@ -163,6 +163,15 @@ async def test_client_that_leaves(server: Server) -> None:
     assert server.services.metrics.request_failure.value(err="dropped") == 1
 
 
+async def test_penalties(server: Server) -> None:
+    asked = {"frequency_penalty": 0.5, "presence_penalty": -1.5}
+    parameters = conversation_of(ResponsesRequest(input="a", **asked)).parameters
+    assert (parameters.frequency_penalty, parameters.presence_penalty) == (0.5, -1.5)
+    assert asked.items() <= (await ask(server, **asked)).items()
+    answer = await ask(server)
+    assert (answer["frequency_penalty"], answer["presence_penalty"]) == (0, 0)
+
+
 async def test_hints_that_change_nothing_are_named(server: Server) -> None:
     asked = {"store": True, "service_tier": "flex", "truncation": "auto"}
     asked |= {"text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
@@ -180,6 +189,13 @@ async def test_hints_that_change_nothing_are_named(server: Server) -> None:
         ({"input": []}, 400, "input", "at least one item"),
         ({"input": [{"type": "reasoning", "summary": []}]}, 400, "input", "besides reasoning"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, 400, "input.0", "Items can be"),
+        *(
+            ({"input": [{"role": "user", "content": [part]}]}, 400, "input.0.content.0", words)
+            for part, words in (
+                ({"type": "input_image", "image_url": "data:"}, "no model that reads images"),
+                ({"type": "input_file", "file_data": "data:"}, "no model that reads images or f"),
+            )
+        ),
         ({"previous_response_id": "r"}, 400, "previous_response_id", "nothing is stored"),
         ({"conversation": "c"}, 400, "conversation", "nothing is stored"),
         ({"background": True}, 400, "background", "not supported"),

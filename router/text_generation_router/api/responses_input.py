@@ -47,6 +47,8 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
         parameters=GenerateParameters(
             inputs="",
             **sampling(body.temperature, body.top_p),
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
             most_top_n_tokens=MOST_TOP_LOGPROBS,

@@ -23,6 +23,7 @@ from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.schemas import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
+    Penalty,
     refuses,
 )
 from text_generation_router.api.schemas import Body, CacheSalt, Float32
@@ -56,12 +57,17 @@ class ReasoningText(Body):
 
 def _part_kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-    return "refusal" if kind == "refusal" else "text"
+    return "text" if kind in (None, "input_text", "output_text") else str(kind)
 
 
 Part = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
-    Discriminator(_part_kind),
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_type",
+        custom_error_message="Parts can be of type input_text, output_text and refusal: there is "
+        "no model that reads images or files",
+    ),
 ]
 
 
@@ -251,6 +257,12 @@ class ResponsesRequest(Body):
         default=None, description=TEMPERATURE
     )
     top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(default=None, description=TOP_P)
+    frequency_penalty: Penalty | None = Field(
+        default=None, description="Makes a token less likely the more often it was generated."
+    )
+    presence_penalty: Penalty | None = Field(
+        default=None, description="Makes each token that was generated less likely."
+    )
     deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
     stream: bool | None = Field(default=None, description=STREAM)
@@ -327,17 +339,23 @@ class ResponseBody(BaseModel):
     )
     background: Literal[False] = Field(description="Always false.")
     error: dict[str, Any] | None = Field(description="What went wrong, if the status is `failed`.")
+    frequency_penalty: float = Field(description="As in the request.")
     incomplete_details: dict[str, Any] | None = Field(
         description="Why the answer is incomplete.", examples=[{"reason": "max_output_tokens"}]
     )
     instructions: str | None = Field(description="As in the request.")
     max_output_tokens: int | None = Field(description="As in the request.")
+    max_tool_calls: None = Field(description="Always null.")
     metadata: dict[str, str] = Field(description="As in the request.")
     model: str
     output: list[dict[str, Any]] = Field(description="The items.")
     parallel_tool_calls: bool = Field(description="As in the request.")
+    presence_penalty: float = Field(description="As in the request.")
     previous_response_id: None = Field(description="Always null.")
+    prompt_cache_key: None = Field(description="Always null.")
     reasoning: dict[str, Any] = Field(description="As in the request.")
+    safety_identifier: None = Field(description="Always null.")
+    service_tier: Literal["default"] = Field(description="Always `default`.")
     store: Literal[False] = Field(description="Always false: nothing is stored.")
     temperature: float = Field(description="As in the request.")
     text: dict[str, Any] = Field(description="As in the request.")

@@ -26,6 +26,7 @@ from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.logprobs import (
     ScoredToken,
     TokenTrail,
+    WholeTrail,
     completion_logprobs,
 )
 from text_generation_router.api.openai.models import check_model
@@ -190,6 +191,8 @@ def _choice(
         top_tokens = result.top_tokens or ((),) * len(result.tokens)
         for token, tops in zip(result.tokens, top_tokens, strict=True):
             trail.add(token, tops)
+        if _tells_all(body, generated):
+            trail = WholeTrail(list(zip(result.tokens, top_tokens, strict=True)))
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
         logprobs = completion_logprobs(
@@ -212,6 +215,15 @@ def _choice(
         told = prompt_logprobs(result.prefill, body.prompt_logprobs, services.tokenizer)
         choice["prompt_logprobs"] = told
     return choice
+
+
+def _tells_all(body: CompletionRequest, generated: GeneratedText) -> bool:
+    """Behind an echoed prompt the end token is told, too, and whatever else has no text.
+
+    Evaluations find the last token of the prompt by counting from the end.
+    """
+    is_cut = generated.finish_reason is FinishReason.STOP_SEQUENCE
+    return bool(body.echo) and body.max_tokens != 0 and not is_cut
 
 
 def _prompt_tokens(

@@ -70,6 +70,19 @@ class TokenTrail:
         self._has_passed = True
 
 
+class WholeTrail(TokenTrail):
+    """For a text that is shown in one piece: all tokens are told, those without a text too."""
+
+    def __init__(self, tokens: Sequence[tuple[Token, tuple[Token, ...]]]) -> None:
+        """tokens: each with the best tokens of its step."""
+        super().__init__()
+        self._tokens = tokens
+
+    def take(self, text: str) -> list[ScoredToken]:
+        """All tokens, whatever the text."""
+        return [ScoredToken("" if t.special else t.text, t, tops) for t, tops in self._tokens]
+
+
 def tokens_of(event: ChatEvent, trail: TokenTrail) -> list[ScoredToken]:
     """The tokens that spell the content of an event; none of any other event."""
     if isinstance(event, ContentDelta):
