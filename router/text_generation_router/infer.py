@@ -188,12 +188,27 @@ class Infer:
         self._metrics = metrics
         self._permits = Permits(max_concurrent_requests)
         self._caller = ANYBODY
+        self._is_let_in = False
 
     def on_behalf_of(self, caller: Caller) -> "Infer":
         """The same for another caller: with its salt, within its limits."""
         other = copy.copy(self)
         other._caller = caller
         return other
+
+    def let_in(self) -> "Infer":
+        """The same for who is within `admitted` already: nothing is let in one by one, nor logged
+        when it ends well."""
+        other = copy.copy(self)
+        other._is_let_in = True
+        return other
+
+    def num_at_once(self, wanted: int) -> int:
+        """Of prompts that one request brings, how many are let in together: not more than half of
+        what is free, nor than the caller may have under way, and at least one."""
+        most = max(1, min(wanted, self.free_permits // 2))
+        allowance = self._caller.allowance
+        return most if allowance is None else min(most, allowance.num_free or most)
 
     @property
     def free_permits(self) -> int:
@@ -238,6 +253,8 @@ class Infer:
                 prompt_tokens, allowance = len(request.input_ids), self._caller.allowance
                 if allowance is not None:
                     allowance.take(prompt_tokens, time.perf_counter())
+                    if request.is_prompt_only:
+                        allowance = None
                 generations = [
                     Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
                 ]
@@ -303,6 +320,9 @@ class Infer:
     @contextmanager
     def admitted(self, num: int) -> Iterator[None]:
         """Within the limits of the caller and the server. Raises KeyLimitError, OverloadedError."""
+        if self._is_let_in:
+            yield
+            return
         allowance = self._caller.allowance
         if allowance is None:
             with self._permits.taken(num):
@@ -337,6 +357,8 @@ class Infer:
         metrics.request_inference_duration.observe(durations.inference_s)
         metrics.request_mean_time_per_token_duration.observe(durations.time_per_token_s)
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
+        if self._is_let_in:
+            return
         logger.info(
             "Success total_time=%.6fs validation_time=%.6fs queue_time=%.6fs "
             "inference_time=%.6fs time_per_token=%.6fs seed=%s",

@@ -21,6 +21,8 @@ from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
 from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
+from text_generation_router.pooling import pooling_of
+from text_generation_router.request import Pooling
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
@@ -68,6 +70,8 @@ class Services:
     # Of several threads one that waits for the interpreter could wait for each of the others.
     large_bodies: Lane
     long_answers: Room
+    # Of /v1/embeddings.
+    pooling: Pooling
 
     @property
     def compute_type(self) -> str:
@@ -170,7 +174,15 @@ def assemble(
         workers,
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
+        _pooling(config),
     )
+
+
+def _pooling(config: RouterConfig) -> Pooling:
+    try:
+        return pooling_of(Path(config.tokenizer_name), config.pooling)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _scheduler_limits(

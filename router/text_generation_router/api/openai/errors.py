@@ -37,6 +37,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "top_n_tokens": "top_logprobs",
         "grammar": "response_format",
     },
+    "/v1/embeddings": {"inputs": "input", "truncate": "truncate_prompt_tokens"},
     "/v1/responses": {
         "inputs": "input",
         "max_new_tokens": "max_output_tokens",
