@@ -279,13 +279,13 @@ class Infer:
             raise
         self._count(generations, "dropped")
 
-    async def generate(self, asked: GenerateParameters) -> GenerateResult:
+    async def generate(self, asked: GenerateParameters | Asking) -> GenerateResult:
         """One whole generation."""
         [result] = await self.generate_many(asked, 1)
         return result
 
     async def generate_many(
-        self, asked: GenerateParameters, num_sequences: int
+        self, asked: GenerateParameters | Asking, num_sequences: int
     ) -> list[GenerateResult]:
         """Whole generations over one prompt; one failure fails all."""
         async with self.start_many(asked, num_sequences) as generations:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from text_generation_router.infer import GenerateResult, Infer
+from text_generation_router.infer import Asking, GenerateResult, Infer
 from text_generation_router.validation import GenerateParameters
 
 logger = logging.getLogger(__name__)
@@ -14,7 +14,9 @@ MOST_PROMPTS = 2048
 """Of one request, as OpenAI has it."""
 
 
-async def read_prompts(infer: Infer, asked: Sequence[GenerateParameters]) -> list[GenerateResult]:
+async def read_prompts(
+    infer: Infer, asked: Sequence[GenerateParameters | Asking]
+) -> list[GenerateResult]:
     """What is known of each prompt, in order; the first failure fails, and ends, all.
 
     All together hold as many permits as are computed at once, at most half of those that are free,

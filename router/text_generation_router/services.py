@@ -23,6 +23,7 @@ from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
 from text_generation_router.pooling import pooling_of
 from text_generation_router.request import Pooling
+from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
@@ -72,6 +73,8 @@ class Services:
     long_answers: Room
     # Of /v1/embeddings.
     pooling: Pooling
+    # Of /score and /rerank, or why there is none.
+    reranker: Reranker | str
 
     @property
     def compute_type(self) -> str:
@@ -174,13 +177,16 @@ def assemble(
         workers,
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
-        _pooling(config),
+        *_readers(config, tokenizer),
     )
 
 
-def _pooling(config: RouterConfig) -> Pooling:
+def _readers(config: RouterConfig, tokenizer: Tokenizer) -> tuple[Pooling, Reranker | str]:
+    """What the model's folder and the flags say of embeddings and of reranking."""
+    directory, name = Path(config.tokenizer_name), config.served_model_id
     try:
-        return pooling_of(Path(config.tokenizer_name), config.pooling)
+        pooling = pooling_of(directory, config.pooling)
+        return pooling, find_reranker(directory, name, tokenizer, config.reranker)
     except ValueError as error:
         raise StartError(str(error)) from error
 

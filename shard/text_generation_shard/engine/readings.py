@@ -51,7 +51,7 @@ def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
 def _total(model: Model, hidden: Tensor) -> Tensor:
     """The sum of the hidden states [T, hidden_size] behind the last norm, in float64, so that it
     hardly depends on how a prompt is cut."""
-    parts = hidden.split(_SUM_ROWS)
+    parts = [hidden[at : at + _SUM_ROWS] for at in range(0, len(hidden), _SUM_ROWS)]
     return torch.stack([model.normed(part).sum(0, dtype=torch.float64) for part in parts]).sum(0)
 
 

@@ -56,7 +56,7 @@ class EmbeddingRequest(Body):
     user: str | None = Field(default=None, description="Not used.")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         default=None,
-        description="Of a longer text take the last so many tokens; -1: as many as the model takes.",
+        description="Of a longer text take the last so many tokens; -1: as many as can be.",
     )
     add_special_tokens: bool | None = Field(
         default=None, description="Those that the tokenizer adds to a text. Default: true."
@@ -86,7 +86,7 @@ class EmbeddingRequest(Body):
     def inputs(self) -> Sequence[str | list[int]]:
         """The texts, or their ids."""
         if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [cast("str | list[int]", self.input)]
+            return [self.input]
         return cast("Sequence[str | list[int]]", self.input)
 
 
