@@ -25,6 +25,7 @@ KSERVE: dict[str, Any] = {
     **{"id": "1", "inputs": [TENSOR], "outputs": [{"name": "y"}]},
     "parameters": SHORT,
 }
+RERANKING = ("/v1/rerank", "/v2/rerank", "/rerank")
 STREAM = {"stream": True}
 # Every way to have something generated.
 ASKING = [
@@ -42,6 +43,12 @@ ASKING = [
     ("/v1/messages", ANTHROPIC),
     ("/v1/messages", ANTHROPIC | STREAM),
     (INFER, KSERVE),
+    ("/v1/embeddings", {"input": WORDS}),
+    ("/v1/embeddings", {"input": [WORDS, WORDS + "b"]}),
+    ("/v1/score", {"text_1": WORDS, "text_2": WORDS}),
+    ("/score", {"text_1": WORDS, "text_2": WORDS}),
+    *((path, {"query": WORDS, "documents": [WORDS]}) for path in RERANKING),
+    ("/rerank", {"query": WORDS, "texts": [WORDS]}),
     ("/vertex", {"instances": [GENERATE]}),
     ("/vertex", {"instances": [CHAT]}),
     ("/predict", {"instances": [GENERATE]}),
@@ -78,7 +85,7 @@ async def cached_tokens(server: Server, path: str, body: dict[str, Any], key: st
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with serve_chat(
-        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict"
+        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict", reranker=True
     ) as server:
         yield server
 
