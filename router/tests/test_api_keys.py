@@ -248,6 +248,7 @@ async def test_requests_under_way_of_each_key(
         api_key=("a", "b"),
         aip_predict_route="/predict",
         max_concurrent_requests_per_key=4,
+        reranker=True,
     ) as server:
         server.shards.script = [1]
         held = [await hold(server, "a") for _ in range(4)]

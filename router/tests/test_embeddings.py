@@ -172,6 +172,7 @@ async def test_a_server_that_is_full_says_so(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         error = await refusal(server, {"input": "a"}, 429)
         assert error["message"] == "Model is overloaded"
+        assert server.services.metrics.request_failure.value(err="overloaded") == 1
         assert len((await first)["data"]) == 2
 
 

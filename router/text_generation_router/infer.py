@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from text_generation_router.callers import ANYBODY, Allowance, Caller
@@ -196,12 +196,19 @@ class Infer:
         other._caller = caller
         return other
 
-    def let_in(self) -> "Infer":
-        """The same for who is within `admitted` already: nothing is let in one by one, nor logged
-        when it ends well."""
+    @contextmanager
+    def let_in(self, num: int) -> Iterator["Infer"]:
+        """`admitted`, and the same within it: nothing is let in one by one, nor logged when it ends
+        well. What is refused is counted as one failure."""
         other = copy.copy(self)
         other._is_let_in = True
-        return other
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.admitted(num))
+            except RouterError as error:
+                self._refuse(error)
+                raise
+            yield other
 
     def num_at_once(self, wanted: int) -> int:
         """Of prompts that one request brings, how many are let in together: not more than half of
@@ -310,8 +317,7 @@ class Infer:
             try:
                 check_best_of(best_of, self._validation.limits)
             except RouterError as error:
-                _log_failure(error)
-                self._count((), error.metric_label)
+                self._refuse(error)
                 raise
         results = await self.generate_many(asked, best_of)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
@@ -334,6 +340,13 @@ class Infer:
                 yield
         finally:
             allowance.leave(num)
+
+    def _refuse(self, error: RouterError) -> None:
+        """Counts and logs what never started."""
+        if isinstance(error, KeyLimitError):
+            self._metrics.request_key_limit.inc(reason=error.reason)
+        _log_failure(error)
+        self._count((), error.metric_label)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""

@@ -31,8 +31,8 @@ async def read_prompts(
             results[place] = await infer.generate(one)
 
     began = time.perf_counter()
-    with infer.admitted(num_at_once):
-        tasks = [asyncio.create_task(read(infer.let_in())) for _ in range(num_at_once)]
+    with infer.let_in(num_at_once) as inside:
+        tasks = [asyncio.create_task(read(inside)) for _ in range(num_at_once)]
         try:
             await asyncio.gather(*tasks)
         finally:
