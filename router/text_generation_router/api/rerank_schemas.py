@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
 
 from text_generation_router.api.bounded import Items
-from text_generation_router.api.openai.schemas import Refused
+from text_generation_router.api.openai.schemas import Refused, TruncateTokens
 from text_generation_router.api.schemas import Body, CacheSalt
 from text_generation_router.prompts import MOST_PROMPTS
 
@@ -41,19 +41,12 @@ class ScoringBody(Body):
         default=None, description="The served model, or `tgi`.", examples=["tgi"]
     )
     instruction: str | None = _INSTRUCTION
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: TruncateTokens | None = Field(
         default=None,
         description="Cut the end of a document off where its prompt has more tokens; -1: than can "
         "be.",
     )
     cache_salt: CacheSalt | None = None
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _not_to_nothing(cls, given: int | None) -> int | None:
-        if given == 0:
-            raise ValueError("must be -1 or at least 1")
-        return given
 
 
 class ScoreRequest(ScoringBody):

@@ -16,7 +16,7 @@ from text_generation_router.api.generate import ServicesDependency, unless_disco
 from text_generation_router.api.numbers import float32_json
 from text_generation_router.api.openai.errors import ERRORS, RequestError
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.openai.schemas import TokenId
+from text_generation_router.api.openai.schemas import TokenId, TruncateTokens
 from text_generation_router.api.pieces import PieceResponse
 from text_generation_router.api.schemas import Body, CacheSalt
 from text_generation_router.api.timing import timing_headers
@@ -54,7 +54,7 @@ class EmbeddingRequest(Body):
         "trained for it (Matryoshka). Default: all.",
     )
     user: str | None = Field(default=None, description="Not used.")
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: TruncateTokens | None = Field(
         default=None,
         description="Of a longer text take the last so many tokens; -1: as many as can be.",
     )
@@ -73,13 +73,6 @@ class EmbeddingRequest(Body):
             raise ValueError("must not be empty")
         if isinstance(given, list) and not isinstance(given[0], int) and len(given) > MOST_PROMPTS:
             raise ValueError(f"at most {MOST_PROMPTS} texts in one request, {len(given)} are given")
-        return given
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _not_to_nothing(cls, given: int | None) -> int | None:
-        if given == 0:
-            raise ValueError("must be -1 or at least 1")
         return given
 
     @property

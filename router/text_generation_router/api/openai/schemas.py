@@ -35,6 +35,16 @@ NOT_SUPPORTED = Field(description="Not supported.")
 Refused = Annotated[Any, refuses(), NOT_SUPPORTED]
 
 
+def _not_to_nothing(given: int) -> int:
+    if given == 0:
+        raise ValueError("must be -1 or at least 1")
+    return given
+
+
+TruncateTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_to_nothing)]
+"""The tokens to which a longer prompt is cut; -1: as many as can be."""
+
+
 def _none_empty(stops: str | list[str]) -> str | list[str]:
     if "" in ([stops] if isinstance(stops, str) else stops):
         raise ValueError("a stop string must not be empty")
