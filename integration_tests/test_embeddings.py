@@ -6,6 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from integration_tests.checkpoints import FAMILIES, write_checkpoint
 from integration_tests.conftest import Launch
 from integration_tests.oracle import Oracle, ragged_prompts
-from integration_tests.server import LauncherHandle, running
+from integration_tests.server import LauncherHandle, running, token_ids
 
 NUMBERS = 0, 1, 2, 3
 
@@ -77,6 +78,28 @@ def test_two_shards_answer_as_one(checkpoint: Callable[[str], Path]) -> None:
     with running(path, *flags) as handle:
         for found, text in zip(embed(handle, texts), texts, strict=True):
             assert found == pytest.approx(unit(expected(oracle, text, "mean")), abs=1e-4)
+        handle.assert_idle()
+
+
+def test_little_memory(tiny_model_path: Path) -> None:
+    """Rows that give their blocks to others begin anew, means among them."""
+    oracle, texts = Oracle(tiny_model_path, "llama3"), ragged_prompts(tiny_model_path)
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "192")
+    cramped = (*flags, "--max-batch-total-tokens", "512", "--max-batch-prefill-tokens", "64")
+    with running(tiny_model_path, *cramped, "--pooling", "mean") as handle:
+
+        def generate(number: int) -> Any:
+            return handle.generate(f"{number} 1 2 3", max_new_tokens=150, ignore_eos_token=True)
+
+        with ThreadPoolExecutor(10) as pool:
+            crowd = [pool.submit(generate, number) for number in range(8)]
+            asked = [pool.submit(embed, handle, texts) for _ in range(2)]
+            for found in asked:
+                for vector, text in zip(found.result(), texts, strict=True):
+                    assert vector == pytest.approx(unit(expected(oracle, text, "mean")), abs=1e-4)
+            for one in crowd:
+                assert len(token_ids(one.result())) == 150
+        assert handle.metrics()["tgi_request_preempted"] > 0
         handle.assert_idle()
 
 

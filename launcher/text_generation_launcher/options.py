@@ -219,6 +219,7 @@ OPTIONS: tuple[Option, ...] = (
         true_or_false,
         ROUTER,
         switch=True,
+        modes=HTTP,
     ),
     # the HTTP side
     Option(
