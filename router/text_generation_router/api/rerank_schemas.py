@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Self
 
-from pydantic import AliasChoices, BaseModel, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from text_generation_router.api.bounded import Items
 from text_generation_router.api.openai.schemas import Refused, TruncateTokens
@@ -17,6 +17,8 @@ class DocumentBody(Body):
 
 
 Document = str | DocumentBody
+_QUERY = "Where did the cat sit?"
+_DOCUMENTS: list[Any] = ["The cat sat on the mat.", "It rained."]
 _INSTRUCTION = Field(
     default=None,
     description="What makes a document a good one. Default: that it answers a web search query.",
@@ -52,15 +54,17 @@ class ScoringBody(Body):
 class ScoreRequest(ScoringBody):
     """Body of /score: pairs of texts; one text is paired with each of several."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"text_1": _QUERY, "text_2": _DOCUMENTS}}
+    )
+
     text_1: str | Items[str] = Field(
         validation_alias=AliasChoices("text_1", "queries", "data_1"),
         description="The query, or one for each document. Also called `queries` and `data_1`.",
-        examples=["Where did the cat sit?"],
     )
     text_2: Document | Items[Document] = Field(
         validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
         description="The documents. Also called `documents`, `items` and `data_2`.",
-        examples=[["The cat sat on the mat.", "It rained."]],
     )
     use_activation: bool | None = Field(
         default=None,
@@ -95,10 +99,12 @@ class RerankRequest(ScoringBody):
     """Body of /rerank: `documents`, as Jina and Cohere have it, or `texts`, as TEI has it, which
     also decide the form of the answer."""
 
-    query: str = Field(examples=["Where did the cat sit?"])
-    documents: Items[Document] | None = Field(
-        default=None, examples=[["The cat sat on the mat.", "It rained."]]
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"query": _QUERY, "documents": _DOCUMENTS, "top_n": 1}}
     )
+
+    query: str
+    documents: Items[Document] | None = None
     texts: Items[str] | None = Field(default=None, description="TEI's name of `documents`.")
     top_n: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Return so many of the best. 0 and default: all."

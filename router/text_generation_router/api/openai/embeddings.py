@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.bounded import Items, Numbers
@@ -37,12 +37,13 @@ class EmbeddingRequest(Body):
     """Body of /v1/embeddings. OpenAI does not have the fields from `truncate_prompt_tokens` on,
     which are vLLM's."""
 
-    model: str | None = Field(
-        default=None, description="The served model, or `tgi`.", examples=["tgi"]
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "tgi", "input": "The cat sat on the mat"}}
     )
+
+    model: str | None = Field(default=None, description="The served model, or `tgi`.")
     input: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
         description=f"A text, up to {MOST_PROMPTS}, the ids of one, or the ids of several.",
-        examples=["The cat sat on the mat"],
     )
     encoding_format: Literal["float", "base64"] | None = Field(
         default=None,
