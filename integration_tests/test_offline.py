@@ -41,6 +41,20 @@ def llm(environment: None, tiny_model_path: Path) -> Iterator[LLM]:
             assert f"\n{name} 0" in llm.metrics()
 
 
+def test_embeddings_are_the_servers(llm: LLM, server: LauncherHandle) -> None:
+    found = llm.embed(PROMPTS)
+    response = server.client.post("/v1/embeddings", json={"input": PROMPTS})
+    wanted = [one["embedding"] for one in response.json()["data"]]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert llm.embed(PROMPTS[0])[0] == pytest.approx(found[0], abs=1e-6)
+    assert [len(one) for one in llm.embed([[5, 6], [7]], dimensions=3)] == [3, 3]
+    with pytest.raises(ValueError, match="`dimensions` must be 1 to 64"):
+        llm.embed("a", dimensions=65)
+    with pytest.raises(ValidationError, match="cannot be empty"):
+        llm.embed(["a", ""])
+
+
 def family() -> list[psutil.Process]:
     """What this process has started and what that has started."""
     return psutil.Process().children(recursive=True)

@@ -40,7 +40,7 @@ OUR_FLAGS = [
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
     "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection", "step-deadline",
-    "served-model-name", "any-model-name",
+    "served-model-name", "any-model-name", "pooling", "reranker",
 ]  # fmt: skip
 
 

@@ -206,6 +206,21 @@ OPTIONS: tuple[Option, ...] = (
     Option("max-client-batch-size", "most prompts in one request", whole(1), ROUTER),
     Option("payload-limit", "bytes of a request body", whole(1), ROUTER),
     Option("disable-grammar-support", "refuse grammars", true_or_false, ROUTER, switch=True),
+    Option(
+        "pooling",
+        "which hidden state /v1/embeddings answers; by default as the model's "
+        "1_Pooling/config.json says, else last",
+        choice("last", "mean"),
+        ROUTER,
+    ),
+    Option(
+        "reranker",
+        "serve /score and /rerank in the form of Qwen3-Reranker, by default if the model is one",
+        true_or_false,
+        ROUTER,
+        switch=True,
+        modes=HTTP,
+    ),
     # the HTTP side
     Option(
         "served-model-name",

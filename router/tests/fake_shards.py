@@ -190,7 +190,7 @@ class FakeShards:
         assert ids == [*prompt, *again], "a preempted request came back with other ids"
         num_cached = entry.num_cached_tokens
         assert num_cached % self.block_size == 0 and 0 <= num_cached < len(ids)
-        assert not (num_cached and entry.wants_prefill_logprobs)
+        assert not (num_cached and entry.needs_all_computed)
         assert 0 <= entry.chunk_len <= len(ids) - num_cached
         table = list(entry.block_table.block_ids)
         assert len(set(table)) == len(table) and set(table) <= set(range(self.num_blocks))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -42,17 +43,30 @@ VOCAB_SIZE = 258
 BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def write_tokenizer(directory: Path) -> None:
-    """One token per byte, `<s>` in front; ids of bytes are places in the sorted alphabet."""
+def write_tokenizer(directory: Path, words: Sequence[str] = ()) -> None:
+    """One token per byte, `<s>` in front; ids of bytes are places in the sorted alphabet. Behind
+    them, the words are tokens, too."""
     vocabulary = {character: place for place, character in enumerate(BYTE_ALPHABET)}
     tokenizer = FastTokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens(list(words))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS_ID)]
     )
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def pooled(input_ids: Sequence[int], width: int) -> bytes:
+    """What stands for a prompt: how many tokens it has, the first, the last, and threes."""
+    numbers = [len(input_ids), input_ids[0], input_ids[-1], *[3] * (width - 3)]
+    return struct.pack(f"<{width}f", *numbers)
+
+
+def token_scores(input_ids: Sequence[int]) -> tuple[float, float]:
+    """A shorter prompt answers rather with yes."""
+    return -0.01 * len(input_ids), -1.0
 
 
 class ScriptedShards:
@@ -65,6 +79,8 @@ class ScriptedShards:
         self.is_stuck = False
         self.grammars: list[str] = []
         self.min_tokens = 1
+        # Numbers of a hidden state.
+        self.width = 4
         self.rows: dict[int, int] = {}
         self._entries: dict[int, Entry] = {}
         self._batches: dict[int, list[int]] = {}
@@ -97,7 +113,20 @@ class ScriptedShards:
                 tops[entry.id] = [*range(count)] * places, [-0.5] * count * places
         ranks = {key: [*range(1, len(values))] for key, values in prompts.items()}
         return replace(
-            result, prefill_logprobs=prompts, prefill_ranks=ranks, prefill_top_tokens=tops
+            result,
+            prefill_logprobs=prompts,
+            prefill_ranks=ranks,
+            prefill_top_tokens=tops,
+            pooled_prompts={
+                entry.id: pooled(entry.request.input_ids, self.width)
+                for entry in entries
+                if entry.request.pooling is not None
+            },
+            token_scores={
+                entry.id: token_scores(entry.request.input_ids)
+                for entry in entries
+                if entry.request.score_token_ids
+            },
         )
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
@@ -195,7 +224,8 @@ def script_of(text: str) -> list[int]:
 
 def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> Services:
     """Services on top of shards that write `text`; puts a tokenizer into `directory`."""
-    write_tokenizer(directory)
+    words = ("yes", "no") if options.get("reranker") else ()
+    write_tokenizer(directory, words)
     config = RouterConfig(tokenizer_name=str(directory), **options)
     shards = ScriptedShards(script_of(text))
     info = ShardInfo(
@@ -203,11 +233,12 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         device_type="cpu",
         block_size=16,
         attention_impl="fake",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=VOCAB_SIZE + len(words),
         max_model_len=4096,
         version="0",
         rank=0,
         world_size=1,
+        hidden_size=4,
     )
     warmup = WarmupResult(
         num_blocks=1024,

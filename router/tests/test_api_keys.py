@@ -27,6 +27,7 @@ KSERVE: dict[str, Any] = {
     **{"id": "1", "inputs": [TENSOR], "outputs": [{"name": "y"}]},
     "parameters": SHORT,
 }
+RERANKING = ("/v1/rerank", "/v2/rerank", "/rerank")
 STREAM = {"stream": True}
 # Every way to have something generated.
 ASKING = [
@@ -45,6 +46,12 @@ ASKING = [
     ("/v1/messages", ANTHROPIC | STREAM),
     (INFER, KSERVE),
     (OPEN_INFER, {"inputs": [TEXTS], "parameters": SHORT}),
+    ("/v1/embeddings", {"input": WORDS}),
+    ("/v1/embeddings", {"input": [WORDS, WORDS + "b"]}),
+    ("/v1/score", {"text_1": WORDS, "text_2": WORDS}),
+    ("/score", {"text_1": WORDS, "text_2": WORDS}),
+    *((path, {"query": WORDS, "documents": [WORDS]}) for path in RERANKING),
+    ("/rerank", {"query": WORDS, "texts": [WORDS]}),
     ("/vertex", {"instances": [GENERATE]}),
     ("/vertex", {"instances": [CHAT]}),
     ("/predict", {"instances": [GENERATE]}),
@@ -83,7 +90,7 @@ async def cached_tokens(server: Server, path: str, body: dict[str, Any], key: st
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with serve_chat(
-        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict"
+        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict", reranker=True
     ) as server:
         yield server
 
@@ -248,6 +255,7 @@ async def test_requests_under_way_of_each_key(
         api_key=("a", "b"),
         aip_predict_route="/predict",
         max_concurrent_requests_per_key=4,
+        reranker=True,
     ) as server:
         server.shards.script = [1]
         held = [await hold(server, "a") for _ in range(4)]

@@ -114,6 +114,16 @@ async def test_every_line_has_its_result_in_order(tmp_path: Path):
     assert (tally.done, tally.failed, tally.tokens) == (7, 5, 6 + 24)
 
 
+async def test_texts_are_embedded(tmp_path: Path):
+    body = {"input": ["ab", "c"], "encoding_format": "float"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    async with rig(tmp_path) as the:
+        tally = await the.run(json.dumps(line))
+    [result] = the.results()
+    assert [len(one["embedding"]) for one in result["response"]["body"]["data"]] == [4, 4]
+    assert (tally.done, tally.failed, tally.tokens) == (1, 0, 0)
+
+
 async def test_more_lines_than_there_is_room_for(tmp_path: Path):
     lines = [completion(str(n), max_tokens=1 + n % 7) for n in range(60)]
     async with rig(tmp_path, max_batch_size=2) as the:

@@ -39,7 +39,7 @@ def test_a_request():
         (encoded(custom_id=3), "missing_custom_id", None),
         (encoded(method="GET"), "invalid_method", "a"),
         (encoded(method=None), "invalid_method", "a"),
-        (encoded(url="/v1/embeddings"), "invalid_url", "a"),
+        (encoded(url="/v1/models"), "invalid_url", "a"),
         (encoded(url=["/v1/completions"]), "invalid_url", "a"),
         (encoded(body=[]), "invalid_body", "a"),
         (encoded(body=None), "invalid_body", "a"),

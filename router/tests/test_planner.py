@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from text_generation_router.request import FinishReason
+from text_generation_router.request import FinishReason, Pooling
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.entry import Entry, EntryState
@@ -275,6 +275,16 @@ def test_generated_text_is_found_too() -> None:
     # 4 tokens of the prompt and 9 of the answer, whose last one was never computed.
     follow_up = desk.submit([*range(4), *[7] * 9, 1, 2, 3])
     assert desk.step().chunks == {1: 4} and follow_up.num_cached_tokens == 12
+
+
+def test_a_mean_needs_every_token_but_the_last_one_by_itself_does_not() -> None:
+    desk = Desk()
+    desk.submit(range(9))
+    desk.step()
+    mean = desk.submit(range(9), pooling=Pooling.MEAN)
+    last = desk.submit(range(9), pooling=Pooling.LAST)
+    scored = desk.submit(range(9), score_token_ids=(1, 2))
+    assert desk.step().chunks == {mean.id: 9, last.id: 1, scored.id: 1}
 
 
 def test_prompt_logprobs_need_every_token_but_leave_them_to_others() -> None:

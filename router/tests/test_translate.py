@@ -5,7 +5,13 @@ import math
 from google.protobuf.message import Message
 from text_generation_proto import pb
 from text_generation_router.client import translate
-from text_generation_router.request import FinishReason, Request, Sampling, StoppingCriteria
+from text_generation_router.request import (
+    FinishReason,
+    Pooling,
+    Request,
+    Sampling,
+    StoppingCriteria,
+)
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.entry import Entry
@@ -33,6 +39,8 @@ REQUEST = Request(
     prefill_logprobs=True,
     top_n_tokens=2,
     grammar="start: /a+/",
+    pooling=Pooling.MEAN,
+    score_token_ids=(8, 3),
 )
 
 
@@ -62,6 +70,7 @@ def test_a_request_goes_over_whole() -> None:
     assert (request.prefill_logprobs, request.top_n_tokens) == (True, 2)
     assert request.grammar == "start: /a+/"
     assert request.chunk_len == 1
+    assert request.pooling == pb.POOLING_MEAN and list(request.score_token_ids) == [8, 3]
     parameters = request.parameters
     drawing = "temperature", "top_k", "top_p", "typical_p", "min_p", "do_sample", "seed"
     for name in (*drawing, "watermark"):
@@ -124,6 +133,8 @@ def test_a_step_comes_back_as_columns() -> None:
         ),
         batch=pb.CachedBatch(id=4, request_ids=[1]),
         prefill_logprobs=[pb.PrefillLogprobs(request_id=1, logprobs=[math.nan, -0.25], ranks=[5])],
+        pooled_prompts=[pb.PooledPrompt(request_id=2, values=b"1234")],
+        token_scores=[pb.TokenScores(request_id=3, logprobs=[-0.5, -8.0])],
         forward_ns=100,
         decode_ns=10,
         concat_ns=0,
@@ -136,6 +147,7 @@ def test_a_step_comes_back_as_columns() -> None:
     assert step.batch == CachedBatch(4, (1,))
     assert list(step.top_tokens()) == [((10, 11), (-0.5, -1.5)), ((), ()), ((30,), (-2.0,))]
     assert math.isnan(step.prefill_logprobs[1][0]) and step.prefill_logprobs[1][1] == -0.25
+    assert (step.pooled_prompts, step.token_scores) == ({2: b"1234"}, {3: (-0.5, -8.0)})
     assert (step.forward_ns, step.decode_ns, step.concat_ns) == (100, 10, 0)
     assert list(step.counts) == [1, 1, 1]
 
@@ -198,6 +210,7 @@ def test_info() -> None:
         spares_core=True,
         records_steps=True,
         last_number=17,
+        hidden_size=64,
     )
     info = translate.from_info(response)
     assert unset_fields(response) == set()

@@ -253,6 +253,8 @@ def test_body_and_parameters_have_the_same_fields() -> None:
         "input_ids",
         "add_special_tokens",
         "keeps_stop_sequence",
+        "pooling",
+        "score_token_ids",
         "most_stop_sequences",
         "most_top_n_tokens",
         "visible_special_tokens",

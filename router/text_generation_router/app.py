@@ -24,6 +24,7 @@ from text_generation_router.api import (
     kserve_errors,
     messages,
     messages_errors,
+    rerank,
     responses,
     sagemaker,
     tokenize,
@@ -32,7 +33,7 @@ from text_generation_router.api import (
 from text_generation_router.api import errors as tgi_errors
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.keys import DocsBehindKey
-from text_generation_router.api.openai import chat, completions, models
+from text_generation_router.api.openai import chat, completions, embeddings, models
 from text_generation_router.api.openai import errors as openai_errors
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.config import VERSION, RouterConfig
@@ -51,6 +52,8 @@ ROUTERS = (
     completions.router,
     chat.router,
     models.router,
+    embeddings.router,
+    rerank.router,
     responses.router,
     messages.router,
     chat_tokenize.router,

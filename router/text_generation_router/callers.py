@@ -34,6 +34,12 @@ class Allowance:
         # When `_tokens` was right.
         self._filled_at = -math.inf
 
+    @property
+    def num_free(self) -> int | None:
+        """How many more sequences it may have under way, but one at least; None: any number."""
+        most = self._limits.max_concurrent_requests
+        return None if most is None else max(1, most - self.num_under_way)
+
     def enter(self, num: int, now: float) -> None:
         """Takes places for `num` sequences. Raises KeyLimitError, and ValidationError if there can
         never be so many."""

@@ -135,6 +135,17 @@ class RouterConfig:
         "How the model writes tool calls; default: as its chat template shows.",
         choices=(AUTO, *FORMATS),
     )
+    pooling: str | None = _option(
+        None,
+        "Which hidden state /v1/embeddings answers: of the last token, or the mean over all; "
+        "default: as the model's 1_Pooling/config.json says, else last.",
+        choices=("last", "mean"),
+    )
+    reranker: bool = _option(
+        False,
+        "Serve /score and /rerank in the form of Qwen3-Reranker; default: if the model's "
+        "config.json or its name says that it is one.",
+    )
     disable_grammar_support: bool = _option(False, "Refuse requests that carry a `grammar`.")
     json_output: bool = _option(False, "Write log lines as JSON objects.")
     logger_level: str = _option(

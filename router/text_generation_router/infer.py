@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 from text_generation_router.callers import ANYBODY, Allowance, Caller
@@ -198,12 +198,34 @@ class Infer:
         self._metrics = metrics
         self._permits = Permits(max_concurrent_requests)
         self._caller = ANYBODY
+        self._is_let_in = False
 
     def on_behalf_of(self, caller: Caller) -> "Infer":
         """The same for another caller: with its salt, within its limits."""
         other = copy.copy(self)
         other._caller = caller
         return other
+
+    @contextmanager
+    def let_in(self, num: int) -> Iterator["Infer"]:
+        """`admitted`, and the same within it: nothing is let in one by one, nor logged when it ends
+        well. What is refused is counted as one failure."""
+        other = copy.copy(self)
+        other._is_let_in = True
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.admitted(num))
+            except RouterError as error:
+                self._refuse(error)
+                raise
+            yield other
+
+    def num_at_once(self, wanted: int) -> int:
+        """Of prompts that one request brings, how many are let in together: not more than half of
+        what is free, nor than the caller may have under way, and at least one."""
+        most = max(1, min(wanted, self.free_permits // 2))
+        allowance = self._caller.allowance
+        return most if allowance is None else min(most, allowance.num_free or most)
 
     @property
     def free_permits(self) -> int:
@@ -248,6 +270,8 @@ class Infer:
                 prompt_tokens, allowance = len(request.input_ids), self._caller.allowance
                 if allowance is not None:
                     allowance.take(prompt_tokens, time.perf_counter())
+                    if request.is_prompt_only:
+                        allowance = None
                 generations = [
                     Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
                 ]
@@ -272,13 +296,13 @@ class Infer:
             raise
         self._count(generations, "dropped")
 
-    async def generate(self, asked: GenerateParameters) -> GenerateResult:
+    async def generate(self, asked: GenerateParameters | Asking) -> GenerateResult:
         """One whole generation."""
         [result] = await self.generate_many(asked, 1)
         return result
 
     async def generate_many(
-        self, asked: GenerateParameters, num_sequences: int
+        self, asked: GenerateParameters | Asking, num_sequences: int
     ) -> list[GenerateResult]:
         """Whole generations over one prompt; one failure fails all."""
         async with self.start_many(asked, num_sequences) as generations:
@@ -303,8 +327,7 @@ class Infer:
             try:
                 check_best_of(best_of, self._validation.limits)
             except RouterError as error:
-                _log_failure(error)
-                self._count((), error.metric_label)
+                self._refuse(error)
                 raise
         results = await self.generate_many(asked, best_of)
         winner = max(range(best_of), key=lambda index: results[index].mean_logprob)
@@ -313,6 +336,9 @@ class Infer:
     @contextmanager
     def admitted(self, num: int) -> Iterator[None]:
         """Within the limits of the caller and the server. Raises KeyLimitError, OverloadedError."""
+        if self._is_let_in:
+            yield
+            return
         allowance = self._caller.allowance
         if allowance is None:
             with self._permits.taken(num):
@@ -324,6 +350,13 @@ class Infer:
                 yield
         finally:
             allowance.leave(num)
+
+    def _refuse(self, error: RouterError) -> None:
+        """Counts and logs what never started."""
+        if isinstance(error, KeyLimitError):
+            self._metrics.request_key_limit.inc(reason=error.reason)
+        _log_failure(error)
+        self._count((), error.metric_label)
 
     def _count(self, generations: Sequence[Generation], otherwise: str) -> None:
         """Counts how each generation ended; `otherwise` labels those that did not, or all of it."""
@@ -347,6 +380,8 @@ class Infer:
         metrics.request_inference_duration.observe(durations.inference_s)
         metrics.request_mean_time_per_token_duration.observe(durations.time_per_token_s)
         metrics.request_generated_tokens.observe(ending.generated.generated_tokens)
+        if self._is_let_in:
+            return
         logger.info(
             "Success total_time=%.6fs validation_time=%.6fs queue_time=%.6fs "
             "inference_time=%.6fs time_per_token=%.6fs seed=%s",

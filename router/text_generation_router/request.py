@@ -73,6 +73,13 @@ class Grammar:
     source: str
 
 
+class Pooling(Enum):
+    """Which hidden state stands for a prompt: that of its last token, or the mean of all."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One validated request. `input_ids` is never empty and already truncated."""
@@ -90,6 +97,16 @@ class Request:
     shows_special_tokens: bool = False
     # Requests of different salts share no KV, whatever their tokens.
     cache_salt: str = ""
+    # A hidden state that stands for the prompt is wanted.
+    pooling: Pooling | None = None
+    # The log-probabilities of these are wanted, each as the first token.
+    score_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the prompt is asked about, and not what follows. The one token that is computed
+        behind it is not told."""
+        return self.pooling is not None or bool(self.score_token_ids)
 
 
 class Token(NamedTuple):
@@ -128,13 +145,18 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """The prompt's tokens with their log-probabilities, for requests that asked for them."""
+    """What requests asked about their prompts: the tokens with their log-probabilities, or for
+    those that are prompt only a hidden state and scores."""
 
     tokens: tuple[Token, ...]
     # By token the best ones in its place, none for the first; empty: they were not asked for.
     top_tokens: tuple[tuple[Token, ...], ...] = ()
     # By token its place among all, the likeliest at 1; none for the first.
     ranks: tuple[int | None, ...] = ()
+    # Numbers in float32, little-endian, not normalised; empty: not asked for.
+    pooled: bytes = b""
+    # Log-probabilities of `Request.score_token_ids`.
+    scores: tuple[float, ...] = ()
 
 
 class TokenOutput(NamedTuple):

@@ -22,6 +22,9 @@ from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
 from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
+from text_generation_router.pooling import pooling_of
+from text_generation_router.request import Pooling
+from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
 from text_generation_router.scheduler.shards import Shards
@@ -71,6 +74,10 @@ class Services:
     long_answers: Room
     # In seconds since 1970.
     loaded_at: int
+    # Of /v1/embeddings.
+    pooling: Pooling
+    # Of /score and /rerank, or why there is none.
+    reranker: Reranker | str
 
     @property
     def compute_type(self) -> str:
@@ -174,7 +181,18 @@ def assemble(
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
         int(time.time()),
+        *_readers(config, tokenizer),
     )
+
+
+def _readers(config: RouterConfig, tokenizer: Tokenizer) -> tuple[Pooling, Reranker | str]:
+    """What the model's folder and the flags say of embeddings and of reranking."""
+    directory, name = Path(config.tokenizer_name), config.served_model_id
+    try:
+        pooling = pooling_of(directory, config.pooling)
+        return pooling, find_reranker(directory, name, tokenizer, config.reranker)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _scheduler_limits(

@@ -169,6 +169,11 @@ class Tokenizer:
         """Whether the token steers the model and is no part of the text it writes."""
         return token_id in self._special_ids
 
+    def id_of(self, token: str) -> int | None:
+        """The id of the token that is spelled so; None if there is none."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """The ids of those of the texts that are special tokens."""
         known = {text: self._tokenizer.token_to_id(text) for text in texts}

@@ -13,6 +13,7 @@ from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import (
     Grammar,
+    Pooling,
     Request,
     Sampling,
     StoppingCriteria,
@@ -67,6 +68,9 @@ class GenerateParameters:
     shows_special_tokens: bool = False
     deterministic: bool = False
     cache_salt: str | None = None
+    # What is asked about the prompt, in place of what follows it; see `Request`.
+    pooling: Pooling | None = None
+    score_token_ids: tuple[int, ...] = ()
 
     @property
     def wants_sampling(self) -> bool:
@@ -223,7 +227,9 @@ def _inputs_have_tokens(lengths: Lengths, asked: GenerateParameters, limits: Lim
 
 
 def _total_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    if lengths.inputs + lengths.max_new_tokens <= limits.max_total_tokens:
+    # Of a prompt that nothing follows only its own length is told; the limits leave a token's room.
+    is_prompt_only = asked.pooling is not None or asked.score_token_ids
+    if is_prompt_only or lengths.inputs + lengths.max_new_tokens <= limits.max_total_tokens:
         return None
     return (
         f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: "
@@ -356,6 +362,8 @@ class Validation:
             visible_special_tokens=asked.visible_special_tokens,
             shows_special_tokens=asked.shows_special_tokens,
             cache_salt=asked.cache_salt or "",
+            pooling=asked.pooling,
+            score_token_ids=asked.score_token_ids,
         )
 
     async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:

@@ -16,6 +16,7 @@ Ints = NDArray[np.int64]
 Tokens = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 Array = NDArray[Any]
 Upload = Callable[[Sequence[Array]], Sequence[Tensor]]
 """See `Device.upload`."""

@@ -14,6 +14,7 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.ranks import Ranks, digest
 from text_generation_shard.engine.step import (
     NewRequest,
+    Pooling,
     StepInput,
     StepOutput,
     WarmupLimits,
@@ -203,6 +204,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             deterministic=engine.is_deterministic,
             records_steps=engine.records_steps,
             last_number=self._messages.last_number,
+            hidden_size=model.config.hidden_size,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
@@ -398,6 +400,8 @@ def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
         top_n_tokens=message.top_n_tokens,
         grammar=grammar,
         chunk_len=message.chunk_len,
+        pooling=Pooling(message.pooling),
+        score_token_ids=list(message.score_token_ids),
     )
 
 
@@ -422,6 +426,14 @@ def _to_response(result: StepOutput) -> pb.StepResponse:
         prefill_top_tokens=[
             pb.PrefillTopTokens(request_id=request_id, token_ids=ids, logprobs=values)
             for request_id, ids, values in result.prefill_top_tokens
+        ],
+        pooled_prompts=[
+            pb.PooledPrompt(request_id=request_id, values=values)
+            for request_id, values in result.pooled_prompts
+        ],
+        token_scores=[
+            pb.TokenScores(request_id=request_id, logprobs=values)
+            for request_id, values in result.token_scores
         ],
         errors=[
             pb.RequestError(request_id=request_id, message=message)

@@ -398,6 +398,23 @@ def typed_exceptions() -> None:
 
 
 @check
+def embeddings() -> None:
+    # The client asks for base64 by itself, and gives numbers.
+    answer = client.embeddings.create(model=MODEL, input=[QUESTION, ANSWER])
+    equal([one.index for one in answer.data], [0, 1])
+    equal(answer.model, MODEL)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+    for one in answer.data:
+        assert abs(sum(value * value for value in one.embedding) - 1) < 1e-5
+    plain = client.embeddings.create(model=MODEL, input=QUESTION, encoding_format="float")
+    differences = zip(plain.data[0].embedding, answer.data[0].embedding, strict=True)
+    assert max(abs(one - other) for one, other in differences) < 1e-5
+    cut = client.embeddings.create(model=MODEL, input=QUESTION, dimensions=8, user="somebody")
+    equal(len(cut.data[0].embedding), 8)
+    raised(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input=""))
+
+
+@check
 async def asynchronous() -> None:
     answer = await async_client.chat.completions.create(**GREEDY)
     equal(answer.choices[0].message.content, ANSWER)

@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_NONE: _ClassVar[Pooling]
+    POOLING_LAST: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_NONE: _ClassVar[FinishReason]
@@ -14,6 +20,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_EOS_TOKEN: _ClassVar[FinishReason]
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+POOLING_NONE: Pooling
+POOLING_LAST: Pooling
+POOLING_MEAN: Pooling
 FINISH_REASON_NONE: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
@@ -33,7 +42,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps", "last_number")
+    __slots__ = ("dtype", "device_type", "block_size", "attention_impl", "vocab_size", "max_model_len", "version", "rank", "world_size", "recompute_at", "quantize", "deterministic", "prompt_scaled_at", "spares_core", "records_steps", "last_number", "hidden_size")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +59,7 @@ class InfoResponse(_message.Message):
     SPARES_CORE_FIELD_NUMBER: _ClassVar[int]
     RECORDS_STEPS_FIELD_NUMBER: _ClassVar[int]
     LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     device_type: str
     block_size: int
@@ -66,7 +76,8 @@ class InfoResponse(_message.Message):
     spares_core: bool
     records_steps: bool
     last_number: int
-    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ..., last_number: _Optional[int] = ...) -> None: ...
+    hidden_size: int
+    def __init__(self, dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., block_size: _Optional[int] = ..., attention_impl: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., recompute_at: _Optional[int] = ..., quantize: _Optional[str] = ..., deterministic: bool = ..., prompt_scaled_at: _Optional[int] = ..., spares_core: bool = ..., records_steps: bool = ..., last_number: _Optional[int] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()
@@ -149,7 +160,7 @@ class StoppingCriteriaParameters(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., ignore_eos_token: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len")
+    __slots__ = ("id", "input_ids", "num_prompt_tokens", "num_cached_tokens", "block_table", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "grammar", "chunk_len", "pooling", "score_token_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +172,8 @@ class Request(_message.Message):
     TOP_N_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     CHUNK_LEN_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    SCORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     id: int
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -172,7 +185,9 @@ class Request(_message.Message):
     top_n_tokens: int
     grammar: str
     chunk_len: int
-    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ...) -> None: ...
+    pooling: Pooling
+    score_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., grammar: _Optional[str] = ..., chunk_len: _Optional[int] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., score_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests")
@@ -320,6 +335,22 @@ class PrefillTopTokens(_message.Message):
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class PooledPrompt(_message.Message):
+    __slots__ = ("request_id", "values")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    values: bytes
+    def __init__(self, request_id: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class TokenScores(_message.Message):
+    __slots__ = ("request_id", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class RequestError(_message.Message):
     __slots__ = ("request_id", "message")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -329,7 +360,7 @@ class RequestError(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors", "digest", "prefill_top_tokens")
+    __slots__ = ("generations", "batch", "prefill_logprobs", "forward_ns", "decode_ns", "total_ns", "concat_ns", "errors", "digest", "prefill_top_tokens", "pooled_prompts", "token_scores")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +371,8 @@ class StepResponse(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SCORES_FIELD_NUMBER: _ClassVar[int]
     generations: Generations
     batch: CachedBatch
     prefill_logprobs: _containers.RepeatedCompositeFieldContainer[PrefillLogprobs]
@@ -350,4 +383,6 @@ class StepResponse(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[RequestError]
     digest: int
     prefill_top_tokens: _containers.RepeatedCompositeFieldContainer[PrefillTopTokens]
-    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ..., digest: _Optional[int] = ..., prefill_top_tokens: _Optional[_Iterable[_Union[PrefillTopTokens, _Mapping]]] = ...) -> None: ...
+    pooled_prompts: _containers.RepeatedCompositeFieldContainer[PooledPrompt]
+    token_scores: _containers.RepeatedCompositeFieldContainer[TokenScores]
+    def __init__(self, generations: _Optional[_Union[Generations, _Mapping]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., prefill_logprobs: _Optional[_Iterable[_Union[PrefillLogprobs, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., errors: _Optional[_Iterable[_Union[RequestError, _Mapping]]] = ..., digest: _Optional[int] = ..., prefill_top_tokens: _Optional[_Iterable[_Union[PrefillTopTokens, _Mapping]]] = ..., pooled_prompts: _Optional[_Iterable[_Union[PooledPrompt, _Mapping]]] = ..., token_scores: _Optional[_Iterable[_Union[TokenScores, _Mapping]]] = ...) -> None: ...

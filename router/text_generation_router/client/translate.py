@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from text_generation_proto import pb
 
-from text_generation_router.request import FinishReason, Sampling, StoppingCriteria
+from text_generation_router.request import FinishReason, Pooling, Sampling, StoppingCriteria
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 
@@ -15,6 +15,12 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
     pb.FINISH_REASON_ERROR: None,
     pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+}
+
+_POOLINGS = {
+    None: pb.POOLING_NONE,
+    Pooling.LAST: pb.POOLING_LAST,
+    Pooling.MEAN: pb.POOLING_MEAN,
 }
 
 
@@ -38,6 +44,7 @@ class ShardInfo:
     spares_core: bool = False
     records_steps: bool = False
     last_number: int = 0
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,8 @@ def _to_request(entry: Entry) -> pb.Request:
         top_n_tokens=request.top_n_tokens,
         grammar=request.grammar,
         chunk_len=entry.chunk_len,
+        pooling=_POOLINGS[request.pooling],
+        score_token_ids=request.score_token_ids,
     )
 
 
@@ -151,6 +160,8 @@ def from_step(response: pb.StepResponse, shard_ns: Sequence[int] = ()) -> StepRe
             p.request_id: (tuple(p.token_ids), tuple(p.logprobs))
             for p in response.prefill_top_tokens
         },
+        pooled_prompts={p.request_id: p.values for p in response.pooled_prompts},
+        token_scores={p.request_id: tuple(p.logprobs) for p in response.token_scores},
         errors={error.request_id: error.message for error in response.errors},
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -191,6 +202,7 @@ def from_info(response: pb.InfoResponse) -> ShardInfo:
         spares_core=response.spares_core,
         records_steps=response.records_steps,
         last_number=response.last_number,
+        hidden_size=response.hidden_size,
     )
 
 

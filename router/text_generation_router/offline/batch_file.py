@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 class BatchFileError(Exception):

@@ -3,13 +3,13 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,13 +23,17 @@ from text_generation_router.offline.results import RequestOutput
 from text_generation_router.offline.sampling import SamplingParams, complaint
 from text_generation_router.offline.session import Session
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
-from text_generation_router.services import StartError
+from text_generation_router.pooling import vector_of
+from text_generation_router.prompts import read_prompts
+from text_generation_router.services import Services, StartError
+from text_generation_router.validation import GenerateParameters
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation in OpenAI's form: `[{"role": "user", "content": "…"}]`."""
 
+_T = TypeVar("_T")
 _DRAW_EVERY_S = 0.1
 _CLOSED_MEANWHILE = "the LLM was closed while it was generating"
 _MESSAGES = TypeAdapter(list[MessageBody])
@@ -130,6 +134,37 @@ class LLM:
             jobs.append(Job(one, conversation))
         return self._run(jobs, progress)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[list[float]]:
+        """A vector for each prompt, in order: what /v1/embeddings answers.
+
+        Raises ValueError for `dimensions` that the model does not have, RouterError for a prompt
+        that can not be read, and LLMError when the model has ended.
+        """
+        services = self._services()
+        size = services.info.hidden_size
+        if dimensions is not None and not 0 < dimensions <= size:
+            raise ValueError(f"`dimensions` must be 1 to {size}. Given: {dimensions}")
+        asked = []
+        for prompt in _prompt_list(prompts):
+            is_text = isinstance(prompt, str)
+            asked.append(
+                GenerateParameters(
+                    inputs=prompt if isinstance(prompt, str) else "",
+                    input_ids=None if is_text else tuple(cast(Sequence[int], prompt)),
+                    max_new_tokens=1,
+                    pooling=services.pooling,
+                )
+            )
+        results = self._wait_for(read_prompts(services.infer, asked))
+        found = [result.prefill.pooled for result in results]
+        return [list(vector_of(pooled, dimensions, normalize)) for pooled in found]
+
     @property
     def config(self) -> RouterConfig:
         """What the router's part was told."""
@@ -153,15 +188,25 @@ class LLM:
         self.close()
 
     def _run(self, jobs: Sequence[Job], progress: bool) -> list[RequestOutput]:
+        services, tally = self._services(), Tally(len(jobs))
+        with bar(tally, sys.stderr) if progress else nullcontext() as drawn:
+            draw = partial(drawn.show, tally) if drawn else None
+            return self._wait_for(Bulk(services).run(jobs, tally), draw)
+
+    def _services(self) -> Services:
+        """What computes. Raises LLMError if it has ended."""
         if not self._end.alive:
             raise LLMError("this LLM is closed: make another")
         if not self._process.is_alive:
             raise LLMError(f"the model has ended: {self._process.last_words()}")
-        tally = Tally(len(jobs))
-        running = self._session.submit(Bulk(self._session.services).run(jobs, tally))
+        return self._session.services
+
+    def _wait_for(
+        self, work: Coroutine[Any, Any, _T], draw: Callable[[], None] | None = None
+    ) -> _T:
+        running = self._session.submit(work)
         try:
-            with bar(tally, sys.stderr) if progress else nullcontext() as drawn:
-                results = _wait(running, partial(drawn.show, tally) if drawn else None)
+            results = _wait(running, draw)
         except CancelledError as error:
             raise LLMError(_CLOSED_MEANWHILE) from error
         except BaseException:  # Ctrl-C, most likely: the scheduler must not go on without us
@@ -172,9 +217,7 @@ class LLM:
         return results
 
 
-def _wait(
-    running: "Future[list[RequestOutput]]", draw: Callable[[], None] | None
-) -> list[RequestOutput]:
+def _wait(running: "Future[_T]", draw: Callable[[], None] | None) -> _T:
     while draw is not None:
         draw()
         try:

@@ -19,7 +19,7 @@ _NOT_OFFLINE = frozenset(
         *("max_concurrent_requests_per_key", "max_tokens_per_minute_per_key"),
         *("aip_predict_route", "aip_health_route", "graceful_termination_timeout"),
         *("max_concurrent_requests", "max_client_batch_size", "max_best_of"),
-        *("json_output", "logger_level"),
+        *("json_output", "logger_level", "reranker"),
         *("ssl_certfile", "ssl_keyfile", "served_model_name", "any_model_name", "await_shards"),
     }
 )

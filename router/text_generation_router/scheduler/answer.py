@@ -148,7 +148,7 @@ class Answer:
         sampling = self._request.sampling
         return GeneratedText(
             "".join(self._deltas),
-            self._num_tokens,
+            0 if self._request.is_prompt_only else self._num_tokens,
             finish_reason,
             sampling.seed if sampling.is_sampling else None,
             None if match is None else match.stop_string,

@@ -26,7 +26,7 @@ from text_generation_router.errors import (
     ValidationError,
 )
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import FinishReason, Output, Request, Timings
+from text_generation_router.request import FinishReason, Output, PrefillOutput, Request, Timings
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
@@ -349,6 +349,10 @@ class Batcher:
             tops = result.prefill_top_tokens.get(entry.id, ((), ()))
             ranks = result.prefill_ranks.get(entry.id, ())
             outputs.append(entry.answer.prefill(prefill_logprobs, tops, ranks))
+        elif entry.request.is_prompt_only:
+            pooled = result.pooled_prompts.get(entry.id, b"")
+            scores = result.token_scores.get(entry.id, ())
+            outputs.append(PrefillOutput((), pooled=pooled, scores=scores))
         num_tokens = 0
         for token_id, logprob, top_tokens in tokens:
             num_tokens += 1
@@ -359,7 +363,8 @@ class Batcher:
                 self._end(entry)
                 break
         entry.deliver(*outputs)
-        self._meter.note_tokens(entry, num_tokens, now)
+        if not entry.request.is_prompt_only:
+            self._meter.note_tokens(entry, num_tokens, now)
 
     # ---- Endings ----
 

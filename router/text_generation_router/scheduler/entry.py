@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from text_generation_router.errors import RouterError
-from text_generation_router.request import Output, Request, Timings
+from text_generation_router.request import Output, Pooling, Request, Timings
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.prefix_cache import Chain, Tokens
@@ -77,6 +77,11 @@ class Entry:
     def wants_prefill_logprobs(self) -> bool:
         """Whether the prompt's log-probabilities were asked for and are still owed."""
         return self.request.prefill_logprobs and not self.token_ids
+
+    @property
+    def needs_all_computed(self) -> bool:
+        """Whether something is owed that cached tokens do not have."""
+        return self.wants_prefill_logprobs or self.request.pooling is Pooling.MEAN
 
     @property
     def max_context(self) -> int:

@@ -305,7 +305,7 @@ class Planner:
         allocator, salt = self.allocator, self._salt(entry)
         shared: list[int] = []
         chain = None if salt is None else Chain(salt)
-        if salt is not None and not entry.wants_prefill_logprobs:
+        if salt is not None and not entry.needs_all_computed:
             # The last token is computed in any case: its output is the next token.
             blocks = entry.full_blocks(0, entry.num_tokens - 1, self._limits.block_size)
             shared, chain = self.cache.match(salt, blocks, pending)

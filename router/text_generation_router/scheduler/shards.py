@@ -86,6 +86,9 @@ class StepResult:
     prefill_top_tokens: Mapping[int, tuple[Sequence[int], Sequence[float]]] = field(
         default_factory=dict
     )
+    # By request, the hidden state that stands for its prompt, and scores; see PrefillOutput.
+    pooled_prompts: Mapping[int, bytes] = field(default_factory=dict)
+    token_scores: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     # By request, a sentence: it failed alone, its row is free and its token, if any, means nothing.
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_ns: int = 0

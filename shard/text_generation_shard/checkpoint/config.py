@@ -103,10 +103,27 @@ def _architecture(raw: dict[str, Any], directory: Path) -> str:
             key for key, family in FAMILIES.items() if family.model_type == raw["model_type"]
         ]
         name = matches[0] if matches else name
+    name = _with_head(name, raw)
     if name not in FAMILIES:
         raise ModelError(
             f"the architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
         )
+    return name
+
+
+def _with_head(name: str, raw: dict[str, Any]) -> str:
+    """The architecture that makes scores of the hidden states of this one. Of a reranker that is
+    told to classify by the scores of some tokens, it is that of the checkpoint."""
+    if raw.get("is_causal") is False:
+        raise ModelError(
+            f"config.json says that the tokens of this {name} see those behind them (is_causal is "
+            "false); models whose tokens see those before them are supported"
+        )
+    for suffix in ("Model", "ForSequenceClassification"):
+        causal = name.removesuffix(suffix) + "ForCausalLM"
+        is_ours = suffix == "Model" or raw.get("classifier_from_token")
+        if name.endswith(suffix) and causal in FAMILIES and is_ours:
+            return causal
     return name
 
 

@@ -296,15 +296,29 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor | None]]:
     """What a file holds, by name; None for what is not wanted. Of a tensor nothing is read yet: its
-    memory is the file's pages. ModelError if the file is not readable."""
+    memory is the file's pages. ModelError if the file is not readable.
+
+    Names may lack `model.`: so they are where a model was saved without its head.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name) if name in wanted else None
+                full_name = f"model.{name}"
+                if name not in wanted and full_name in wanted:
+                    yield full_name, file.get_tensor(name)
+                else:
+                    yield name, file.get_tensor(name) if name in wanted else None
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{path} is not a readable safetensors file ({error}); download it again"
         ) from error
+
+
+def is_headless(directory: Path) -> bool:
+    """Whether the checkpoint was saved without the head that makes scores, as those for embeddings
+    are; ModelError if a file is not readable."""
+    names = {name for path in _weight_files(directory) for name, _ in _tensors(path, ())}
+    return "embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -194,6 +194,9 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states [T, hidden_size] behind the last norm, of which scores are made."""
+
     def angles(self, batch: ForwardBatch) -> Angles:
         """What the tokens of a pass are rotated by."""
 

@@ -23,6 +23,7 @@ from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
+from text_generation_shard.engine.readings import deliver
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import (
     NewRequest,
@@ -245,7 +246,10 @@ class Engine:
 
     def _check_vocabulary(self, requests: Sequence[NewRequest]) -> None:
         size = self.model.config.vocab_size
-        largest = max(max(item.input_ids, default=0) for item in requests)
+        largest = max(
+            max(max(item.input_ids, default=0), max(item.score_token_ids, default=0))
+            for item in requests
+        )
         if largest >= size:
             raise BatchError(f"token id {largest} is not below {size}, the vocabulary")
 
@@ -362,6 +366,8 @@ class Engine:
         plan, verified, table = part.plan, part.verified, self._table
         for row, values in plan.prompt_logprobs.items():
             table.prompt_logprobs[row].extend(values)
+        for row, part_reading in plan.readings:
+            table.readings[row].add(part_reading)
         if verified is None:
             return StepOutput([], [])
         output, samples = verified.output, plan.samples
@@ -378,6 +384,8 @@ class Engine:
                     if ids := found.top_token_ids:
                         tops = request_id, ids, found.top_token_logprobs
                         output.prefill_top_tokens.append(tops)
+        if table.readings:
+            deliver(table, samples.owners.tolist(), output)
         table.drive(verified.driven)
         table.release(verified.ended)
         return output

@@ -145,6 +145,8 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
         whole.prefill_logprobs += item.prefill_logprobs
         whole.prefill_ranks += item.prefill_ranks
         whole.prefill_top_tokens += item.prefill_top_tokens
+        whole.pooled_prompts += item.pooled_prompts
+        whole.token_scores += item.token_scores
         whole.errors += item.errors
     return whole
 

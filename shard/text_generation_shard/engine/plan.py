@@ -16,8 +16,9 @@ from text_generation_shard.engine.forward_batch import (
     SampledPositions,
     sampled_positions,
 )
+from text_generation_shard.engine.readings import read_pass
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PromptLogprobs
+from text_generation_shard.engine.step import PartReading, PromptLogprobs
 from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
@@ -51,7 +52,8 @@ class Fixed:
 
 
 class Plan:
-    """See `device.base.StepPlan`. Owns the prompt log-probabilities that its passes brought."""
+    """See `device.base.StepPlan`. Owns the prompt log-probabilities and the readings that its
+    passes brought."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Plan:
         self.computed, self.new_rows = passes, new_rows
         self.rows: Rows = fixed.table
         self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
-        self.wants_hidden = bool(fixed.table.prompt_logprobs)
+        self.wants_hidden = bool(fixed.table.prompt_logprobs or fixed.table.readings)
         self.wants_scores = bool(fixed.table.top_n_tokens)
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
@@ -75,6 +77,8 @@ class Plan:
         self.grammars: StepGrammars | None = None
         # By row, of the inputs that want them.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        # (row, part) of the inputs that want them, in the order of their tokens.
+        self.readings: list[tuple[int, PartReading]] = []
         # Of the rows that sample [R]: their requests.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
@@ -85,6 +89,7 @@ class Plan:
         inputs."""
         self._before, self.knows_tokens = None, True
         self.prompt_logprobs.clear()
+        self.readings.clear()
 
     def batch(
         self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
@@ -107,7 +112,11 @@ class Plan:
         wanted = batch.logits_indices
         if self.wants_hidden:
             self._add_prompt_logprobs(scheduled, hidden)
-        return self._fixed.model.logits(hidden if wanted is None else hidden[wanted])
+        logits = self._fixed.model.logits(hidden if wanted is None else hidden[wanted])
+        if self._fixed.table.readings:
+            rest = self._fixed.model, scheduled, hidden, logits
+            self.readings += read_pass(self._fixed.table, *rest)
+        return logits
 
     def _add_prompt_logprobs(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
         """Of the inputs that want them, those of the tokens that follow the pass's in them."""

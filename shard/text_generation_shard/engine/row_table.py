@@ -6,7 +6,7 @@ import numpy as np
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.engine.step import NewRequest, PromptLogprobs
+from text_generation_shard.engine.step import NewRequest, Pooling, PromptLogprobs, Reading
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.guard import AnyConstraint
 from text_generation_shard.sampling.table import SamplingTable
@@ -50,6 +50,8 @@ class RowTable:
         self.driven: set[int] = set()
         # Of the rows that want them, until their first token: those of the input computed so far.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        # Of the rows that want something of their prompt's hidden states, until their first token.
+        self.readings: dict[int, Reading] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -88,6 +90,8 @@ class RowTable:
             self.constraints[row] = constraint
         if request.prefill_logprobs:
             self.prompt_logprobs[row] = PromptLogprobs([float("nan")])
+        if request.pooling or request.score_token_ids:
+            self.readings[row] = Reading(request)
         self.running = np.append(self.running, row)
         return row
 
@@ -102,6 +106,11 @@ class RowTable:
             raise BatchError(
                 f"request {request.id}: {request.num_cached_tokens} cached of {known} tokens; "
                 "at least one token must be left to compute"
+            )
+        if request.pooling is Pooling.MEAN and request.num_cached_tokens:
+            raise BatchError(
+                f"request {request.id}: the mean of all hidden states is wanted, but those of "
+                f"{request.num_cached_tokens} cached tokens are not there"
             )
         if request.first_end > known:
             raise BatchError(
@@ -144,6 +153,7 @@ class RowTable:
             self.constraints.pop(row, None)
             self.driven.discard(row)
             self.prompt_logprobs.pop(row, None)
+            self.readings.pop(row, None)
             self._free.append(row)
         if len(rows):
             self.running = self.running[~np.isin(self.running, rows)]

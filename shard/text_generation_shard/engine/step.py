@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
+import numpy as np
+from torch import Tensor
+
+from text_generation_shard.arrays import Doubles
 from text_generation_shard.grammars.constraint import Grammar
 from text_generation_shard.grammars.guard import AnyConstraint, begin
 from text_generation_shard.sampling.params import SamplingParams
@@ -17,6 +22,14 @@ class FinishReason(IntEnum):
     EOS_TOKEN = 2
     ERROR = 3
     STOP_TOKEN = 4
+
+
+class Pooling(IntEnum):
+    """Which hidden state stands for a prompt; the numbers of generate.proto."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,9 @@ class NewRequest:
     grammar: Grammar | None = None
     # Tokens behind num_cached_tokens that are computed at once; 0: all.
     chunk_len: int = 0
+    pooling: Pooling = Pooling.NONE
+    # Whose log-probabilities as the first token are told.
+    score_token_ids: Sequence[int] = ()
 
     @property
     def first_end(self) -> int:
@@ -118,6 +134,41 @@ class PromptLogprobs:
         self.top_token_logprobs += other.top_token_logprobs
 
 
+class PartReading(NamedTuple):
+    """What a pass brought of what a request wants to know of its prompt; on the host once the pass
+    is known to be computed."""
+
+    # [hidden_size] float64: the sum of the hidden states, or the last of them.
+    pooled: Tensor | None
+    # [ids] float32.
+    scores: Tensor | None
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a request wants to know of its prompt, as far as that is computed."""
+
+    request: NewRequest
+    scores: list[float] = field(default_factory=list)
+    _total: Doubles | None = None
+
+    def add(self, part: PartReading) -> None:
+        """With what the next pass brought."""
+        if part.pooled is not None:
+            found: Doubles = part.pooled.numpy()
+            self._total = found.copy() if self._total is None else self._total + found
+        if part.scores is not None:
+            self.scores = part.scores.tolist()
+
+    def pooled(self) -> bytes:
+        """See PooledPrompt; empty: it is not wanted."""
+        if self._total is None:
+            return b""
+        is_mean = self.request.pooling is Pooling.MEAN
+        divisor = self.request.num_prompt_tokens if is_mean else 1
+        return (self._total / divisor).astype(np.dtype("<f4")).tobytes()
+
+
 @dataclass(slots=True)
 class StepOutput:
     """The tokens of one step; see Generations and StepResponse."""
@@ -140,6 +191,9 @@ class StepOutput:
     # (request id, ids, log-probabilities) of the best tokens in place of each but the first, for
     # prompts of requests that want them: one after the other, as many in each place.
     prefill_top_tokens: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
+    # (request id, PooledPrompt.values), and (request id, TokenScores.logprobs).
+    pooled_prompts: list[tuple[int, bytes]] = field(default_factory=list)
+    token_scores: list[tuple[int, list[float]]] = field(default_factory=list)
     # (request id, sentence) of the requests that failed alone.
     errors: list[tuple[int, str]] = field(default_factory=list)
     # Who runs on.

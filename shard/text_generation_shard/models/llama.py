@@ -132,8 +132,12 @@ class LlamaModel:
         """See Model."""
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size, device=hidden.device)
-        logits, divisor = self._head(self._norm.add(hidden, None)), self.config.logits_divisor
+        logits, divisor = self._head(self.normed(hidden)), self.config.logits_divisor
         return logits if divisor == 1.0 else logits / divisor
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """See Model."""
+        return self._norm.add(hidden, None)
 
     def weights(self) -> base.DecoderWeights | None:
         """See Model."""

@@ -1,17 +1,21 @@
 """Which class computes which architecture, and how a model is loaded."""
 
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.families import FAMILIES
-from text_generation_shard.checkpoint.weights import Parameters
+from text_generation_shard.checkpoint.weights import Parameters, is_headless
 from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
+
+logger = logging.getLogger(__name__)
 
 MODELS: Mapping[str, Callable[[Parameters, World, ModelConfig], LlamaModel]] = dict.fromkeys(
     FAMILIES, LlamaModel
@@ -22,6 +26,12 @@ def load_model(
     directory: Path, config: ModelConfig, device: Device, world: World, quantize: str | None
 ) -> tuple[LlamaModel, int]:
     """The model and the bytes of its weights; ModelError says in one sentence why there is none."""
+    if not config.tie_word_embeddings and is_headless(directory):
+        logger.warning(
+            "the checkpoint has no lm_head.weight: it is for embeddings, and text that is "
+            "generated with it means nothing"
+        )
+        config = replace(config, tie_word_embeddings=True)
     parameters = Parameters(device, quantize)
     try:
         model = MODELS[config.architecture](parameters, world, config)

@@ -41,6 +41,9 @@ _NAMES: dict[str, dict[str, str]] = {
         "truncate": "truncate_prompt_tokens",
         "grammar": "response_format",
     },
+    "/v1/embeddings": {"inputs": "input", "truncate": "truncate_prompt_tokens"},
+    "/v1/score": {"inputs": "text_2"},
+    "/v1/rerank": {"inputs": "documents"},
     "/v1/responses": {
         "inputs": "input",
         "max_new_tokens": "max_output_tokens",

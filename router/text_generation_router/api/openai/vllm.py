@@ -68,6 +68,16 @@ def _guide(
     return None if written is None else _written_grammar(written)
 
 
+def _not_to_nothing(given: int) -> int:
+    if given == 0:
+        raise ValueError("must be -1 or at least 1")
+    return given
+
+
+TruncateTokens = Annotated[int, Field(ge=-1, lt=2**32), AfterValidator(_not_to_nothing)]
+"""The tokens to which a longer prompt is cut; -1: as many as can be."""
+
+
 class StructuredOutputsBody(Body):
     """What the answer has to look like: exactly one of the first five."""
 
@@ -138,7 +148,7 @@ class VllmBody(Body):
         description="Put the tokenizer's special tokens before the prompt. Default: true for "
         "`prompt`; false for `messages`, whose template writes them.",
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(
+    truncate_prompt_tokens: TruncateTokens | None = Field(
         default=None, description="Keep the last so many tokens of the prompt; -1: all that fit."
     )
     truncation_side: Annotated[
@@ -206,13 +216,6 @@ class VllmBody(Body):
         if prompt_logprobs is not None and info.data.get("stream"):
             raise ValueError("it can not be streamed; leave out `stream`")
         return prompt_logprobs
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _keeps_some(cls, truncate: int | None) -> int | None:
-        if truncate == 0:
-            raise ValueError("must be -1 or at least 1")
-        return truncate
 
     @field_validator(*_GUIDED[1:])
     @classmethod

@@ -1,0 +1,211 @@
+"""POST /v1/embeddings: a vector for each text."""
+
+import base64
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.bounded import Items, Numbers
+from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.numbers import float32_json
+from text_generation_router.api.openai.errors import ERRORS, RequestError
+from text_generation_router.api.openai.models import check_model
+from text_generation_router.api.openai.schemas import TokenId
+from text_generation_router.api.openai.vllm import TruncateTokens
+from text_generation_router.api.pieces import PieceResponse
+from text_generation_router.api.schemas import Body, CacheSalt
+from text_generation_router.api.timing import timing_headers
+from text_generation_router.errors import GenerationError
+from text_generation_router.infer import GenerateResult
+from text_generation_router.pooling import little_endian, vector_of
+from text_generation_router.prompts import MOST_PROMPTS, read_prompts
+from text_generation_router.services import Services
+from text_generation_router.validation import GenerateParameters
+
+# Numbers up to which the answer is written at once, with its length.
+_MOST_AT_ONCE = 8192
+
+router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+
+
+class EmbeddingRequest(Body):
+    """Body of /v1/embeddings. OpenAI does not have the fields from `truncate_prompt_tokens` on,
+    which are vLLM's."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"model": "tgi", "input": "The cat sat on the mat"}}
+    )
+
+    model: str | None = Field(default=None, description="The served model, or `tgi`.")
+    input: str | Items[str] | Numbers[TokenId] | Items[Numbers[TokenId]] = Field(
+        description=f"A text, up to {MOST_PROMPTS}, the ids of one, or the ids of several.",
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None,
+        description="base64: the bytes of the numbers in float32, little-endian. Default: float.",
+    )
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="Return so many leading numbers, normalised again; for models that were "
+        "trained for it (Matryoshka). Default: all.",
+    )
+    user: str | None = Field(default=None, description="Not used.")
+    truncate_prompt_tokens: TruncateTokens | None = Field(
+        default=None,
+        description="Of a longer text take the last so many tokens; -1: as many as can be.",
+    )
+    add_special_tokens: bool | None = Field(
+        default=None, description="Those that the tokenizer adds to a text. Default: true."
+    )
+    normalize: bool | None = Field(
+        default=None, description="Return vectors of length 1. Default: true."
+    )
+    cache_salt: CacheSalt | None = None
+
+    @field_validator("input")
+    @classmethod
+    def _as_many_as_can_be(cls, given: Any) -> Any:
+        if given == []:
+            raise ValueError("must not be empty")
+        if isinstance(given, list) and not isinstance(given[0], int) and len(given) > MOST_PROMPTS:
+            raise ValueError(f"at most {MOST_PROMPTS} texts in one request, {len(given)} are given")
+        return given
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """The texts, or their ids."""
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]
+        return cast("Sequence[str | list[int]]", self.input)
+
+
+class EmbeddingBody(BaseModel):
+    """The vector of one text; a string with `encoding_format: base64`."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsageBody(BaseModel):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingListBody(BaseModel):
+    """The vectors in the order of the texts."""
+
+    object: str = "list"
+    data: list[EmbeddingBody]
+    model: str
+    usage: EmbeddingUsageBody
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is to become of hidden states."""
+
+    dimensions: int | None
+    is_normalised: bool
+    is_base64: bool
+
+    def written(self, index: int, pooled: bytes) -> bytes:
+        """The JSON of one vector."""
+        vector = vector_of(pooled, self.dimensions, self.is_normalised)
+        head = b'{"object":"embedding","index":%d,"embedding":' % index
+        if self.is_base64:
+            return b'%b"%b"}' % (head, base64.b64encode(little_endian(vector)))
+        return b"%b%b}" % (head, _numbers(vector))
+
+
+@router.post(
+    "/v1/embeddings",
+    summary="Embed texts",
+    response_model=EmbeddingListBody,
+    responses=ERRORS,
+)
+async def embeddings(
+    body: EmbeddingRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """A vector for each text: the hidden state behind the model's last norm, of the last token or
+    the mean over all (--pooling)."""
+    check_model(body.model, services)
+    size = services.info.hidden_size
+    if body.dimensions is not None and body.dimensions > size:
+        raise RequestError(
+            f"`dimensions` must be <= {size}, the size of this model's vectors. Given: "
+            f"{body.dimensions}",
+            "dimensions",
+        )
+    services.metrics.request_count.inc()
+    asked = [_asked(given, body, services) for given in body.inputs]
+    results = await unless_disconnected(request, read_prompts(services.infer, asked))
+    if results is None:
+        return Response(status_code=499)
+    form = _Form(body.dimensions, body.normalize is not False, body.encoding_format == "base64")
+    return _answer(asked, results, form, services)
+
+
+def _asked(
+    given: str | list[int], body: EmbeddingRequest, services: Services
+) -> GenerateParameters:
+    cut = body.truncate_prompt_tokens
+    is_text = isinstance(given, str)
+    return GenerateParameters(
+        inputs=cast(str, given) if is_text else "",
+        input_ids=None if is_text else cast("list[int]", given),
+        add_special_tokens=body.add_special_tokens is not False,
+        max_new_tokens=1,
+        truncate=services.limits.max_input_tokens if cut == -1 else cut,
+        pooling=services.pooling,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _answer(
+    asked: Sequence[GenerateParameters],
+    results: Sequence[GenerateResult],
+    form: _Form,
+    services: Services,
+) -> Response:
+    """The answer, in pieces unless it is short. Raises OverloadedError where too many clients have
+    not read theirs."""
+    found = [result.prefill.pooled for result in results]
+    num_bytes = sum(map(len, found))
+    if not all(found):
+        raise GenerationError("the shards have given no hidden state")
+    prompt_tokens = sum(result.prompt_tokens for result in results)
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    pieces = _pieces(found, form, services.config.model_names[0], usage)
+    headers = timing_headers(
+        [result.ending for result in results],
+        *(prompt_tokens, sum(len(one.inputs) for one in asked), services),
+    )
+    if num_bytes <= 4 * _MOST_AT_ONCE:
+        return Response(b"".join(pieces), media_type="application/json", headers=headers)
+    response = PieceResponse(pieces, services.long_answers.taken(num_bytes))
+    response.headers.update(headers)
+    return response
+
+
+def _pieces(
+    found: Sequence[bytes], form: _Form, model: str, usage: dict[str, int]
+) -> Iterator[bytes]:
+    """The JSON of all vectors, one after another."""
+    before = b'{"object":"list","data":['
+    for index, pooled in enumerate(found):
+        yield before + form.written(index, pooled)
+        before = b","
+    yield b"]," + orjson.dumps({"model": model, "usage": usage})[1:]
+
+
+def _numbers(vector: "array[float]") -> bytes:
+    return f"[{','.join(map(float32_json, vector))}]".encode()

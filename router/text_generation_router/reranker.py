@@ -1,0 +1,136 @@
+"""How well a document answers a query, by a model that was trained to say yes or no.
+
+The form is that of Qwen3-Reranker: a prompt with an instruction, the query and the document, behind
+which the probability of `yes` beside that of `no` is the score.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from text_generation_router.errors import ContextLengthError, RouterError
+from text_generation_router.tokenizer import Tokenizer
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""What is asked where a request does not say."""
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+# A part of the name of such models: their config.json is that of any Qwen3.
+_NAME = "qwen3-reranker"
+
+
+class NotARerankerError(RouterError):
+    """The model can not score documents; the sentence says what is missing."""
+
+    status_code = 404
+    error_type = "not_found"
+    metric_label = "validation"
+
+
+@dataclass(frozen=True, slots=True)
+class Reranker:
+    """The tokens by which a model answers, and the prompts it was trained with."""
+
+    yes_id: int
+    no_id: int
+
+    @property
+    def answer_ids(self) -> tuple[int, int]:
+        """Whose log-probabilities `score` takes."""
+        return self.yes_id, self.no_id
+
+    def prompt(self, query: str, document: str, instruction: str | None) -> str:
+        """The text behind which the model answers."""
+        return _BEFORE + _question(query, document, instruction) + _BEHIND
+
+    async def cut_prompt(
+        self,
+        tokenizer: Tokenizer,
+        query: str,
+        document: str,
+        instruction: str | None,
+        most_tokens: int,
+    ) -> list[int]:
+        """The ids of the same, at most so many: the end of the document is cut off. Raises
+        ContextLengthError where not even the query fits."""
+        before = await tokenizer.token_ids(_BEFORE + _question(query, "", instruction), False)
+        behind = await tokenizer.token_ids(_BEHIND, False)
+        whole = await tokenizer.token_ids(_BEFORE + _question(query, document, instruction), False)
+        room = most_tokens - len(behind.ids)
+        if room <= len(before.ids):
+            raise ContextLengthError(
+                f"`query` and `instruction` must leave room for a document in {most_tokens} tokens;"
+                f" with the model's own text they have {len(before.ids) + len(behind.ids)}"
+            )
+        return [*whole.ids[:room], *behind.ids]
+
+
+def score(logprobs: tuple[float, ...], is_raw: bool) -> float:
+    """From the log-probabilities of yes and no: the probability of yes where there is nothing else,
+    or raw, as a logit."""
+    yes, no = logprobs
+    if is_raw:
+        return yes - no
+    # No exponent is above 0.
+    largest = max(yes, no)
+    share = math.exp(yes - largest)
+    return share / (share + math.exp(no - largest))
+
+
+def find_reranker(
+    directory: Path, model_id: str, tokenizer: Tokenizer, is_asked_for: bool
+) -> Reranker | str:
+    """How the model reranks; or a sentence that says why it does not.
+
+    It does if `--reranker` says so, if its config.json does, as vLLM wants it
+    (`is_original_qwen3_reranker`, or `classifier_from_token` with no and yes), or if it is called
+    Qwen3-Reranker: the original has no other sign. Raises ValueError if it was asked for and can
+    not be.
+    """
+    if not (is_asked_for or _says_so(directory, model_id)):
+        return (
+            f"{model_id} is not known to be a reranker: /score and /rerank need one of "
+            "Qwen3-Reranker's form; serve Qwen3-Reranker, or start with --reranker if this model "
+            "was trained to answer yes or no in that form"
+        )
+    ids = [tokenizer.id_of(word) for word in ("yes", "no")]
+    if None in ids:
+        sentence = (
+            f"the tokenizer of {model_id} has no tokens `yes` and `no`, by which a reranker "
+            "answers; serve a model of Qwen3-Reranker's form"
+        )
+        if is_asked_for:
+            raise ValueError(f"--reranker can not be kept: {sentence}")
+        return sentence
+    yes_id, no_id = (token_id for token_id in ids if token_id is not None)
+    return Reranker(yes_id, no_id)
+
+
+def _says_so(directory: Path, model_id: str) -> bool:
+    config = _config(directory)
+    names = (model_id, directory.name, str(config.get("_name_or_path", "")))
+    return (
+        config.get("is_original_qwen3_reranker") is True
+        or config.get("classifier_from_token") == ["no", "yes"]
+        or any(_NAME in name.lower() for name in names)
+    )
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    """The shard says what is wrong with the file."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _question(query: str, document: str, instruction: str | None) -> str:
+    asked = INSTRUCTION if instruction is None else instruction
+    return f"<Instruct>: {asked}\n<Query>: {query}\n<Document>: {document}"

@@ -1,0 +1,222 @@
+"""Pooled hidden states and scores are those of transformers, however they are computed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_generation_shard.arrays import Floats
+from text_generation_shard.engine import readings
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
+from text_generation_shard.errors import BatchError
+from text_generation_shard.parallel import World
+from text_generation_shard.sampling.params import SamplingParams
+from torch import Tensor
+
+from integration_tests.oracle import Oracle
+from shard.tests.driver import DEVICES, Driver, load_engine, reference_device
+from shard.tests.ranks import run_ranks
+
+LENGTHS = (1, 3, 16, 17, 40, 90)
+PROMPTS = [[3 + (7 * place + 11 * n) % 90 for place in range(n)] for n in LENGTHS]
+SCORED = (5, 9, 250)
+WANTED: Mapping[str, Any] = {"max_new_tokens": 1, "score_token_ids": SCORED}
+
+
+def vectors(output: StepOutput) -> dict[int, Floats]:
+    return {number: np.frombuffer(values, "<f4") for number, values in output.pooled_prompts}
+
+
+def hidden_of(oracle: Oracle, ids: Sequence[int]) -> Tensor:
+    """The hidden states behind the last norm [T, hidden_size]."""
+    with torch.no_grad():
+        model: Any = oracle._fresh()
+        found: Tensor = model.model(torch.tensor([list(ids)])).last_hidden_state[0]
+    return found
+
+
+def scores_of(oracle: Oracle, ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of SCORED behind a prompt."""
+    with torch.no_grad():
+        logits = oracle._fresh()(torch.tensor([list(ids)])).logits[0, -1]
+    found: list[float] = logits.log_softmax(-1)[list(SCORED)].tolist()
+    return found
+
+
+def assert_right(oracle: Oracle, ids: Sequence[int], pooling: Pooling, found: Floats) -> None:
+    hidden = hidden_of(oracle, ids)
+    wanted = hidden.mean(0) if pooling is Pooling.MEAN else hidden[-1]
+    assert found == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "granite", "phi3", "mistral"])
+def test_equals_transformers_beside_generation(
+    family: str, device: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """In pieces of 37 tokens and in parts of 7, while another request gets its tokens."""
+    path = checkpoint(family)
+    oracle = Oracle(path, family)
+    driver = Driver(load_engine(path, max_prefill_tokens=37, device=device))
+    other: Mapping[str, Any] = {"max_new_tokens": 24, "ignore_eos_token": True}
+    driver.add([driver.request(100, PROMPTS[-1], **other)])
+    driver.run()
+    driver.add([driver.request(200, PROMPTS[-1], **other)])
+    driver.step()
+    for pooling in (Pooling.LAST, Pooling.MEAN):
+        requests = [
+            driver.request(10 * pooling + n, ids, pooling=pooling, **WANTED)
+            for n, ids in enumerate(PROMPTS)
+        ]
+        whole = driver.add(requests[:-1], driver.advance({}))
+        in_parts = driver.add([replace(requests[-1], chunk_len=7)], driver.advance({}))
+        assert not in_parts.pooled_prompts and not in_parts.token_scores
+        last = requests[-1].id
+        while driver.left[last]:
+            part = driver.step({last: min(31, driver.left[last])})
+        found, scores = vectors(whole) | vectors(part), dict(whole.token_scores)
+        scores |= dict(part.token_scores)
+        assert list(found) == list(scores) == [request.id for request in requests]
+        for request, ids in zip(requests, PROMPTS, strict=True):
+            assert_right(oracle, ids, pooling, found[request.id])
+            assert scores[request.id] == pytest.approx(scores_of(oracle, ids), abs=1e-4)
+    driver.run()
+    assert driver.tokens[200] == driver.tokens[100]
+    assert driver.engine.num_rows_taken == 0 and not driver.engine._table.readings
+
+
+def test_scores_are_the_models_own(tiny_model_path: Path) -> None:
+    """Whatever is done to what is chosen from them."""
+    driver = Driver(load_engine(tiny_model_path))
+    changed = {"logit_bias": ((5, 50.0),), "repetition_penalty": 3.0, "temperature": 0.1}
+    requests = [
+        driver.request(0, PROMPTS[3], **WANTED),
+        driver.request(1, PROMPTS[3], sampling=changed, **WANTED),
+    ]
+    output = driver.add(requests)
+    assert driver.tokens[1] == [5]
+    scores = dict(output.token_scores)
+    assert scores[1] == scores[0] and not output.pooled_prompts
+
+
+def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
+    driver = Driver(load_engine(tiny_model_path))
+    size = driver.engine.block_size
+    ids = [3 + n % 90 for n in range(3 * size)]
+    first = driver.request(0, ids, max_new_tokens=9, pooling=Pooling.LAST, ignore_eos_token=True)
+    second = driver.request(1, ids, pooling=Pooling.LAST, **WANTED)
+    tables = [*driver.tables[0][:2], *driver.tables[1][2:]]
+    second = replace(second, block_table=tables, num_cached_tokens=2 * size)
+    found = vectors(driver.add([first]))
+    behind = vectors(driver.engine.step(StepInput([second])))
+    assert behind[1] == pytest.approx(found[0], abs=1e-4)
+    with pytest.raises(BatchError, match="the mean of all hidden states is wanted"):
+        driver.engine.step(StepInput([replace(second, id=2, pooling=Pooling.MEAN)]))
+
+
+def test_a_token_that_is_not_there_can_not_be_scored(tiny_model_path: Path) -> None:
+    driver = Driver(load_engine(tiny_model_path))
+    with pytest.raises(BatchError, match="token id 300 is not below 300"):
+        driver.add([driver.request(0, [3], score_token_ids=(300,))])
+    assert driver.engine.num_rows_taken == 0
+
+
+def test_a_step_behind_a_prompt_adds_nothing(tiny_model_path: Path) -> None:
+    driver = Driver(load_engine(tiny_model_path, device="stream"))
+    engine = driver.engine
+    longer: Mapping[str, Any] = {**WANTED, "max_new_tokens": 4, "ignore_eos_token": True}
+    request = driver.request(0, PROMPTS[4], pooling=Pooling.MEAN, **longer)
+    handles = [engine.launch(StepInput([request], runs_on=False)), engine.launch(StepInput())]
+    first, second = (handle.result() for handle in handles)
+    assert [number for number, _ in first.pooled_prompts] == [0] and first.token_scores
+    assert second.request_ids == [0]
+    assert not second.pooled_prompts and not second.token_scores
+    expected = driver.engine.step(StepInput([replace(request, id=1, max_new_tokens=1)]))
+    assert vectors(expected)[1] == pytest.approx(vectors(first)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+def test_two_ranks_are_as_one(family: str, checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint(family)
+    oracle = Oracle(path, family)
+
+    def body(world: World) -> tuple[dict[int, Floats], list[list[float]]]:
+        driver = Driver(load_engine(path, 37, device=reference_device(), world=world))
+        requests = [
+            driver.request(2 * n + kind, ids, pooling=pooling, **WANTED)
+            for n, ids in enumerate(PROMPTS)
+            for kind, pooling in enumerate((Pooling.LAST, Pooling.MEAN))
+        ]
+        output = driver.add(requests)
+        return vectors(output), [scores for _, scores in output.token_scores]
+
+    for found, scores in run_ranks(2, body):
+        for n, ids in enumerate(PROMPTS):
+            assert_right(oracle, ids, Pooling.LAST, found[2 * n])
+            assert_right(oracle, ids, Pooling.MEAN, found[2 * n + 1])
+            assert scores[2 * n] == pytest.approx(scores_of(oracle, ids), abs=1e-4)
+
+
+def test_a_step_in_parts_for_want_of_memory(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass of more than 9 tokens fits: prompts are cut, and each sum is that of the whole."""
+    driver = Driver(load_engine(tiny_model_path))
+    options: Mapping[str, Any] = {"pooling": Pooling.MEAN, **WANTED}
+    whole = driver.add([driver.request(n, ids, **options) for n, ids in enumerate(PROMPTS)])
+    launch, num_short = driver.engine._runner.launch, 0
+
+    def little_memory(plan: Any) -> Any:
+        nonlocal num_short
+        if max(int(scheduled.counts.sum()) for scheduled in plan.passes) > 9:
+            num_short += 1
+            raise MemoryError
+        return launch(plan)
+
+    monkeypatch.setattr(driver.engine._runner, "launch", little_memory)
+    cut = driver.add([driver.request(10 + n, ids, **options) for n, ids in enumerate(PROMPTS)])
+    expected, found = vectors(whole), vectors(cut)
+    assert num_short > 5 and len(found) == len(PROMPTS)
+    for n in range(len(PROMPTS)):
+        assert found[10 + n] == pytest.approx(expected[n], abs=1e-4)
+    assert len(cut.token_scores) == len(PROMPTS)
+
+
+class _Norm:
+    """See `Model`, of which only the norm is asked."""
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return hidden * 2
+
+
+def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of `meta` have no numbers: who reads one fails."""
+    fetched: list[tuple[int, ...]] = []
+
+    def fetch(found: Tensor) -> Tensor:
+        assert found.is_meta
+        fetched.append(tuple(found.shape))
+        return torch.zeros(found.shape)
+
+    monkeypatch.setattr(readings, "_fetched", fetch)
+    table = RowTable(4, 600, 16, 400)
+    for number, pooling in enumerate((Pooling.MEAN, Pooling.LAST)):
+        blocks = range(40 * number, 40 * number + 33)
+        table.take(
+            NewRequest(
+                *(number, range(520), 520, 0, blocks, SamplingParams(), 1),
+                pooling=pooling,
+                score_token_ids=(5, 7),
+            )
+        )
+    rows, counts = np.array([0, 1]), np.array([520, 520])
+    scheduled = readings.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
+    hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")
+    logits = torch.empty(2, 300, device="meta")
+    parts = list(readings.read_pass(table, _Norm(), scheduled, hidden, logits))  # type: ignore[arg-type]
+    assert [row for row, _ in parts] == [0, 1]
+    assert fetched == [(64,), (2,), (64,), (2,)]

@@ -1,0 +1,69 @@
+"""What requests want to know of their prompts' hidden states: pooled ones, and scores of tokens."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.device.base import Model, ScheduledTokens
+from text_generation_shard.engine.row_table import RowTable
+from text_generation_shard.engine.step import PartReading, Pooling, StepOutput
+
+# Hidden states summed at once: bounds the memory that takes.
+_SUM_ROWS = 256
+
+
+def read_pass(
+    table: RowTable, model: Model, scheduled: ScheduledTokens, hidden: Tensor, logits: Tensor
+) -> Iterator[tuple[int, PartReading]]:
+    """(row, part) of the inputs of a pass that want to be read; hidden [T, hidden_size]: of all its
+    tokens, logits [S, vocab_size]: after those that sample. The device is not waited for."""
+    first = num_sampled = 0
+    columns = scheduled.rows, scheduled.counts, scheduled.ends, scheduled.num_sampled
+    for row, count, end, sampled in zip(*(column.tolist() for column in columns), strict=True):
+        wanted, known = table.readings.get(row), int(table.input_lens[row])
+        # Nothing behind the input: this step may be behind the one that completes it.
+        if wanted is not None and end <= known:
+            request, is_complete = wanted.request, end == known
+            part = hidden[first : first + count]
+            pooled = scores = None
+            if request.pooling is Pooling.MEAN:
+                pooled = _fetched(_total(model, part))
+            elif request.pooling is Pooling.LAST and is_complete:
+                pooled = _fetched(_total(model, part[-1:]))
+            if request.score_token_ids and is_complete and sampled:
+                scores = _fetched(_logprobs(logits[num_sampled], request.score_token_ids))
+            yield row, PartReading(pooled, scores)
+        first += count
+        num_sampled += sampled
+
+
+def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
+    """Put what is known of the inputs of `rows`, which have a token now, into the output."""
+    for row, request_id in zip(rows, output.request_ids, strict=True):
+        if (reading := table.readings.pop(row, None)) is not None:
+            if pooled := reading.pooled():
+                output.pooled_prompts.append((request_id, pooled))
+            if reading.scores:
+                output.token_scores.append((request_id, reading.scores))
+
+
+def _total(model: Model, hidden: Tensor) -> Tensor:
+    """The sum of the hidden states [T, hidden_size] behind the last norm, in float64, so that it
+    hardly depends on how a prompt is cut."""
+    parts = [hidden[at : at + _SUM_ROWS] for at in range(0, len(hidden), _SUM_ROWS)]
+    return torch.stack([model.normed(part).sum(0, dtype=torch.float64) for part in parts]).sum(0)
+
+
+def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
+    """Of some tokens, from the logits of all [vocab_size]. They are picked one by one: a list of
+    ids would have to be sent to the device."""
+    return torch.stack([logits[token_id] for token_id in token_ids]) - logits.logsumexp(0)
+
+
+def _fetched(found: Tensor) -> Tensor:
+    """On the host, once the step is known to be computed; memory of its own."""
+    if found.device.type == "cpu":
+        return found.clone()
+    # Into pinned memory: the copy is one more thing that the device does in its order.
+    return found.to("cpu", non_blocking=True)
