@@ -66,6 +66,7 @@ ERROR_FORMS = (
     (messages_errors.PATH, messages_errors.respond),
     (messages_errors.MODELS_PATH, messages_errors.respond_about_models),
     ("/v1/", openai_errors.respond),
+    ("/v2/rerank", tgi_errors.respond),
     (kserve_errors.PATH, kserve_errors.respond),
 )
 

@@ -54,6 +54,9 @@ _TEXTS: dict[str, Any] = {
     "datatype": "BYTES",
     "data": [_QUESTION, "Hello"],
 }
+_DOCUMENTS = ["Remove any common leading whitespace from every line.", "Wrap a paragraph."]
+_SCORE: dict[str, Any] = {"model": "tgi", "text_1": _QUESTION, "text_2": _DOCUMENTS}
+_RANK: dict[str, Any] = {"model": "tgi", "query": _QUESTION, "documents": _DOCUMENTS}
 _STREAM = {"stream": True}
 _A_STREAM = "A stream of events"
 
@@ -72,6 +75,12 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
         "A prompt": {"instances": [_GENERATE]},
         "A prompt and a chat": {"instances": [_GENERATE, _CHAT]},
     },
+    "/v1/embeddings": {"Two texts": {"model": "tgi", "input": _DOCUMENTS}},
+    "/score": {"Two pairs": _SCORE},
+    "/v1/score": {"Two pairs": _SCORE},
+    "/rerank": {"Two documents": _RANK},
+    "/v1/rerank": {"Two documents": _RANK},
+    "/v2/rerank": {"Two documents": _RANK},
     "/v1/completions": {"A prompt": _COMPLETION, _A_STREAM: _COMPLETION | _STREAM},
     "/v1/chat/completions": {
         "A question": _CHAT,

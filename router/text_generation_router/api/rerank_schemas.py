@@ -14,7 +14,7 @@ from text_generation_router.prompts import MOST_PROMPTS
 class DocumentBody(Body):
     """A document as an object."""
 
-    text: str
+    text: str = Field(description="The text.")
 
 
 Document = str | DocumentBody
@@ -104,8 +104,8 @@ class RerankRequest(ScoringBody):
         json_schema_extra={"example": {"query": _QUERY, "documents": _DOCUMENTS, "top_n": 1}}
     )
 
-    query: str
-    documents: Items[Document] | None = None
+    query: str = Field(description="The query.")
+    documents: Items[Document] | None = Field(default=None, description="The documents.")
     texts: Items[str] | None = Field(default=None, description="TEI's name of `documents`.")
     top_n: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Return so many of the best. 0 and default: all."
@@ -154,14 +154,14 @@ class ScoreBody(BaseModel):
 
     index: int
     object: str = "score"
-    score: float
+    score: float = Field(description="How well the document answers its query.")
 
 
 class ScoringUsageBody(BaseModel):
     """Tokens of all prompts."""
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Tokens of all the texts.")
+    total_tokens: int = Field(description="The same.")
 
 
 class ScoreListBody(BaseModel):
@@ -169,10 +169,10 @@ class ScoreListBody(BaseModel):
 
     id: str
     object: str = "list"
-    created: int
+    created: int = Field(description="When the request came, in seconds since 1970.")
     model: str
-    data: list[ScoreBody]
-    usage: ScoringUsageBody
+    data: list[ScoreBody] = Field(description="One score for each pair.")
+    usage: ScoringUsageBody = Field(description="How many tokens it took.")
 
 
 class RankedDocumentBody(BaseModel):
@@ -185,8 +185,8 @@ class RankedBody(BaseModel):
     """A document's place in the request, and its score."""
 
     index: int
-    document: RankedDocumentBody | None = None
-    relevance_score: float
+    document: RankedDocumentBody | None = Field(default=None, description="The document.")
+    relevance_score: float = Field(description="How well it answers the query.")
 
 
 class RerankBody(BaseModel):
@@ -194,13 +194,13 @@ class RerankBody(BaseModel):
 
     id: str
     model: str
-    usage: ScoringUsageBody
-    results: list[RankedBody]
+    usage: ScoringUsageBody = Field(description="How many tokens it took.")
+    results: list[RankedBody] = Field(description="The documents, the best first.")
 
 
 class RankedTextBody(BaseModel):
     """A text's place in the request, and its score, as TEI tells it: in a list, the best first."""
 
     index: int
-    score: float
+    score: float = Field(description="How well it answers the query.")
     text: str | None = None

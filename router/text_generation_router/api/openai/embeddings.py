@@ -90,23 +90,23 @@ class EmbeddingBody(BaseModel):
 
     object: str = "embedding"
     index: int
-    embedding: list[float] | str
+    embedding: list[float] | str = Field(description="The vector: a list of numbers, or base64.")
 
 
 class EmbeddingUsageBody(BaseModel):
     """Tokens of all texts."""
 
-    prompt_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Tokens of all the texts.")
+    total_tokens: int = Field(description="The same.")
 
 
 class EmbeddingListBody(BaseModel):
     """The vectors in the order of the texts."""
 
     object: str = "list"
-    data: list[EmbeddingBody]
+    data: list[EmbeddingBody] = Field(description="One vector for each text.")
     model: str
-    usage: EmbeddingUsageBody
+    usage: EmbeddingUsageBody = Field(description="How many tokens it took.")
 
 
 @dataclass(frozen=True, slots=True)
