@@ -82,13 +82,13 @@ class EventStream(EventSourceResponse):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             self._is_writing = False
         async for chunk in self._events:
-            # Writes to a client that has left return at once: all events would be taken for sent.
-            if leaving.done():
-                return
             self._last_write = clock()
             self._is_writing = True
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._is_writing = False
+            # Writes to a client that has left return at once: all events would be taken for sent.
+            if leaving.done():
+                return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _patience_s(self) -> float:
