@@ -1,0 +1,288 @@
+"""How a text that a grammar describes ends soonest, from any state of it.
+
+A state is known by its places in the grammar's expression (`language`), not by the tokens that are
+allowed next: those are the same before and behind a part of what ends a text, as in `.*\\.py`. The
+text that the places call the shortest is tried in the matcher before it is trusted. Where the
+matcher refuses it, as the expression may have more texts than the grammar, texts are searched with
+both, the nearest end first; where a grammar could not be read at all, with the matcher alone.
+What is found depends on the state alone: all ranks find the same.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
+
+from llguidance import LLMatcher, LLTokenizer
+
+from text_generation_shard.grammars.language.expressions import (
+    Places,
+    Symbol,
+    after,
+    distance,
+    start,
+)
+from text_generation_shard.grammars.language.grammar import grammar_expression
+
+# Shortest texts of as many places are tried before texts are searched.
+_MOST_TRIED = 8
+# No token has more characters than this on average.
+_MOST_CHARACTERS = 16
+# A state that allows so few tokens is searched through all of them.
+_FEW_TOKENS = 32
+# A state that allows what another one has is looked at as late as one with so many more tokens.
+_REPETITION = 2
+_PRINTABLE = [chr(code) for code in (*b'"]}),;>.', *range(32, 127))]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in a text: of its grammar's expression, and the beginning of a character that is not
+    whole yet. Without places nothing is known but what the matcher knows."""
+
+    places: Places
+    pending: bytes = b""
+
+    @property
+    def distance(self) -> float:
+        """Characters that must follow at least, as far as is known."""
+        return distance(self.places) if self.places else 0
+
+
+@dataclass(slots=True)
+class _Node:
+    """A text that was come to in a search."""
+
+    matcher: LLMatcher
+    position: Position
+    tokens: list[int]
+    symbols: list[Symbol]
+
+
+class EndingSearch:
+    """The tokens of a vocabulary as text; all grammars of a model share one."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._eos = tokenizer.eos_token
+        # What was looked up: it never changes.
+        self._symbols: dict[int, Symbol | bytes] = {}
+        self._single: dict[str, list[int]] = {}
+
+    def begin(self, text: str) -> Position | None:
+        """The start of a grammar's texts; None if it is certain that there is no text."""
+        expression = grammar_expression(text, self._special)
+        if expression is None:
+            return Position(())
+        places = start(expression)
+        return Position(places) if places else None
+
+    def advance(self, position: Position, tokens: Sequence[int]) -> Position:
+        """The position behind more tokens."""
+        places, pending = position.places, position.pending
+        for token in tokens:
+            if not places:
+                break
+            symbol = self._symbol(token)
+            if isinstance(symbol, int):
+                places = after(places, symbol)
+                continue
+            text = symbol
+            if isinstance(symbol, bytes):
+                text, pending = _split(pending + symbol)
+            elif pending:
+                return Position(())
+            for character in str(text):
+                places = after(places, character)
+        return Position(places, pending)
+
+    @staticmethod
+    def is_too_far(position: Position, limit: int) -> bool:
+        """Whether no text of `limit` tokens ends the text, which needs no matcher to say."""
+        return limit < 0 or position.distance > limit * _MOST_CHARACTERS
+
+    def find(
+        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
+    ) -> list[int] | None:
+        """At most `limit` tokens after which the text may end, or None if none are found.
+
+        `num_steps` are tried in a search, at most, where the shortest text is refused.
+        """
+        if self.is_too_far(position, limit):
+            return None
+        tried = [self._written(position, symbols) for symbols in _shortest(position)]
+        for tokens in tried:
+            if len(tokens) <= limit and ends(matcher, tokens, self._eos):
+                return tokens
+        if tried and min(map(len, tried)) > 2 * limit:
+            return None
+        return self._search(matcher, position, limit, num_steps)
+
+    def _search(
+        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
+    ) -> list[int] | None:
+        heap: list[tuple[float, int, _Node]] = [
+            (position.distance, 0, _Node(matcher.deep_copy(), position, [], []))
+        ]
+        seen: set[tuple[Places, bytes, bytes]] = set()
+        masks: dict[bytes, int] = {}
+        order = 0
+        while heap and num_steps > 0:
+            _, _, node = heappop(heap)
+            if node.matcher.is_accepting():
+                tokens = self._fewest(matcher, position, node)
+                if len(tokens) <= limit:
+                    return tokens
+            mask = node.matcher.compute_bitmask()
+            if node.matcher.is_error() or len(node.tokens) >= limit + position.distance:
+                continue
+            state = node.position.places, node.position.pending, mask
+            if node.position.places and state in seen:
+                continue
+            seen.add(state if node.position.places else ((), b"", bytes(str(order), "ascii")))
+            masks[mask] = masks.get(mask, -1) + 1
+            for tokens, symbols in self._steps(node, mask):
+                num_steps -= 1
+                following = self._step(node, tokens, symbols)
+                if following is not None:
+                    order += 1
+                    price = len(following.symbols) + following.position.distance
+                    if not following.position.places:
+                        price += _REPETITION * masks[mask]
+                    # Among equals what was found last, which is nearest to its end.
+                    heappush(heap, (price, -order, following))
+        return None
+
+    def _steps(self, node: _Node, mask: bytes) -> Iterator[tuple[list[int], list[Symbol]]]:
+        if node.position.places and not node.position.pending:
+            firsts = [first for place in node.position.places for first in place.firsts()]
+            # The last is looked at first.
+            for first in reversed(dict.fromkeys(firsts)):
+                yield ([first] if isinstance(first, int) else self._tokens_of(first)), [first]
+            return
+        if forced := node.matcher.compute_ff_tokens():
+            yield forced, list(forced)
+            return
+        tokens = _allowed(mask) if _count(mask) <= _FEW_TOKENS else []
+        for token in tokens or self._some(mask):
+            yield [token], [token]
+
+    def _step(self, node: _Node, tokens: list[int], symbols: list[Symbol]) -> _Node | None:
+        if not tokens or node.matcher.validate_tokens(tokens) < len(tokens):
+            return None
+        matcher = node.matcher.deep_copy()
+        if not matcher.consume_tokens(tokens):
+            return None
+        position = self.advance(node.position, tokens)
+        if node.position.places and not position.places:
+            return None
+        return _Node(matcher, position, [*node.tokens, *tokens], [*node.symbols, *symbols])
+
+    def _fewest(self, matcher: LLMatcher, position: Position, node: _Node) -> list[int]:
+        """A text that was found letter by letter, with fewer tokens if there are."""
+        if position.places and not position.pending:
+            tokens = self._written(position, node.symbols)
+            if len(tokens) < len(node.tokens) and ends(matcher, tokens, self._eos):
+                return tokens
+        return node.tokens
+
+    def _some(self, mask: bytes) -> list[int]:
+        singles = [tokens[0] for sign in _PRINTABLE if len(tokens := self._tokens_of(sign)) == 1]
+        allowed = [token for token in dict.fromkeys(singles) if mask[token >> 3] >> (token & 7) & 1]
+        return allowed or list(islice(_allowed(mask), _FEW_TOKENS))
+
+    def _written(self, position: Position, symbols: Sequence[Symbol]) -> list[int]:
+        """The tokens of what follows a position, few of them."""
+        tokens: list[int] = []
+        text: list[str] = []
+        for symbol in (*symbols, -1):
+            if isinstance(symbol, str):
+                text.append(symbol)
+                continue
+            if text:
+                tokens += self._tokens(position.pending if not tokens else b"", "".join(text))
+                text = []
+            if symbol >= 0:
+                tokens.append(symbol)
+        return tokens
+
+    def _tokens(self, pending: bytes, text: str) -> list[int]:
+        rest = text.encode("utf-8", "surrogatepass")[len(pending) :]
+        own = self._tokenizer.tokenize_bytes(rest)
+        if pending:
+            return own
+        greedy = self._tokenizer.greedy_tokenize(text)
+        return min(own, greedy, key=len)
+
+    def _tokens_of(self, sign: str) -> list[int]:
+        if sign not in self._single:
+            self._single[sign] = self._tokenizer.greedy_tokenize(sign)
+        return self._single[sign]
+
+    def _symbol(self, token: int) -> Symbol | bytes:
+        """The text of a token, bytes where that is no whole text, or the number of one that is
+        none."""
+        if token not in self._symbols:
+            found: Symbol | bytes = token
+            if not self._tokenizer.is_special_token(token):
+                found = self._tokenizer.decode_bytes([token])
+                if found.isascii():
+                    found = found.decode("ascii")
+            self._symbols[token] = found
+        return self._symbols[token]
+
+    def _special(self, name: str) -> int | None:
+        tokens = self._tokenizer.tokenize_str(name, parse_special=True)
+        return tokens[0] if len(tokens) == 1 else None
+
+
+def _shortest(position: Position) -> Iterator[list[Symbol]]:
+    """The shortest texts of the nearest places."""
+    if not position.pending:
+        nearest = sorted(position.places, key=lambda place: place.length)
+        for place in nearest[:_MOST_TRIED]:
+            yield place.shortest()
+        return
+    for character in _characters(position.pending):
+        if places := after(position.places, character):
+            for symbols in islice(_shortest(Position(places)), 1):
+                yield [character, *symbols]
+            return
+
+
+def _characters(pending: bytes) -> Iterator[str]:
+    """Characters that begin with these bytes."""
+    first = pending[0]
+    missing = (2 if first < 0xE0 else 3 if first < 0xF0 else 4) - len(pending)
+    for number in range(64**missing):
+        rest = bytes(0x80 | number >> 6 * place & 63 for place in reversed(range(missing)))
+        try:
+            yield (pending + rest).decode()
+        except UnicodeDecodeError:
+            continue
+
+
+def _split(data: bytes) -> tuple[str, bytes]:
+    """Whole characters, and the beginning of one."""
+    for length in range(min(4, len(data) + 1)):
+        try:
+            text = data[: len(data) - length].decode()
+        except UnicodeDecodeError:
+            continue
+        return text, data[len(data) - length :]
+    # No text, which no grammar allows.
+    return data.decode("utf-8", "replace"), b""
+
+
+def ends(matcher: LLMatcher, tokens: Sequence[int], eos: int) -> bool:
+    """Whether the text may go on with `tokens` and end there."""
+    return matcher.validate_tokens([*tokens, eos]) == len(tokens) + 1
+
+
+def _count(mask: bytes) -> int:
+    return int.from_bytes(mask, "little").bit_count()
+
+
+def _allowed(mask: bytes) -> list[int]:
+    octets = ((place, octet) for place, octet in enumerate(mask) if octet)
+    return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]
