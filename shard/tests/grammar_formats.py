@@ -8,9 +8,10 @@ from datetime import datetime
 from jsonschema import FormatChecker
 
 FORMATS = FormatChecker(formats=())
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
 _FULL = {
     "duration": r"P(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(\d+H)?(\d+M)?(\d+S)?)?)(?<!P)(?<!T)",
-    "hostname": r"[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?(\.[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?)*",
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
     "email": r"[^@\s]+@[^@\s]+",
     "uri": r"[a-zA-Z][a-zA-Z0-9+.-]*:[^\s\"<>]*",
 }

@@ -37,8 +37,8 @@ _LONGEST_ENDING = 4096
 _THOROUGH, _QUICK = 20_000, 1000
 # Tokens of an old ending in whose place a new token may stand.
 _REPLACED = 3
-# Tokens by which one more token is taken to prolong the shortest ending at most. The ending of a
-# text is looked for so seldom that it still fits if that is so.
+# Tokens by which one more token is taken to prolong the shortest ending at most, where its length
+# is not known. The ending of a text is looked for so seldom that it still fits if that is so.
 _GROWTH = 64
 # Characters of an error that are shown: its beginning and its end. What is between is mostly the
 # user's pattern.
@@ -161,8 +161,7 @@ class Constraint:
         if grammar.start is None or grammar.search is None or grammar.position is None:
             return
         self._search = grammar.search
-        # The position as it was before the tokens that are not read yet.
-        self._position, self._unread = grammar.position, list[int]()
+        self._position = grammar.position
         self.matcher = grammar.start.deep_copy()
         for token in generated:
             if self.settle(token) != token and not self.failure:
@@ -201,26 +200,28 @@ class Constraint:
         """
         if self.failure:
             return token
-        try:
-            if self._num_tokens >= self._next_check and token not in self.eos_ids:
-                token = self._checked(token)
-        except GrammarError as error:
-            self.failure = str(error)
-            return token
+        room = self._max_new_tokens - self._num_tokens
+        position = self._search.advance(self._position, [token])
+        is_due = self._num_tokens >= self._next_check or position.needs_care(room - 1)
+        if is_due and token not in self.eos_ids:
+            try:
+                token, position = self._checked(token, position, room)
+            except GrammarError as error:
+                self.failure = str(error)
+                return token
         if not self.matcher.consume_token(token):
             self.failure = sentence(self.matcher.get_error())
-        self._unread.append(token)
+        self._position = position
         self._num_tokens += 1
         return token
 
-    def _checked(self, token: int) -> int:
-        """`token` if the text can still be ended after it, else the first token of the ending."""
-        # For this token and all others: an end token is not needed.
-        room = self._max_new_tokens - self._num_tokens
-        ending = self._ending_after(token, room - 1)
+    def _checked(self, token: int, position: Position, room: int) -> tuple[int, Position]:
+        """`token`, which leads to `position`, if the text can still be ended after it, else the
+        first token of the ending; and where that leads. `room`: for it and all others."""
+        ending = self._ending_after(token, position, room - 1)
         if ending is None:
             if self._ending_at != self._num_tokens:
-                found = self._search.find(self.matcher, self._here(), room, _THOROUGH)
+                found = self._search.find(self.matcher, self._position, room, _THOROUGH)
                 if found is None:
                     raise GrammarError(
                         f"the text can not be completed in the {room} tokens that are left; "
@@ -229,28 +230,22 @@ class Constraint:
                 self._ending = found
             self.is_driven = True
             token, ending = [*self._ending, self.eos_ids[0]][0], self._ending[1:]
+            position = self._search.advance(self._position, [token])
         self._growth = max(self._growth, len(ending) - len(self._ending))
         self._ending, self._ending_at = ending, self._num_tokens + 1
         slack = room - 1 - len(ending)
         self._next_check = self._ending_at + max(0, slack) // (self._growth + 1)
-        return token
+        return token, position
 
-    def _here(self) -> Position:
-        """The position behind all tokens."""
-        self._position = self._search.advance(self._position, self._unread)
-        self._unread.clear()
-        return self._position
-
-    def _ending_after(self, token: int, limit: int) -> list[int] | None:
+    def _ending_after(self, token: int, position: Position, limit: int) -> list[int] | None:
         """At most `limit` tokens that end the text once `token` is written."""
         ending = self._ending
         # Most tokens leave it as it is, or take the place of its first ones.
         for start in range(max(0, len(ending) - limit), min(_REPLACED, len(ending)) + 1):
             if ends(self.matcher, [token, *ending[start:]], self.eos_ids[0]):
                 return ending[start:]
-        position = self._search.advance(self._here(), [token])
         after = self.matcher.deep_copy()
-        if self._search.is_too_far(position, limit) or not after.consume_token(token):
+        if position.is_too_far(limit) or not after.consume_token(token):
             return None
         return self._search.find(after, position, limit, _QUICK)
 

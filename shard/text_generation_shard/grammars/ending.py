@@ -28,6 +28,8 @@ from text_generation_shard.grammars.language.grammar import grammar_expression
 _MOST_TRIED = 8
 # No token has more characters than this on average.
 _MOST_CHARACTERS = 16
+# Bytes of one character.
+_MOST_BYTES = 4
 # A state that allows so few tokens is searched through all of them.
 _FEW_TOKENS = 32
 # A state that allows what another one has is looked at as late as one with so many more tokens.
@@ -47,6 +49,14 @@ class Position:
     def distance(self) -> float:
         """Characters that must follow at least, as far as is known."""
         return distance(self.places) if self.places else 0
+
+    def is_too_far(self, limit: int) -> bool:
+        """Whether no text of `limit` tokens ends the text."""
+        return limit < 0 or self.distance > limit * _MOST_CHARACTERS
+
+    def needs_care(self, limit: int) -> bool:
+        """Whether the end may be more than `limit` tokens away, each a byte at least."""
+        return self.distance * _MOST_BYTES > limit
 
 
 @dataclass(slots=True)
@@ -96,11 +106,6 @@ class EndingSearch:
                 places = after(places, character)
         return Position(places, pending)
 
-    @staticmethod
-    def is_too_far(position: Position, limit: int) -> bool:
-        """Whether no text of `limit` tokens ends the text, which needs no matcher to say."""
-        return limit < 0 or position.distance > limit * _MOST_CHARACTERS
-
     def find(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
@@ -108,13 +113,17 @@ class EndingSearch:
 
         `num_steps` are tried in a search, at most, where the shortest text is refused.
         """
-        if self.is_too_far(position, limit):
+        if position.is_too_far(limit):
             return None
-        tried = [self._written(position, symbols) for symbols in _shortest(position)]
-        for tokens in tried:
-            if len(tokens) <= limit and ends(matcher, tokens, self._eos):
-                return tokens
-        if tried and min(map(len, tried)) > 2 * limit:
+        is_right = False
+        for symbols in _shortest(position):
+            tokens = self._written(position, symbols)
+            if ends(matcher, tokens, self._eos):
+                is_right = True
+                if len(tokens) <= limit:
+                    return tokens
+        if is_right:
+            # The matcher means what the places say, and they know nothing shorter.
             return None
         return self._search(matcher, position, limit, num_steps)
 
