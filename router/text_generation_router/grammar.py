@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.errors import GrammarError, GrammarsBusyError
+from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
@@ -111,7 +112,7 @@ def write(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
-        return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
+        return _wrap({"lark_grammar": f"start: /{_escaped(_rust(grammar.source))}/"})
     return _wrap({"lark_grammar": grammar.source})
 
 
@@ -120,6 +121,13 @@ def _wrap(grammar: Mapping[str, Any]) -> str:
         return orjson.dumps({"grammars": [grammar]}).decode()
     except TypeError as error:  # only depth is left to complain about
         raise GrammarError(f"grammar is too large: {error}; nest its values less") from error
+
+
+def _rust(regex: str) -> str:
+    try:
+        return rust(regex)
+    except RegularError as error:
+        raise _not_valid(str(error)) from error
 
 
 def _escaped(regex: str) -> str:
@@ -143,6 +151,8 @@ def checked_schema(source: str) -> dict[str, Any]:
     parts = list(_parts(schema, 1))
     for part in parts:
         _check(part)
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = _rust(pattern)
         if "properties" in part and not part.keys() & _OTHER_TYPES:
             # As it is meant, and as in TGI; JSON Schema itself would take a number, too.
             part.setdefault("type", "object")

@@ -252,6 +252,8 @@ class Constraint:
 
 def sentence(error: str) -> str:
     """An error of llguidance in one line, without where in its code or in our Lark it arose."""
+    if error.startswith("NoExtension"):
+        return _NO_TEXT
     plain = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
     plain = _PLACE.sub("", plain)
     told = [line for line in plain.splitlines() if not _SOURCE_LINE.match(line)]

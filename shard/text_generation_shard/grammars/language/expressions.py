@@ -65,24 +65,20 @@ class Characters(Expression):
     def __init__(self, source: str, flags: str = "") -> None:
         """`source`: as the package `regex` writes a class. ValueError if it is none."""
         try:
-            self._matches = lru_cache(4096)(_matcher(source, flags))
+            self._matches = _matcher(source, flags)
         except regex.error as error:
             raise ValueError(str(error)) from error
-        self._example: str | None = None
+        self._source, self._flags = source, flags
         self._firsts: list[Symbol] = []
 
     def measure(self) -> float:
-        return 1
+        return 1 if _example(self._source, self._flags) else math.inf
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         return ((),) if isinstance(symbol, str) and self._matches(symbol) else ()
 
     def shortest(self) -> list[Symbol]:
-        if self._example is None:
-            others = (chr(code) for code in range(0x80, 0x30000) if not 0xD800 <= code < 0xE000)
-            found = next(filter(self._matches, _EXAMPLES), None)
-            self._example = found or next(filter(self._matches, others), "\x00")
-        return [self._example]
+        return list(_example(self._source, self._flags))
 
     def firsts(self) -> Iterable[Symbol]:
         if not self._firsts:
@@ -92,10 +88,30 @@ class Characters(Expression):
 
 
 @lru_cache(1024)
-def _matcher(source: str, flags: str) -> Callable[[str], bool]:
+def _pattern(source: str, flags: str) -> "regex.Pattern[str]":
     options = regex.V1 | (regex.I if "i" in flags else 0) | (regex.S if "s" in flags else 0)
-    match = regex.compile(source, options).fullmatch
-    return lambda character: match(character) is not None
+    return regex.compile(source, options)
+
+
+@lru_cache(1024)
+def _matcher(source: str, flags: str) -> Callable[[str], bool]:
+    match = _pattern(source, flags).fullmatch
+    return lru_cache(4096)(lambda character: match(character) is not None)
+
+
+@lru_cache(1024)
+def _example(source: str, flags: str) -> str:
+    """A character of a class: one that is written in it, or any; empty if there is none."""
+    found = next(filter(_matcher(source, flags), _EXAMPLES + source), "")
+    if not found and (elsewhere := _pattern(source, flags).search(_all_others())):
+        return str(elsewhere[0])
+    return found
+
+
+@lru_cache(1)
+def _all_others() -> str:
+    """All characters but those of ASCII."""
+    return "".join(map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x110000))))
 
 
 class Text(Expression):
