@@ -21,6 +21,8 @@ import regex
 Symbol = str | int
 # What stands for a class of characters: the first of these that is in it.
 _EXAMPLES = "0aA1-_.:/" + "".join(map(chr, range(33, 127))) + " \t\n\r"
+# Where parts of Unicode begin; most classes have a character in the first.
+_PARTS = (0x80, 0x1000, 0x10000, 0x20000, 0x110000)
 _PRINTABLE = [chr(code) for code in range(32, 127)]
 # Places of one text, and states of an intersection that are looked at, at most.
 _MOST_PLACES, _MOST_STATES = 300, 3000
@@ -102,16 +104,19 @@ def _matcher(source: str, flags: str) -> Callable[[str], bool]:
 @lru_cache(1024)
 def _example(source: str, flags: str) -> str:
     """A character of a class: one that is written in it, or any; empty if there is none."""
-    found = next(filter(_matcher(source, flags), _EXAMPLES + source), "")
-    if not found and (elsewhere := _pattern(source, flags).search(_all_others())):
-        return str(elsewhere[0])
-    return found
+    if found := next(filter(_matcher(source, flags), _EXAMPLES + source), ""):
+        return found
+    for part in range(len(_PARTS) - 1):
+        if elsewhere := _pattern(source, flags).search(_characters(part)):
+            return str(elsewhere[0])
+    return ""
 
 
-@lru_cache(1)
-def _all_others() -> str:
-    """All characters but those of ASCII."""
-    return "".join(map(chr, (*range(0x80, 0xD800), *range(0xE000, 0x110000))))
+@lru_cache
+def _characters(part: int) -> str:
+    """The characters of a part of Unicode."""
+    codes = range(_PARTS[part], _PARTS[part + 1])
+    return "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
 
 
 class Text(Expression):
