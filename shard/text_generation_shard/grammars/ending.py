@@ -15,6 +15,7 @@ from itertools import islice
 
 from llguidance import LLMatcher, LLTokenizer
 
+from text_generation_shard.grammars.blind import blind_ending
 from text_generation_shard.grammars.language.expressions import (
     Places,
     Symbol,
@@ -30,10 +31,7 @@ _MOST_TRIED = 8
 _MOST_CHARACTERS = 16
 # Bytes of one character.
 _MOST_BYTES = 4
-# A state that allows so few tokens is searched through all of them.
-_FEW_TOKENS = 32
-# A state that allows what another one has is looked at as late as one with so many more tokens.
-_REPETITION = 2
+# What closes something before what fills it.
 _PRINTABLE = [chr(code) for code in (*b'"]}),;>.', *range(32, 127))]
 
 
@@ -125,80 +123,53 @@ class EndingSearch:
         if is_right:
             # The matcher means what the places say, and they know nothing shorter.
             return None
-        return self._search(matcher, position, limit, num_steps)
+        if position.places and not position.pending:
+            return self._search(matcher, position, limit, num_steps)
+        return blind_ending(matcher, self._signs(), limit, num_steps)
 
     def _search(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
-        heap: list[tuple[float, int, _Node]] = [
-            (position.distance, 0, _Node(matcher.deep_copy(), position, [], []))
-        ]
-        seen: set[tuple[Places, bytes, bytes]] = set()
-        masks: dict[bytes, int] = {}
+        """Letter by letter, the nearest end first: texts of the expression that the matcher has."""
+        first = _Node(matcher.deep_copy(), position, [], [])
+        heap: list[tuple[float, int, _Node]] = [(position.distance, 0, first)]
+        # What the matcher allows tells states apart that are one in the expression.
+        seen: set[tuple[Places, bytes]] = set()
         order = 0
         while heap and num_steps > 0:
             _, _, node = heappop(heap)
             if node.matcher.is_accepting():
-                tokens = self._fewest(matcher, position, node)
+                tokens = self._written(position, node.symbols)
+                is_right = ends(matcher, tokens, self._eos)
+                tokens = tokens if is_right else node.tokens
                 if len(tokens) <= limit:
                     return tokens
-            mask = node.matcher.compute_bitmask()
-            if node.matcher.is_error() or len(node.tokens) >= limit + position.distance:
+            state = node.position.places, node.matcher.compute_bitmask()
+            if node.matcher.is_error() or state in seen:
                 continue
-            state = node.position.places, node.position.pending, mask
-            if node.position.places and state in seen:
-                continue
-            seen.add(state if node.position.places else ((), b"", bytes(str(order), "ascii")))
-            masks[mask] = masks.get(mask, -1) + 1
-            for tokens, symbols in self._steps(node, mask):
+            seen.add(state)
+            firsts = [first for place in node.position.places for first in place.firsts()]
+            # Among equals the last is looked at first, as it is nearest to its end.
+            for symbol in reversed(dict.fromkeys(firsts)):
                 num_steps -= 1
-                following = self._step(node, tokens, symbols)
+                following = self._step(node, symbol)
                 if following is not None:
                     order += 1
                     price = len(following.symbols) + following.position.distance
-                    if not following.position.places:
-                        price += _REPETITION * masks[mask]
-                    # Among equals what was found last, which is nearest to its end.
                     heappush(heap, (price, -order, following))
         return None
 
-    def _steps(self, node: _Node, mask: bytes) -> Iterator[tuple[list[int], list[Symbol]]]:
-        if node.position.places and not node.position.pending:
-            firsts = [first for place in node.position.places for first in place.firsts()]
-            # The last is looked at first.
-            for first in reversed(dict.fromkeys(firsts)):
-                yield ([first] if isinstance(first, int) else self._tokens_of(first)), [first]
-            return
-        if forced := node.matcher.compute_ff_tokens():
-            yield forced, list(forced)
-            return
-        tokens = _allowed(mask) if _count(mask) <= _FEW_TOKENS else []
-        for token in tokens or self._some(mask):
-            yield [token], [token]
-
-    def _step(self, node: _Node, tokens: list[int], symbols: list[Symbol]) -> _Node | None:
-        if not tokens or node.matcher.validate_tokens(tokens) < len(tokens):
-            return None
+    def _step(self, node: _Node, symbol: Symbol) -> _Node | None:
+        tokens = [symbol] if isinstance(symbol, int) else self._tokens_of(symbol)
+        position = Position(after(node.position.places, symbol))
         matcher = node.matcher.deep_copy()
-        if not matcher.consume_tokens(tokens):
+        if not position.places or not tokens or not matcher.consume_tokens(tokens):
             return None
-        position = self.advance(node.position, tokens)
-        if node.position.places and not position.places:
-            return None
-        return _Node(matcher, position, [*node.tokens, *tokens], [*node.symbols, *symbols])
+        return _Node(matcher, position, [*node.tokens, *tokens], [*node.symbols, symbol])
 
-    def _fewest(self, matcher: LLMatcher, position: Position, node: _Node) -> list[int]:
-        """A text that was found letter by letter, with fewer tokens if there are."""
-        if position.places and not position.pending:
-            tokens = self._written(position, node.symbols)
-            if len(tokens) < len(node.tokens) and ends(matcher, tokens, self._eos):
-                return tokens
-        return node.tokens
-
-    def _some(self, mask: bytes) -> list[int]:
-        singles = [tokens[0] for sign in _PRINTABLE if len(tokens := self._tokens_of(sign)) == 1]
-        allowed = [token for token in dict.fromkeys(singles) if mask[token >> 3] >> (token & 7) & 1]
-        return allowed or list(islice(_allowed(mask), _FEW_TOKENS))
+    def _signs(self) -> list[int]:
+        found = map(self._tokens_of, _PRINTABLE)
+        return list(dict.fromkeys(tokens[0] for tokens in found if len(tokens) == 1))
 
     def _written(self, position: Position, symbols: Sequence[Symbol]) -> list[int]:
         """The tokens of what follows a position, few of them."""
@@ -286,12 +257,3 @@ def _split(data: bytes) -> tuple[str, bytes]:
 def ends(matcher: LLMatcher, tokens: Sequence[int], eos: int) -> bool:
     """Whether the text may go on with `tokens` and end there."""
     return matcher.validate_tokens([*tokens, eos]) == len(tokens) + 1
-
-
-def _count(mask: bytes) -> int:
-    return int.from_bytes(mask, "little").bit_count()
-
-
-def _allowed(mask: bytes) -> list[int]:
-    octets = ((place, octet) for place, octet in enumerate(mask) if octet)
-    return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]

@@ -203,8 +203,10 @@ class _Builder:
         self._rules, self._special = reader.rules, special
         self._references: dict[str, Reference] = {}
         self._terminals: dict[str, Expression | None] = {}
+        self._ignored: Expression | None = None
         ignored = [self._choice(choices, "IGNORED") for choices in reader.ignored]
-        self._ignored = Repeat(Choice(ignored)) if ignored else None
+        if ignored:
+            self._ignored = Repeat(Choice(ignored))
 
     def start(self) -> Expression:
         """Of the rule `start`."""
