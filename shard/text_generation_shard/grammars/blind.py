@@ -62,13 +62,14 @@ def blind_ending(
 def _steps(node: _Node, signs: Sequence[int]) -> list[list[int]]:
     if forced := node.matcher.compute_ff_tokens():
         return [forced]
-    allowed = _allowed(node.mask)
+    allowed = allowed_tokens(node.mask)
     if len(allowed) > _FEW_TOKENS:
         some = [token for token in signs if node.mask[token >> 3] >> (token & 7) & 1]
         allowed = some or allowed[:: len(allowed) // _FEW_TOKENS]
     return [[token] for token in allowed]
 
 
-def _allowed(mask: bytes) -> list[int]:
+def allowed_tokens(mask: bytes) -> list[int]:
+    """The tokens whose bits are set."""
     octets = ((place, octet) for place, octet in enumerate(mask) if octet)
     return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]

@@ -34,7 +34,7 @@ _NO_TEXT = (
 _LONGEST_ENDING = 4096
 # Steps of a search for a text where the shortest one is refused: while a grammar is compiled, and
 # while a text is written.
-_THOROUGH, _QUICK = 20_000, 1000
+_THOROUGH, _QUICK = 20_000, 2000
 # Tokens of an old ending in whose place a new token may stand.
 _REPLACED = 3
 # Tokens by which one more token is taken to prolong the shortest ending at most, where its length
@@ -221,7 +221,7 @@ class Constraint:
         ending = self._ending_after(token, position, room - 1)
         if ending is None:
             if self._ending_at != self._num_tokens:
-                found = self._search.find(self.matcher, self._position, room, _THOROUGH)
+                found = self._search.find(self.matcher, self._position, room, _QUICK)
                 if found is None:
                     raise GrammarError(
                         f"the text can not be completed in the {room} tokens that are left; "

@@ -8,14 +8,13 @@ both, the nearest end first; where a grammar could not be read at all, with the 
 What is found depends on the state alone: all ranks find the same.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
 
 from llguidance import LLMatcher, LLTokenizer
 
-from text_generation_shard.grammars.blind import blind_ending
+from text_generation_shard.grammars.blind import allowed_tokens, blind_ending
 from text_generation_shard.grammars.language.expressions import (
     Places,
     Symbol,
@@ -29,6 +28,8 @@ from text_generation_shard.grammars.language.grammar import grammar_expression
 _MOST_TRIED = 8
 # No token has more characters than this on average.
 _MOST_CHARACTERS = 16
+# Ways to end a character that is begun, which are tried at most.
+_MOST_CHARACTER_ENDS = 64
 # Bytes of one character.
 _MOST_BYTES = 4
 # What closes something before what fills it.
@@ -113,9 +114,13 @@ class EndingSearch:
         """
         if position.is_too_far(limit):
             return None
+        if not position.places:
+            return blind_ending(matcher, self._signs(), limit, num_steps)
+        if position.pending:
+            return self._completed(matcher, position, limit, num_steps)
         is_right = False
-        for symbols in _shortest(position):
-            tokens = self._written(position, symbols)
+        for place in sorted(position.places, key=lambda place: place.length)[:_MOST_TRIED]:
+            tokens = self._written(place.shortest())
             if ends(matcher, tokens, self._eos):
                 is_right = True
                 if len(tokens) <= limit:
@@ -123,9 +128,19 @@ class EndingSearch:
         if is_right:
             # The matcher means what the places say, and they know nothing shorter.
             return None
-        if position.places and not position.pending:
-            return self._search(matcher, position, limit, num_steps)
-        return blind_ending(matcher, self._signs(), limit, num_steps)
+        return self._search(matcher, position, limit, num_steps)
+
+    def _completed(
+        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
+    ) -> list[int] | None:
+        """The same behind the beginning of a character: with what the matcher has for its end."""
+        for token in allowed_tokens(matcher.compute_bitmask())[:_MOST_CHARACTER_ENDS]:
+            following, behind = self.advance(position, [token]), matcher.deep_copy()
+            if following.places and behind.consume_token(token):
+                rest = self.find(behind, following, limit - 1, num_steps // 2)
+                if rest is not None or following.is_too_far(limit - 1):
+                    return None if rest is None else [token, *rest]
+        return None
 
     def _search(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
@@ -139,7 +154,7 @@ class EndingSearch:
         while heap and num_steps > 0:
             _, _, node = heappop(heap)
             if node.matcher.is_accepting():
-                tokens = self._written(position, node.symbols)
+                tokens = self._written(node.symbols)
                 is_right = ends(matcher, tokens, self._eos)
                 tokens = tokens if is_right else node.tokens
                 if len(tokens) <= limit:
@@ -171,8 +186,8 @@ class EndingSearch:
         found = map(self._tokens_of, _PRINTABLE)
         return list(dict.fromkeys(tokens[0] for tokens in found if len(tokens) == 1))
 
-    def _written(self, position: Position, symbols: Sequence[Symbol]) -> list[int]:
-        """The tokens of what follows a position, few of them."""
+    def _written(self, symbols: Sequence[Symbol]) -> list[int]:
+        """The tokens of a text, few of them."""
         tokens: list[int] = []
         text: list[str] = []
         for symbol in (*symbols, -1):
@@ -180,19 +195,15 @@ class EndingSearch:
                 text.append(symbol)
                 continue
             if text:
-                tokens += self._tokens(position.pending if not tokens else b"", "".join(text))
+                tokens += self._tokens("".join(text))
                 text = []
             if symbol >= 0:
                 tokens.append(symbol)
         return tokens
 
-    def _tokens(self, pending: bytes, text: str) -> list[int]:
-        rest = text.encode("utf-8", "surrogatepass")[len(pending) :]
-        own = self._tokenizer.tokenize_bytes(rest)
-        if pending:
-            return own
-        greedy = self._tokenizer.greedy_tokenize(text)
-        return min(own, greedy, key=len)
+    def _tokens(self, text: str) -> list[int]:
+        own = self._tokenizer.tokenize_str(text)
+        return min(own, self._tokenizer.greedy_tokenize(text), key=len)
 
     def _tokens_of(self, sign: str) -> list[int]:
         if sign not in self._single:
@@ -214,32 +225,6 @@ class EndingSearch:
     def _special(self, name: str) -> int | None:
         tokens = self._tokenizer.tokenize_str(name, parse_special=True)
         return tokens[0] if len(tokens) == 1 else None
-
-
-def _shortest(position: Position) -> Iterator[list[Symbol]]:
-    """The shortest texts of the nearest places."""
-    if not position.pending:
-        nearest = sorted(position.places, key=lambda place: place.length)
-        for place in nearest[:_MOST_TRIED]:
-            yield place.shortest()
-        return
-    for character in _characters(position.pending):
-        if places := after(position.places, character):
-            for symbols in islice(_shortest(Position(places)), 1):
-                yield [character, *symbols]
-            return
-
-
-def _characters(pending: bytes) -> Iterator[str]:
-    """Characters that begin with these bytes."""
-    first = pending[0]
-    missing = (2 if first < 0xE0 else 3 if first < 0xF0 else 4) - len(pending)
-    for number in range(64**missing):
-        rest = bytes(0x80 | number >> 6 * place & 63 for place in reversed(range(missing)))
-        try:
-            yield (pending + rest).decode()
-        except UnicodeDecodeError:
-            continue
 
 
 def _split(data: bytes) -> tuple[str, bytes]:

@@ -35,6 +35,8 @@ class Bounds:
         if is_negative:
             low, high = (None if end is None else -end for end in (self.high, self.low))
             opens = self.high_is_open, self.low_is_open
+            # There is no -0 within bounds.
+            first = max(first, 1)
         if low is not None:
             least = math.ceil(low * scale)
             first = max(first, least + (opens[0] and least == low * scale))

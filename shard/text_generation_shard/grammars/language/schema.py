@@ -170,10 +170,10 @@ class _Builder:
 
     def _literal(self, value: Any) -> Expression:
         if isinstance(value, str):
-            return Text(quoted(value))
+            return _word(value)
         if isinstance(value, dict):
             items = [
-                Sequence_([Text(quoted(key)), self._colon, self._literal(item)])
+                Sequence_([_word(key), self._colon, self._literal(item)])
                 for key, item in value.items()
             ]
             return self._wrapped("{", self._listed(items), "}")
@@ -228,8 +228,7 @@ class _Builder:
             if name not in properties:
                 properties[name] = True if patterns else additional
         pairs = [
-            (name in required, self._pair(Text(quoted(name)), part))
-            for name, part in properties.items()
+            (name in required, self._pair(_word(name), part)) for name, part in properties.items()
         ]
         others = [
             self._pair(string(start(parse_search(pattern))), part)
@@ -250,6 +249,12 @@ class _Builder:
 
     def _pair(self, key: Expression, schema: Any) -> Expression:
         return Sequence_([key, self._colon, self.expression(schema)])
+
+
+def _word(value: str) -> Expression:
+    """One string; what is escaped can be written in several ways."""
+    written = quoted(value)
+    return Text(written) if written == f'"{value}"' else string(start(Text(value)))
 
 
 def _number(schema: Mapping[str, Any], *, is_integer: bool) -> Expression:
