@@ -8,9 +8,10 @@ both, the nearest end first; where a grammar could not be read at all, with the 
 What is found depends on the state alone: all ranks find the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -28,8 +29,6 @@ from text_generation_shard.grammars.language.grammar import grammar_expression
 _MOST_TRIED = 8
 # No token has more characters than this on average.
 _MOST_CHARACTERS = 16
-# Ways to end a character that is begun, which are tried at most.
-_MOST_CHARACTER_ENDS = 64
 # Bytes of one character.
 _MOST_BYTES = 4
 # What closes something before what fills it.
@@ -134,13 +133,30 @@ class EndingSearch:
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
         """The same behind the beginning of a character: with what the matcher has for its end."""
-        for token in allowed_tokens(matcher.compute_bitmask())[:_MOST_CHARACTER_ENDS]:
-            following, behind = self.advance(position, [token]), matcher.deep_copy()
-            if following.places and behind.consume_token(token):
-                rest = self.find(behind, following, limit - 1, num_steps // 2)
-                if rest is not None or following.is_too_far(limit - 1):
-                    return None if rest is None else [token, *rest]
+        ends_of_it = self._whole(matcher, position)
+        for tokens, following, behind in islice(ends_of_it, _MOST_TRIED):
+            share = num_steps // _MOST_TRIED
+            rest = self.find(behind, following, limit - len(tokens), share)
+            if rest is not None:
+                return [*tokens, *rest]
         return None
+
+    def _whole(
+        self, matcher: LLMatcher, position: Position
+    ) -> Iterator[tuple[list[int], Position, LLMatcher]]:
+        """Tokens that make the character whole, with where they lead."""
+        for token in allowed_tokens(matcher.compute_bitmask()):
+            following, behind = self.advance(position, [token]), matcher.deep_copy()
+            if not following.places or not behind.consume_token(token):
+                continue
+            if not following.pending:
+                yield [token], following, behind
+                continue
+            # What ends the character and begins another one could go on so without an end.
+            if not following.pending.startswith(position.pending):
+                continue
+            for tokens, place, state in self._whole(behind, following):
+                yield [token, *tokens], place, state
 
     def _search(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
