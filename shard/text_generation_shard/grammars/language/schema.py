@@ -228,7 +228,7 @@ class _Builder:
             if name not in properties:
                 properties[name] = True if patterns else additional
         pairs = [
-            (name in required, self._pair(_word(name), part)) for name, part in properties.items()
+            (name in required, self._pair(_name(name), part)) for name, part in properties.items()
         ]
         others = [
             self._pair(string(start(parse_search(pattern))), part)
@@ -249,6 +249,11 @@ class _Builder:
 
     def _pair(self, key: Expression, schema: Any) -> Expression:
         return Sequence_([key, self._colon, self.expression(schema)])
+
+
+def _name(value: str) -> Expression:
+    """The name of a property, which is written in one way."""
+    return Text(json.dumps(value, ensure_ascii=False))
 
 
 def _word(value: str) -> Expression:
