@@ -1,4 +1,4 @@
-"""Spellings of regular expressions: what is the same is written as Rust's, what is not is refused."""
+"""Spellings of regular expressions: what is the same is written as Rust's, else it is refused."""
 
 import re
 

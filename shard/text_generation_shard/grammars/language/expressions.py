@@ -84,7 +84,8 @@ class Characters(Expression):
 
     def firsts(self) -> Iterable[Symbol]:
         if not self._firsts:
-            others = filter(self._matches, _EXAMPLES)
+            # Where classes of ranges meet, there is an end of one of the ranges.
+            others = filter(self._matches, _EXAMPLES + self._source)
             self._firsts = list(dict.fromkeys([*self.shortest(), *others]))
         return self._firsts
 
@@ -383,24 +384,33 @@ class Both(Expression):
 
     def _search(self) -> float:
         order = count()
-        heap: list[tuple[float, int, Both, list[Symbol]]] = [(self._least, 0, self, [])]
-        seen = {self}
-        while heap:
-            _, _, state, symbols = heappop(heap)
-            if not state._least:
-                self._found = symbols
-                return len(symbols)
+        heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
+        # How far each state is, and from where and with what it was come to.
+        came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
+        while heap and len(came) < _MOST_STATES:
+            _, _, state = heappop(heap)
+            if not state._least or state._found is not None:
+                return self._keep(state, came)
             for symbol in state.firsts():
                 following = state._next(symbol)
-                if following is None or following in seen or following._least == math.inf:
+                if following is None or following in came or following._least == math.inf:
                     continue
-                seen.add(following)
-                path = [*symbols, symbol]
+                steps = came[state][0] + 1
+                came[following] = steps, state, symbol
+                rest = following._least if following._found is None else len(following._found)
                 # Among equals the one that is nearer to its end.
-                heappush(heap, (len(path) + following._least, -next(order), following, path))
-            if len(seen) > _MOST_STATES:
-                return max(self._least, 1)
-        return math.inf
+                heappush(heap, (steps + rest, -next(order), following))
+        return max(self._least, 1)
+
+    def _keep(self, end: "Both", came: "dict[Both, tuple[int, Both, Symbol]]") -> float:
+        """Remember what was found at all states that lead to `end`; the length from here."""
+        rest, state = end._found or [], end
+        while state is not self:
+            _, before, symbol = came[state]
+            rest, state = [symbol, *rest], before
+            state._found, state._length = rest, len(rest)
+        self._found = rest
+        return len(rest)
 
     def shortest(self) -> list[Symbol]:
         if self.length and self._found is None:
