@@ -23,7 +23,12 @@ from text_generation_router.request import Grammar
         ("[[:alpha:]+]+", "[[:alpha:]+]+"),
         ("a+?b*?c{2}?", "a+?b*?c{2}?"),
         ("[", "["),
+        ("(?#", "(?#"),
+        # Read once, however much is not closed.
+        ("[" * 60_000, "[" * 60_000),
+        ("(?#" * 20_000, "(?#" * 20_000),
     ],
+    ids=range(14),
 )
 def test_what_is_the_same(source: str, written: str) -> None:
     assert rust(source) == written

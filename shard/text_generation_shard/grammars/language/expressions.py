@@ -25,7 +25,10 @@ _EXAMPLES = "0aA1-_.:/" + "".join(map(chr, range(33, 127))) + " \t\n\r"
 _PARTS = (0x80, 0x1000, 0x10000, 0x20000, 0x110000)
 _PRINTABLE = [chr(code) for code in range(32, 127)]
 # Places of one text, and states of an intersection that are looked at, at most.
-_MOST_PLACES, _MOST_STATES = 300, 3000
+_MOST_PLACES, _MOST_STATES = 5000, 3000
+# Parts in a row that need not be there and are passed over at once. What has more is followed as if
+# the others had to be there.
+_MOST_SKIPPED = 30
 
 
 class TooLargeError(ValueError):
@@ -156,7 +159,7 @@ class Sequence_(Expression):
         return sum(part.measure() for part in self.parts)
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
-        for place, part in enumerate(self.parts):
+        for place, part in enumerate(self.parts[:_MOST_SKIPPED]):
             for rest in part.after(symbol):
                 yield (*rest, *self.parts[place + 1 :])
             if part.length:
@@ -301,7 +304,9 @@ class Place:
         if symbol not in self._after:
             place: Place = self
             found: dict[Place, None] = {}
-            while place.expression is not None and place.rest is not None:
+            for _ in range(_MOST_SKIPPED):
+                if place.expression is None or place.rest is None:
+                    break
                 for rest in place.expression.after(symbol):
                     found[place.rest.before(rest)] = None
                 if place.expression.length:
@@ -340,10 +345,8 @@ def start(expression: Expression) -> Places:
 
 def after(places: Places, symbol: Symbol) -> Places:
     """The places of a text behind one symbol more; none if it does not follow."""
-    if len(places) == 1:
-        found = places[0].after(symbol)
-        return tuple(found)
     all_found = dict.fromkeys(new for place in places for new in place.after(symbol))
+    # What is followed is less than there is, then.
     if len(all_found) > _MOST_PLACES:
         return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
     return tuple(all_found)

@@ -10,12 +10,15 @@ from text_generation_shard.grammars.language.expressions import (
     Repeat,
     Sequence_,
     Text,
+    TooLargeError,
 )
 
 _COUNT = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
 _GROUP = re.compile(r"\(\?(?:P?<[^>]*>|([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)]))")
 _NAMED = re.compile(r"\\[pP](?:\{[^}]*\}|.)", re.S)
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{(\w+)\})")
+# Parts of a sequence that need not be there: each is another way to go on.
+_MOST_OPTIONAL = 300
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 
 
@@ -190,6 +193,8 @@ def _character(sign: str, flags: str) -> Expression:
 
 
 def _joined(items: list[Expression]) -> Expression:
+    if sum(isinstance(item, Repeat) and not item.least for item in items) > _MOST_OPTIONAL:
+        raise TooLargeError("parts that need not be there")
     return items[0] if len(items) == 1 else Sequence_(items)
 
 
