@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import regex
 
 from integration_tests.schemas import SCHEMAS, Schema, check, closed
 from integration_tests.server import LauncherHandle, running, token_ids
@@ -44,10 +45,11 @@ async def test_two_hundred_schemas(either_server: LauncherHandle) -> None:
         """The fewest tokens there are, then some more: 1 where the text follows the schema."""
         async with gate:
             response = await _ask(client, schema, max_new_tokens=1)
-            assert response.status_code == 422, response.text
-            needed = re.search(r"must be >= (\d+), the tokens", response.json()["error"])
-            assert needed is not None, response.text
-            least = int(needed[1])
+            least = 1
+            if response.status_code != 200:
+                needed = re.search(r"must be >= (\d+), the tokens", response.json()["error"])
+                assert needed is not None, response.text
+                least = int(needed[1])
             for room in (least, least + number % 7, max(least, MAX_NEW_TOKENS)):
                 response = await _ask(client, schema, max_new_tokens=room, seed=number)
                 assert response.status_code == 200, f"{schema}: {response.text}"
@@ -78,6 +80,35 @@ def test_every_spelling(server: LauncherHandle) -> None:
     lark = 'start: pair ("," pair)* ";"\npair: /[a-z]{2}/ "=" /[0-9]/'
     answer = server.generate("x", grammar={"type": "lark", "value": lark}, max_new_tokens=24)
     assert re.fullmatch("[a-z]{2}=[0-9](,[a-z]{2}=[0-9])*;", answer["generated_text"])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.py",
+        r"[\w.]+@[\w.]+\.com",
+        "[a-z]+bc",
+        ".+@.+",
+        r"(.|\n)*END",
+    ],
+)
+def test_a_repetition_that_overlaps_what_follows(server: LauncherHandle, pattern: str) -> None:
+    for room in (10, 20, 40):
+        grammar = {"type": "regex", "value": pattern}
+        text = server.generate("x", grammar=grammar, max_new_tokens=room)["generated_text"]
+        # Its \w has all that is part of a word, as in Rust; Python's has no accents by themselves.
+        assert regex.fullmatch(pattern, text)
+    schema = closed(host={"type": "string", "pattern": "^[a-z0-9.-]+\\.com$"})
+    answer = server.generate("x", grammar={"type": "json", "value": schema}, max_new_tokens=20)
+    check(answer["generated_text"], schema)
+
+
+def test_an_end_token_needs_no_room(server: LauncherHandle) -> None:
+    letter = {"type": "regex", "value": "[A-D]"}
+    for room, reason in ((1, "length"), (3, "eos_token")):
+        answer = server.generate("x", grammar=letter, max_new_tokens=room, details=True)
+        assert re.fullmatch("[A-D]", answer["generated_text"])
+        assert answer["details"]["finish_reason"] == reason
 
 
 def test_neighbours_write_what_they_write_alone(server: LauncherHandle) -> None:

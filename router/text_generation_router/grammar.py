@@ -12,6 +12,7 @@ import orjson
 
 from text_generation_router.errors import GrammarError, GrammarsBusyError
 from text_generation_router.gbnf import lark_of_gbnf
+from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
@@ -112,7 +113,7 @@ def write(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
         return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
-        return _wrap({"lark_grammar": f"start: /{_escaped(grammar.source)}/"})
+        return _wrap({"lark_grammar": f"start: /{_escaped(_rust(grammar.source))}/"})
     if grammar.kind == "gbnf":
         return _wrap({"lark_grammar": lark_of_gbnf(grammar.source)})
     return _wrap({"lark_grammar": grammar.source})
@@ -123,6 +124,13 @@ def _wrap(grammar: Mapping[str, Any]) -> str:
         return orjson.dumps({"grammars": [grammar]}).decode()
     except TypeError as error:  # only depth is left to complain about
         raise GrammarError(f"grammar is too large: {error}; nest its values less") from error
+
+
+def _rust(regex: str) -> str:
+    try:
+        return rust(regex)
+    except RegularError as error:
+        raise _not_valid(str(error)) from error
 
 
 def _escaped(regex: str) -> str:
@@ -146,6 +154,8 @@ def checked_schema(source: str) -> dict[str, Any]:
     parts = list(_parts(schema, 1))
     for part in parts:
         _check(part)
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = _rust(pattern)
         if "properties" in part and not part.keys() & _OTHER_TYPES:
             # As it is meant, and as in TGI; JSON Schema itself would take a number, too.
             part.setdefault("type", "object")

@@ -245,8 +245,9 @@ def test_a_grammar_is_followed_and_ended_as_without_guesses(
         assert driver.tokens[100 + number] == driver.tokens[number]
         assert driver.reasons[100 + number] == driver.reasons[number]
         if grammar.min_tokens <= 300:
-            text = tokenizer.decode(driver.tokens[100 + number][:-1], skip_special_tokens=False)
-            check(text, schema)
+            # The end token is there where there was room for it.
+            written = [token for token in driver.tokens[100 + number] if token not in (0, 2)]
+            check(tokenizer.decode(written, skip_special_tokens=False), schema)
     assert several > 0
 
 

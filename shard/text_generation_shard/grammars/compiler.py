@@ -17,7 +17,7 @@ from text_generation_shard.grammars.constraint import (
     TokenizerFile,
     compile_text,
 )
-from text_generation_shard.grammars.forced_ending import EndingSearch
+from text_generation_shard.grammars.ending import EndingSearch
 from text_generation_shard.grammars.guard import GuardedGrammar
 from text_generation_shard.grammars.trial import Trial, Trials, TrialServer, may_grow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from text_generation_shard.grammars.forced_ending import EndingSearch, ends
+from text_generation_shard.grammars.ending import EndingSearch, Position, ends
 
 # What one grammar may cost. Fuel and items are llguidance's units: a compilation stays below about
 # a second, a mask below some tens of milliseconds, and a lexer below about 20 MB, but for
@@ -26,18 +26,19 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+_NO_TEXT = (
+    "no text matches it: its parts exclude one another, or hold one another without an end; "
+    "change what can not be"
+)
 # A grammar whose shortest text is longer is refused.
 _LONGEST_ENDING = 4096
-# States followed at once in a search: from the start of a text, and on the way.
-_THOROUGH, _QUICK = 8, 3
-# Tokens of an ending for which a better one is looked for, and of one the quick search missed.
-_LONGEST_THOROUGH, _LONGEST_HIDDEN = 64, 512
-# Tokens that the quick search puts before an old ending: at most, and in place of its first ones.
-_QUICK_DEPTH, _REPLACED = 32, 3
-# With fewer tokens to spare than this a new ending is not even looked for.
-_LEAST_SPARE = 2
-# Tokens by which one more token is taken to prolong the shortest ending at most. The ending of a
-# text is looked for so seldom that it still fits if that is so.
+# Steps of a search for a text where the shortest one is refused: while a grammar is compiled, and
+# while a text is written.
+_THOROUGH, _QUICK = 20_000, 2000
+# Tokens of an old ending in whose place a new token may stand.
+_REPLACED = 3
+# Tokens by which one more token is taken to prolong the shortest ending at most, where its length
+# is not known. The ending of a text is looked for so seldom that it still fits if that is so.
 _GROWTH = 64
 # Characters of an error that are shown: its beginning and its end. What is between is mostly the
 # user's pattern.
@@ -81,15 +82,17 @@ class Grammar:
     start: LLMatcher | None = None
     search: EndingSearch | None = None
     eos_ids: tuple[int, ...] = ()
-    # The tokens of a short text.
+    # Where its texts begin, and the tokens of a short one.
+    position: Position | None = None
     ending: tuple[int, ...] = ()
     # Not 0: nothing is known about it, and it may be asked for again after so many seconds.
     retry_after_s: int = 0
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of the shortest text known, its end token counted."""
-        return 0 if self.error else len(self.ending) + 1
+        """Tokens of the shortest text known, without an end token, which needs no room; one at
+        least, as fewer can not be asked for."""
+        return 0 if self.error else max(1, len(self.ending))
 
 
 def compile_text(
@@ -102,36 +105,38 @@ def compile_text(
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         return Grammar(sentence(matcher.get_error()))
+    position = search.begin(text)
+    if position is None:
+        return Grammar(_NO_TEXT)
     if ending is None:
-        ending = _find_ending(search, matcher)
+        ending = search.find(matcher, position, _LONGEST_ENDING, _THOROUGH)
     if ending is None:
         # A limit that is met behind what must come first has a sentence of its own.
         if matcher.consume_tokens(matcher.compute_ff_tokens()):
             matcher.compute_bitmask()
             if matcher.is_error():
                 return Grammar(sentence(matcher.get_error()))
-        return Grammar(
-            f"no text was found that matches, or the shortest has more than {_LONGEST_ENDING} "
-            "tokens; make the grammar smaller"
+        return Grammar(_not_found(position))
+    return Grammar("", matcher, search, tuple(tokenizer.eos_tokens), position, tuple(ending))
+
+
+def _not_found(position: Position) -> str:
+    if position.distance > _LONGEST_ENDING:
+        return (
+            f"its shortest text has {position.distance:.0f} characters, and more than the "
+            f"{_LONGEST_ENDING} tokens that are allowed; make the grammar smaller"
         )
-    return Grammar("", matcher, search, tuple(tokenizer.eos_tokens), tuple(ending))
-
-
-def _find_ending(search: EndingSearch, matcher: LLMatcher) -> list[int] | None:
-    # The first search is cheap, but may miss what the second finds.
-    ending = search.find(matcher, _LONGEST_ENDING, _QUICK)
-    if ending is None:
-        return search.find(matcher, _LONGEST_HIDDEN, _THOROUGH)
-    if len(ending) <= _LONGEST_THOROUGH:
-        return search.find(matcher, len(ending) - 1, _THOROUGH) or ending
-    return ending
+    return (
+        f"no text was found that matches among {_THOROUGH} beginnings with at most "
+        f"{_LONGEST_ENDING} tokens; make the grammar smaller"
+    )
 
 
 class Constraint:
     """One request's place in its grammar. Changed between two forward passes only.
 
-    Promises: with room for `Grammar.min_tokens` from the start, the text is complete and the end
-    token chosen within `max_new_tokens`, or the request fails with a GrammarError.
+    Promises: with room for `Grammar.min_tokens` from the start, the text is complete within
+    `max_new_tokens`, or the request fails with a GrammarError.
     """
 
     def __init__(
@@ -153,9 +158,10 @@ class Constraint:
         self._ending, self._ending_at = list(grammar.ending), 0
         self._growth = _GROWTH
         self._next_check = 0
-        if grammar.start is None or grammar.search is None:
+        if grammar.start is None or grammar.search is None or grammar.position is None:
             return
         self._search = grammar.search
+        self._position = grammar.position
         self.matcher = grammar.start.deep_copy()
         for token in generated:
             if self.settle(token) != token and not self.failure:
@@ -194,25 +200,28 @@ class Constraint:
         """
         if self.failure:
             return token
-        try:
-            if self._num_tokens >= self._next_check and token not in self.eos_ids:
-                token = self._checked(token)
-        except GrammarError as error:
-            self.failure = str(error)
-            return token
+        room = self._max_new_tokens - self._num_tokens
+        position = self._search.advance(self._position, [token])
+        is_due = self._num_tokens >= self._next_check or position.needs_care(room - 1)
+        if is_due and token not in self.eos_ids:
+            try:
+                token, position = self._checked(token, position, room)
+            except GrammarError as error:
+                self.failure = str(error)
+                return token
         if not self.matcher.consume_token(token):
             self.failure = sentence(self.matcher.get_error())
+        self._position = position
         self._num_tokens += 1
         return token
 
-    def _checked(self, token: int) -> int:
-        """`token` if the text can still be ended after it, else the first token of the ending."""
-        # For this token, all others and an end token.
-        room = self._max_new_tokens - self._num_tokens
-        ending = self._ending_after(token, room - 2)
+    def _checked(self, token: int, position: Position, room: int) -> tuple[int, Position]:
+        """`token`, which leads to `position`, if the text can still be ended after it, else the
+        first token of the ending; and where that leads. `room`: for it and all others."""
+        ending = self._ending_after(token, position, room - 1)
         if ending is None:
             if self._ending_at != self._num_tokens:
-                found = self._search.find(self.matcher, room - 1, _THOROUGH, self._ending)
+                found = self._search.find(self.matcher, self._position, room, _QUICK)
                 if found is None:
                     raise GrammarError(
                         f"the text can not be completed in the {room} tokens that are left; "
@@ -221,30 +230,30 @@ class Constraint:
                 self._ending = found
             self.is_driven = True
             token, ending = [*self._ending, self.eos_ids[0]][0], self._ending[1:]
+            position = self._search.advance(self._position, [token])
         self._growth = max(self._growth, len(ending) - len(self._ending))
         self._ending, self._ending_at = ending, self._num_tokens + 1
-        slack = room - 2 - len(ending)
+        slack = room - 1 - len(ending)
         self._next_check = self._ending_at + max(0, slack) // (self._growth + 1)
-        return token
+        return token, position
 
-    def _ending_after(self, token: int, limit: int) -> list[int] | None:
+    def _ending_after(self, token: int, position: Position, limit: int) -> list[int] | None:
         """At most `limit` tokens that end the text once `token` is written."""
         ending = self._ending
         # Most tokens leave it as it is, or take the place of its first ones.
         for start in range(max(0, len(ending) - limit), min(_REPLACED, len(ending)) + 1):
             if ends(self.matcher, [token, *ending[start:]], self.eos_ids[0]):
                 return ending[start:]
-        spare = limit - len(ending)
         after = self.matcher.deep_copy()
-        if spare < _LEAST_SPARE or not after.consume_token(token):
+        if position.is_too_far(limit) or not after.consume_token(token):
             return None
-        # Enough to close what the token has opened, and then go on as before.
-        depth = min(_QUICK_DEPTH, spare + _REPLACED)
-        return self._search.find(after, limit, _QUICK, ending, depth)
+        return self._search.find(after, position, limit, _QUICK)
 
 
 def sentence(error: str) -> str:
     """An error of llguidance in one line, without where in its code or in our Lark it arose."""
+    if error.startswith("NoExtension"):
+        return _NO_TEXT
     plain = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")
     plain = _PLACE.sub("", plain)
     told = [line for line in plain.splitlines() if not _SOURCE_LINE.match(line)]

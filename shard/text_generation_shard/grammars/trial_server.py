@@ -27,7 +27,7 @@ from text_generation_shard.grammars.constraint import (
     TokenizerFile,
     compile_text,
 )
-from text_generation_shard.grammars.forced_ending import EndingSearch
+from text_generation_shard.grammars.ending import EndingSearch
 from text_generation_shard.grammars.guard import pack, receive
 
 # What a child may take beyond what it begins with. The shard sets the limit of time; this one is

@@ -1,0 +1,169 @@
+"""Endings from every state of a text, where few tokens are left or one token asks for much."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.constraint import Constraint
+from text_generation_shard.grammars.ending import Position
+from text_generation_shard.grammars.language.expressions import after, distance, start
+from text_generation_shard.grammars.language.grammar import grammar_expression
+from text_generation_shard.grammars.language.regular import parse
+from text_generation_shard.grammars.language.schema import schema_expression
+from tokenizers import Tokenizer
+
+from integration_tests.schemas import check, closed
+from shard.tests.test_grammar import EMBEDDED, allowed, schema_text, walk
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(EMBEDDED, 4096, [2, 0])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("source", "written", "rest"),
+    [
+        (r".*\.py", "", ".py"),
+        (r".*\.py", "a.p", "y"),
+        (r".*\.py", "a.py", ""),
+        (r".*\.py", "a.pyx", ".py"),
+        (r"(a{1,9}){1,9}b", "a" * 81, "b"),
+        (r"(ab|abc)d", "abc", "d"),
+        ("a{3,5}", "a", "aa"),
+        ("(?i)straße|x", "STRA", "ßE"),
+        (r"[[:lower:]&&[^a-y]]", "", "z"),
+    ],
+)
+def test_the_rest_of_a_regular_expression_is_the_shortest(
+    source: str, written: str, rest: str
+) -> None:
+    places = start(parse(source))
+    for character in written:
+        places = after(places, character)
+    assert distance(places) == len(rest)
+    nearest = min(places, key=lambda place: place.length)
+    assert "".join(map(str, nearest.shortest())).lower() == rest.lower()
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "rest"),
+    [
+        ({"type": "integer", "minimum": 1000, "multipleOf": 7}, "", "1001"),
+        ({"type": "integer", "minimum": 1000, "multipleOf": 7}, "2", "002"),
+        ({"type": "integer", "maximum": -12}, "", "-12"),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.01}, "", "0.001"),
+        ({"type": "number", "minimum": 2, "maximum": 2.25}, "2.", "0"),
+        ({"type": "string", "pattern": "^[a-m]+$", "minLength": 2}, '"b', 'a"'),
+        ({"type": "string"}, '"\\', '""'),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 2}, "[", "null,null]"),
+        (closed(a={"type": "integer"}, b={"type": "string"}), '{"a":1', ',"b":""}'),
+        ({"anyOf": [{"const": "abcdef"}, {"const": "ab"}]}, '"abc', 'def"'),
+        ({"allOf": [{"pattern": "^a"}, {"pattern": "b$"}], "type": "string"}, "", '"ab"'),
+    ],
+)
+def test_the_rest_of_a_schema_is_the_shortest(
+    schema: dict[str, object], written: str, rest: str
+) -> None:
+    places = start(schema_expression(schema))
+    for character in written:
+        places = after(places, character)
+    nearest = min(places, key=lambda place: place.length)
+    assert "".join(map(str, nearest.shortest())) == rest
+
+
+LARKS = {
+    'start: "a" start | "b"': "a*b",
+    'start: "(" start ")" | /[0-9]/': r"\(*[0-9]\)*",
+    'start: e\ne: e /[+*]/ t | t\nt: /[0-9]+/ | "(" e ")"': r"[0-9+*()]+",
+    'start: A B? C\nA: "x"{2,3}\nB: /b+/\nC: /c/ | "d"i': "x{2,3}b*[cdD]",
+    'start: "a".."c" ~ 2..3': "[a-c]{2,3}",
+    "start: TEXT & ~/a.*/\nTEXT: /[ab]+/": None,
+    'start: pair ("," pair)*\npair: NAME "=" /[0-9]+/\nNAME: /[a-z]+/ & ~"if"\n%ignore / /': (
+        "( *(?!if=)[a-z]+ *= *[0-9]+ *,?)+"
+    ),
+    'start: until\nuntil[lazy]: /(?s:.*)/ "END"': "(?s:.*)END",
+    'start: %json {"type": "integer", "minimum": 10}': "[0-9]{2,}",
+    "start: /a/\n    | /b/ // one or the other\n": "a|b",
+}
+
+
+@pytest.mark.parametrize("source", [lark for lark, form in LARKS.items() if form is not None])
+def test_lark(source: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    grammar = compiler.compile_now(source)
+    assert not grammar.error
+    assert grammar.position is not None and grammar.position.places, "it was read"
+    form, draw = LARKS[source], random.Random(3)
+    assert form is not None
+    for spare in (0, 1, 2, 8, 30):
+        text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, draw))
+        assert re.fullmatch(form, text), text
+
+
+def test_what_is_not_read_is_searched(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
+) -> None:
+    monkeypatch.setattr(
+        "text_generation_shard.grammars.ending.grammar_expression", lambda text, special: None
+    )
+    draw = random.Random(4)
+    for schema in (closed(a={"type": "string"}, b={"type": "boolean"}), {"type": "array"}):
+        grammar = compiler.compile_now(schema_text(schema))
+        assert not grammar.error and grammar.position == Position(())
+        for spare in (0, 3, 12):
+            text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, draw))
+            check(text, schema)
+    endless = compiler.compile_now('start: "a" start')
+    assert endless.error.startswith("no text was found that matches among")
+
+
+def test_more_than_there_is_finds_the_text_that_is_there(compiler: GrammarCompiler) -> None:
+    """What is forbidden is not in the expression: the matcher refuses the shortest texts."""
+    grammar = compiler.compile_now("start: TEXT\nTEXT: /[a-z]*/ & ~/([0-9a-x].*)?/")
+    assert not grammar.error and grammar.min_tokens == 1
+
+
+def test_one_token_may_ask_for_many_more(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """A bracket is written only where there is room for all that must stand in it."""
+    large = closed(**{f"a_long_name_{number}": {"type": "string"} for number in range(40)})
+    schema = {"type": "array", "items": {"anyOf": [{"type": "integer"}, large]}}
+    grammar = compiler.compile_now(schema_text(schema))
+    opens = {token for token in range(4096) if "{" in tokenizer.decode([token])}
+    for room in (40, 300, 700, 1200):
+        constraint, written = Constraint(grammar, (), room, 0), list[int]()
+        while len(written) < room and not constraint.failure:
+            options = allowed(constraint)
+            found = [token for token in options if token in opens] or options
+            token = constraint.settle(found[0])
+            if token in grammar.eos_ids:
+                break
+            written.append(token)
+        assert not constraint.failure
+        check(tokenizer.decode(written), schema)
+
+
+def test_the_same_is_found_again(compiler: GrammarCompiler) -> None:
+    text = schema_text(closed(a={"type": "string", "pattern": "a.*b.*c"}, b={}))
+    first, second = (compiler.compile_now(text) for _ in range(2))
+    assert first.ending == second.ending
+    walks = [walk(grammar, grammar.min_tokens + 9, random.Random(7)) for grammar in (first, second)]
+    assert walks[0] == walks[1]
+
+
+def test_a_text_that_is_too_long_is_named(compiler: GrammarCompiler) -> None:
+    many = {"type": "array", "items": {"type": "null"}, "minItems": 50_000}
+    grammar = compiler.compile_now(schema_text(many))
+    assert "250001 characters" in grammar.error
+
+
+def test_what_can_not_be_read_is_no_expression(tmp_path: Path) -> None:
+    for text in ("start: @other", "start: %unknown", json.dumps({"grammars": []}), "{"):
+        assert grammar_expression(text, lambda name: None) is None

@@ -1,0 +1,211 @@
+"""Regular expressions as llguidance reads them (Rust's), as expressions."""
+
+import math
+import re
+
+from text_generation_shard.grammars.language.expressions import (
+    Characters,
+    Choice,
+    Expression,
+    Repeat,
+    Sequence_,
+    Text,
+    TooLargeError,
+)
+
+_COUNT = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_GROUP = re.compile(r"\(\?(?:P?<[^>]*>|([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)]))")
+_NAMED = re.compile(r"\\[pP](?:\{[^}]*\}|.)", re.S)
+_CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{(\w+)\})")
+# Parts of a sequence that need not be there: each is another way to go on.
+_MOST_OPTIONAL = 300
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+
+
+def parse(source: str) -> Expression:
+    """The expression of a regular expression. ValueError: it is none that this reads."""
+    parser = _Parser(source)
+    found = parser.choice("")
+    if parser.at < len(source):
+        raise ValueError(f"unexpected `{source[parser.at]}`")
+    return found
+
+
+def parse_search(source: str) -> Expression:
+    """Texts of which a part matches: all of it only where anchors say so."""
+    parser = _Parser(source, Repeat(Characters(".", "s")))
+    found = parser.choice("")
+    if parser.at < len(source):
+        raise ValueError(f"unexpected `{source[parser.at]}`")
+    return found
+
+
+class _Parser:
+    """Owns the place in a source; see `parse`. Flags are letters of `imsx` that hold there."""
+
+    def __init__(self, source: str, around: Expression | None = None) -> None:
+        """`around`: what may stand beside each choice that has no anchor on that side."""
+        self.source = source
+        self.at = 0
+        self._around = around
+        self._depth = 0
+
+    def choice(self, flags: str) -> Expression:
+        """Up to the bracket that closes it."""
+        parts: list[Expression] = []
+        items: list[Expression] = []
+        around = self._around if not self._depth else None
+        start = end = False
+        while self.at < len(self.source) and self.source[self.at] != ")":
+            sign = self.source[self.at]
+            if sign == "|":
+                self.at += 1
+                parts.append(_surrounded(items, None if start else around, None if end else around))
+                items, start, end = [], False, False
+            elif (found := self._flags(flags)) is not None:
+                flags = found
+            else:
+                start |= sign == "^" or self.source.startswith("\\A", self.at)
+                end = sign == "$" or self.source.startswith("\\z", self.at)
+                if (item := self._item(flags)) is not None:
+                    items.append(self._repeated(item, flags))
+        parts.append(_surrounded(items, None if start else around, None if end else around))
+        return parts[0] if len(parts) == 1 else Choice(parts)
+
+    def _flags(self, flags: str) -> str | None:
+        """The flags behind `(?i)`."""
+        found = _GROUP.match(self.source, self.at)
+        if found is None or found[3] != ")":
+            return None
+        self.at = found.end()
+        return _changed(flags, found)
+
+    def _item(self, flags: str) -> Expression | None:
+        """One character, class or group; None: nothing that is written."""
+        sign = self.source[self.at]
+        if "x" in flags and sign.isspace():
+            self.at += 1
+            return None
+        if "x" in flags and sign == "#":
+            end = self.source.find("\n", self.at)
+            self.at = len(self.source) if end < 0 else end + 1
+            return None
+        if sign == "(":
+            return self._group(flags)
+        if sign == "[":
+            return Characters(self._class(), flags)
+        self.at += 1
+        if sign in "^$":
+            return None
+        if sign == ".":
+            return Characters(".", flags)
+        if sign in "*+?{":
+            raise ValueError(f"nothing to repeat before `{sign}`")
+        if sign == "\\":
+            return self._escaped(flags)
+        return _character(sign, flags)
+
+    def _group(self, flags: str) -> Expression:
+        found = _GROUP.match(self.source, self.at)
+        if found is None and self.source.startswith("(?", self.at):
+            raise ValueError("look-around and the like")
+        self.at = found.end() if found else self.at + 1
+        self._depth += 1
+        inner = self.choice(_changed(flags, found) if found and found[3] else flags)
+        self._depth -= 1
+        if not self.source.startswith(")", self.at):
+            raise ValueError("missing `)`")
+        self.at += 1
+        return inner
+
+    def _repeated(self, item: Expression, flags: str) -> Expression:
+        while self.at < len(self.source):
+            sign = self.source[self.at]
+            least, most = {"*": (0, math.inf), "+": (1, math.inf), "?": (0, 1)}.get(sign, (-1, 0))
+            end = self.at + 1
+            if sign == "{":
+                found = _COUNT.match(self.source, self.at)
+                if found is None:
+                    raise ValueError("unclear repetition")
+                least, end = int(found[1]), found.end()
+                most = int(found[3]) if found[3] else math.inf if found[2] else least
+            if least < 0:
+                break
+            # Lazy or not: what is written is the same.
+            self.at = end + self.source.startswith("?", end)
+            item = Repeat(item, least, most)
+        return item
+
+    def _escaped(self, flags: str) -> Expression | None:
+        start = self.at - 1
+        if found := _NAMED.match(self.source, start):
+            self.at = found.end()
+            return Characters(found[0], flags)
+        if found := _CODE.match(self.source, start):
+            self.at = found.end()
+            return _character(chr(int(found[found.lastindex or 0], 16)), flags)
+        if self.at >= len(self.source):
+            raise ValueError("a backslash at the end")
+        sign = self.source[self.at]
+        self.at += 1
+        if sign in "dDwWsS":
+            return Characters("\\" + sign, flags)
+        if sign in "Az":
+            return None
+        if sign.isalnum() and sign not in _CONTROL:
+            raise ValueError(f"unknown `\\{sign}`")
+        return _character(_CONTROL.get(sign, sign), flags)
+
+    def _class(self) -> str:
+        """The source of a class, which ends with the bracket that closes its first one."""
+        start, depth = self.at, 0
+        while self.at < len(self.source):
+            sign = self.source[self.at]
+            if sign == "\\":
+                self.at += 1
+            elif sign == "[":
+                depth += 1
+                # A bracket that comes first is one of the class.
+                after = self.at + 1 + self.source.startswith("^", self.at + 1)
+                if self.source.startswith("]", after):
+                    self.at = after
+            elif sign == "]":
+                depth -= 1
+            self.at += 1
+            if not depth:
+                return _CODE.sub(_plain, self.source[start : self.at])
+        raise ValueError("missing `]`")
+
+
+def _plain(found: re.Match[str]) -> str:
+    return f"\\U{int(found[found.lastindex or 0], 16):08x}"
+
+
+def _changed(flags: str, found: re.Match[str]) -> str:
+    removed = set(found[2] or "")
+    return "".join(sorted({*flags, *(found[1] or "")} - removed))
+
+
+def _character(sign: str, flags: str) -> Expression:
+    if "i" in flags and sign.lower() != sign.upper():
+        return Characters(re.escape(sign), flags)
+    return Text(sign)
+
+
+def _joined(items: list[Expression]) -> Expression:
+    if sum(isinstance(item, Repeat) and not item.least for item in items) > _MOST_OPTIONAL:
+        raise TooLargeError("parts that need not be there")
+    return items[0] if len(items) == 1 else Sequence_(items)
+
+
+def _surrounded(
+    items: list[Expression], before: Expression | None, after: Expression | None
+) -> Expression:
+    """The items with what may stand beside them; literals next to one another are one."""
+    merged: list[Expression] = []
+    for item in items:
+        if merged and isinstance(item, Text) and isinstance(merged[-1], Text):
+            merged[-1] = Text("".join(map(str, [*merged[-1].shortest(), *item.shortest()])))
+        else:
+            merged.append(item)
+    return _joined([item for item in (before, *merged, after) if item is not None])
