@@ -40,7 +40,7 @@ fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
 		$(BIN)/pytest $(HOSTILE)/test_fuzz.py -s $(ARGS)
 
-conformance: .venv/.installed-dev $(CLIENTS) ## the clients people have, against a real server
+conformance: .venv/.installed-dev $(if $(ARGS),$(ARGS:%=.venv-clients/%/.installed),$(CLIENTS)) ## the clients people have, against a real server
 	$(BIN)/python -m integration_tests.conformance.run_clients $(ARGS)
 
 container-test: .venv/.installed-dev .venv-clients/text-generation/.installed ## builds the image and runs it; needs root and podman
@@ -87,17 +87,18 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 	touch $@
 
 # It needs torch, gigabytes of it: what this environment lacks is looked for in that of the tests.
-.venv-clients/guidellm/.installed: $(CONFORMANCE)/requirements/guidellm.txt .venv/.installed | $(UV)
+.venv-clients/guidellm/.installed: $(CONFORMANCE)/requirements/guidellm.txt $(CONFORMANCE)/requirements/guidellm.overrides .venv/.installed | $(UV)
 	$(UV) venv --quiet --clear --python $(PYTHON) $(@D)
 	$(UV) pip install --quiet --python $(@D)/bin/python --override $(basename $<).overrides --requirement $<
 	$(BIN)/python -c '$(SITE_PACKAGES)' > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/tests.pth
 	touch $@
 
 .venv-clients/%/.installed: $(CONFORMANCE)/requirements/%/package-lock.json
-	@command -v node npm > /dev/null || { echo "JavaScript clients need Node (Debian: apt-get install nodejs npm)." >&2; exit 1; }
+	@for program in node npm; do command -v $$program > /dev/null || \
+		{ echo "The JavaScript clients need $$program: install it (Debian: apt-get install nodejs npm)." >&2; exit 1; }; done
 	mkdir -p $(@D)
 	cp $(<D)/package.json $< $(@D)
-	cd $(@D) && npm ci --silent --ignore-scripts --no-audit --no-fund
+	cd $(@D) && npm ci --loglevel error --ignore-scripts --no-audit --no-fund
 	touch $@
 
 .venv-clients/prometheus/.installed: # an installed one, or Debian's, unpacked: no root, no service

@@ -224,14 +224,14 @@ OPTIONS: tuple[Option, ...] = (
     # the HTTP side
     Option(
         "served-model-name",
-        "name of the model on OpenAI's routes; may be given several times, the first is told; by "
-        "default its id",
+        "name of the model on OpenAI's and Anthropic's routes; may be given several times, the "
+        "first is told; by default its id",
         to=ROUTER,
         repeat=True,
     ),
     Option(
         "any-model-name",
-        "false: OpenAI's routes answer 404 when asked for another name (default true)",
+        "false: OpenAI's and Anthropic's routes answer 404 to any other name (default true)",
         true_or_false,
         ROUTER,
     ),

@@ -168,8 +168,9 @@ async def test_a_server_that_is_full_says_so(tmp_path: Path) -> None:
     async with serve(tmp_path, max_concurrent_requests=1) as server:
         server.shards.delay_s = 0.2
         first = asyncio.create_task(embed(server, ["a", "b"]))
-        while server.services.infer.free_permits:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            while server.services.infer.free_permits:
+                await asyncio.sleep(0.01)
         error = await refusal(server, {"input": "a"}, 429)
         assert error["message"] == "Model is overloaded"
         assert server.services.metrics.request_failure.value(err="overloaded") == 1
@@ -179,8 +180,9 @@ async def test_a_server_that_is_full_says_so(tmp_path: Path) -> None:
 async def test_a_client_that_leaves_ends_all(server: Server) -> None:
     server.shards.delay_s = 0.05
     call = asyncio.create_task(embed(server, ["ab"] * 200))
-    while server.services.infer.free_permits == 8:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(5):
+        while server.services.infer.free_permits == 8:
+            await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     async with asyncio.timeout(5):

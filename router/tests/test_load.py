@@ -1,8 +1,10 @@
 """`text-generation-benchmark --url` against servers that are slow, refuse, cut and fail."""
 
+import contextlib
 import itertools
 import json
 import socket
+import ssl
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from router.tests.load_server import (
     json_reply,
     scripted,
 )
+from router.tests.test_certificate import make as make_certificate
 
 MODELS = json_reply({"object": "list", "data": [{"id": "first"}, {"id": "second"}]})
 NOT_THERE = json_reply({"error": "not found"}, 404)
@@ -352,6 +355,39 @@ def test_a_server_that_says_nothing(capsys):
         assert main(["--url", url, "--timeout", "0.2"]) == 1
     said = capsys.readouterr().err
     assert "has not answered the first questions after 0.2 s" in said and said.count("\n") == 1
+
+
+def test_a_page_instead_of_a_stream(tmp_path: Path, capsys):
+    page = Reply(pieces=[b"<html>\n\n</html>"])
+    with scripted(openai(lambda _path, _body: page)) as server:
+        assert load(server, tmp_path) == (1, {})
+    said = capsys.readouterr().err
+    assert said.endswith("the first request failed: the stream ended without its last event\n")
+    assert said.count("\n") == 1
+
+
+def test_an_unknown_certificate(tmp_path: Path, capsys):
+    """The key is not sent."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*make_certificate(tmp_path, "127.0.0.1"))
+    received = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(5)
+        with connection, contextlib.suppress(OSError):
+            received.append(context.wrap_socket(connection, server_side=True).recv(65536))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        assert main(["--url", url, "--api-key", "secret"]) == 1
+        thread.join(10)
+    said = capsys.readouterr().err
+    assert "GET /info failed (connect): " in said and "certificate verify failed" in said
+    assert said.count("\n") == 1 and "secret" not in said
+    assert not any(received)
 
 
 def test_a_server_that_speaks_something_else(capsys):

@@ -22,6 +22,7 @@ from text_generation_router.benchmark.load.http import Address
 from text_generation_router.benchmark.load.prompts import Length, random_words, read_prompts
 from text_generation_router.benchmark.load.report import LiveRows, as_csv, as_dict, markdown, notes
 from text_generation_router.benchmark.measure import BenchmarkError
+from text_generation_router.benchmark.report import Spread
 
 from router.tests.load_server import event
 
@@ -66,6 +67,19 @@ def test_counts_are_of_streams_that_ended_well():
     assert found.counted_by() == "events+server"
     assert found.tokens_per_event() == 7 / 5
     assert found.errors() == {"HTTP 429": (2, "too | many")}
+
+
+def test_times_of_a_point_that_is_over_are_sorted_once(monkeypatch):
+    over, under_way = figures(result([2.0, 2.1], (8, 4))), figures(result([2.0]))
+    under_way.ended_s = None
+    assert under_way.spread("ttft") is not None
+    under_way.add(result([4.0]))
+    grown = under_way.spread("ttft")
+    assert grown is not None and grown.highest == 2500
+    markdown({}, [over])
+    monkeypatch.setattr(Spread, "of", None)
+    assert as_dict({}, [], [over])["points"][0]["itl_ms"]["p50"] == pytest.approx(100)
+    assert "itl_ms_p50" in as_csv([over])
 
 
 def test_tables_for_people_and_for_programs():
@@ -186,6 +200,30 @@ def test_events_that_end_a_stream(data: bytes, kind: str):
     assert not reader.times
 
 
+@pytest.mark.parametrize("line", [b"data: x", b"data: x\n", b"data:\n"])
+def test_an_event_without_an_end(line: bytes):
+    reader = StreamReader(read_openai)
+    for _ in range(12):
+        reader.feed(line * 100_000, 1.0)
+    assert reader.failure == ("bad event", "an event of more than 1048576 bytes")
+    assert not reader._pending and not reader._data
+
+
+def test_a_stream_without_its_last_event():
+    reader = StreamReader(read_openai)
+    reader.feed(b"<html>\n\n</html>", 1.0)
+    reader.close(2.0)
+    assert reader.failure == ("cut stream", "the stream ended without its last event")
+
+
+def test_what_a_server_says_is_one_short_line():
+    reader = StreamReader(read_openai)
+    reader.feed(event({"error": {"message": "out of\nmemory " + "x" * 1000}}), 1.0)
+    assert reader.failure is not None
+    kind, message = reader.failure
+    assert (kind, len(message)) == ("error event", 300) and message.startswith("out of memory x")
+
+
 @pytest.mark.parametrize("name", APIS)
 def test_what_is_sent(name: str):
     target = Target(name, "m", ignore_eos=True)
@@ -222,6 +260,8 @@ def test_prompts_of_a_file(tmp_path):
     assert read_prompts(text) == ["one", " two"]
     lines.write_text('"one"\n{"prompt": "two", "more": 1}\n')
     assert read_prompts(lines) == ["one", "two"]
+    lines.write_text('"a\u2028b"\r\n"c"\r\n', encoding="utf-8", newline="")
+    assert read_prompts(lines) == ["a\u2028b", "c"]
     for bad in ("[1]", "{", '{"prompt": 5}', "{}"):
         lines.write_text(f'"one"\n{bad}\n')
         with pytest.raises(BenchmarkError, match="line 2: each line of a"):

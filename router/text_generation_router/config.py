@@ -35,11 +35,14 @@ class RouterConfig:
     )
     model_id: str | None = _option(None, "Name shown by /info; default: the tokenizer name.")
     served_model_name: tuple[str, ...] = _option(
-        (), "Name of the model on OpenAI's routes; repeatable, the first is told; default: its id."
+        (),
+        "Name of the model on OpenAI's and Anthropic's routes; repeatable, the first is told; "
+        "default: its id.",
     )
     any_model_name: bool = _option(
         True,
-        "Serve it whatever name OpenAI's routes are asked for: true, or false for 404.",
+        "Serve it whatever name OpenAI's and Anthropic's routes are asked for: true, or false for "
+        "404.",
         action="store",
         type=_true_or_false,
     )

@@ -57,25 +57,32 @@ def add_flags(add: Callable[..., Any], at_least: Callable[[int], Callable[[str],
     )
     add("--model", help="default: the first of /v1/models")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
-    text = "closed loop: so many at once, each asks again when its stream ends (default 1)"
+    text = "closed loop: streams at once; when one ends, its client asks again (default 1)"
     add("--clients", type=at_least(1), nargs="+", metavar="N", help=text)
-    text = "open loop: so many arrivals in a second, Poisson, whatever is still under way"
+    text = "open loop: arrivals in a second, Poisson, however many streams are still under way"
     add("--rate", type=positive, nargs="+", metavar="R", help=text)
-    text = f"of each point at most (default {_REQUESTS}; with --seconds {_REQUESTS_WITH_SECONDS})"
+    default = f"(default {_REQUESTS}; with --seconds {_REQUESTS_WITH_SECONDS})"
+    text = f"most requests of each point {default}"
     add("--requests", type=at_least(1), metavar="N", help=text)
-    text = f"after which a point sends no more; streams under way end (default {_SECONDS:g})"
+    text = f"a point sends no more after these; streams under way end (default {_SECONDS:g})"
     add("--seconds", type=positive, metavar="S", help=text)
-    text = f"about so many tokens of random words, no two prompts alike (default {_INPUT_TOKENS})"
+    text = f"about so many tokens in each prompt, of random words (default {_INPUT_TOKENS})"
     add("--input-tokens", type=at_least(1), metavar="N", help=text)
-    text = "instead: the lines of a text file, or `prompt` of a .jsonl; again from the first"
+    text = (
+        "instead of random words: each line of a text file, or `prompt` of each line of a .jsonl; "
+        "behind the last one the first again"
+    )
     add("--prompts", type=Path, metavar="FILE", help=text)
-    text = "asked for in each request (default %(default)s)"
+    text = "tokens that each request asks for (default %(default)s)"
     add("--output-tokens", type=at_least(1), default=128, metavar="N", help=text)
-    text = "ask for no end before these (default); the report tells whether they came"
+    text = "ask for no end before --output-tokens (default); the report tells whether they came"
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=text)
-    text = "of prompts and arrivals; the same prompts again meet a prefix cache (default: drawn)"
+    text = (
+        "seed of prompts and arrivals (default: a new one each time, since a server may still have "
+        "the same prompts in its prefix cache)"
+    )
     add("--seed", type=at_least(0), metavar="N", help=text)
-    text = "of a request, until its stream is over (default %(default)g)"
+    text = "seconds until the stream of a request must be over (default %(default)g)"
     add("--timeout", type=positive, default=300.0, metavar="S", help=text)
 
 

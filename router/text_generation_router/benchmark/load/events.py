@@ -10,8 +10,8 @@ import orjson
 _DONE = b"[DONE]"
 # An event of OpenAI's that brings text has it in one of these.
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
-# A line that is longer is no event.
-_MAX_LINE = 16 << 20
+# More bytes without an end are no event.
+_MAX_EVENT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ def read_openai(event: dict[str, Any]) -> Event:
 
 
 class StreamReader:
-    """Takes the bytes of one stream of server-sent events; never raises.
+    """Takes the bytes of one stream of server-sent events; never raises. Behind what failed it
+    reads nothing.
 
     `times` are the arrivals of events with text, `last_s` that of the last event of the generation.
     """
@@ -74,19 +75,22 @@ class StreamReader:
 
     def feed(self, data: bytes, arrived: float) -> None:
         """An event is over at its empty line."""
+        if self.failure is not None:
+            return
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[5:].strip())
             elif not line.strip():
                 self._end_event(arrived)
-        if len(self._pending) > _MAX_LINE:
-            self._pending = b""
-            self._fail("bad event", f"a line of more than {_MAX_LINE} bytes")
+        if len(self._pending) + sum(len(line) + 1 for line in self._data) > _MAX_EVENT:
+            self._fail("bad event", f"an event of more than {_MAX_EVENT} bytes")
 
     def close(self, arrived: float) -> None:
         """The stream is over; some servers leave out the last empty line."""
         self.feed(b"\n\n", arrived)
+        if not self.is_finished:
+            self._fail("cut stream", "the stream ended without its last event")
 
     def _end_event(self, arrived: float) -> None:
         if not self._data or self.failure is not None:
@@ -113,4 +117,11 @@ class StreamReader:
 
     def _fail(self, kind: str, message: str) -> None:
         if self.failure is None:
-            self.failure = (kind, message)
+            self.failure = (kind, one_line(message))
+            self._pending = b""
+            self._data.clear()
+
+
+def one_line(text: str) -> str:
+    """What a server says, as it stands in a table: it is kept for each request that failed."""
+    return " ".join(text.split())[:300]

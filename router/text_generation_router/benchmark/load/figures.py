@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from text_generation_router.benchmark.report import Spread
+
 METRICS = {
     "ttft_from_due": "Time to first token, from when it was due",
     "ttft": "Time to first token",
@@ -85,6 +87,7 @@ class LoadFigures:
     """Of requests that ended well, as the server tells them; 0 if it does not."""
     tokens_out: int = 0
     """Of requests that ended well."""
+    _spreads: dict[str, Spread | None] = field(default_factory=dict)
 
     def add(self, result: Result) -> None:
         """One more has ended."""
@@ -104,6 +107,17 @@ class LoadFigures:
         """Those that ended well, of the last so many or of all. Times are theirs alone."""
         results = self.results if last is None else self.results[-last:]
         return [result for result in results if result.failure is None]
+
+    def spread(self, metric: str) -> Spread | None:
+        """How the values of one of METRICS are distributed, if there are any. Sorting millions
+        takes seconds: once the point is over, it is done once."""
+        if metric in self._spreads:
+            return self._spreads[metric]
+        values = milliseconds(metric, self.good())
+        spread = Spread.of(values) if values else None
+        if self.ended_s is not None:
+            self._spreads[metric] = spread
+        return spread
 
     @property
     def elapsed_s(self) -> float:

@@ -65,7 +65,8 @@ def read_prompts(path: Path) -> list[str]:
     """Each line of a text file, or `prompt` of each line of a .jsonl. Raises BenchmarkError and
     OSError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON may hold U+2028 as it is.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise BenchmarkError(f"--prompts {path} is no UTF-8 text: {error}") from error
     read: Callable[[str], str] = _prompt_of if path.suffix == ".jsonl" else str

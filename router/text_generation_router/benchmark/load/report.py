@@ -11,7 +11,6 @@ from text_generation_router.benchmark.load.api import Target
 from text_generation_router.benchmark.load.figures import (
     METRICS,
     LoadFigures,
-    Result,
     median_tokens,
     milliseconds,
 )
@@ -35,27 +34,29 @@ def _asked_and_got(asked: int | None, got: float | None) -> str:
     return f"{'–' if asked is None else asked}/{'–' if got is None else f'{got:g}'}"
 
 
-def _percentiles(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    spread = Spread.of(values)
-    return f"{spread.p50:,.1f} {spread.p90:,.1f} {spread.p99:,.1f}"
+def _percentiles(figures: LoadFigures, metric: str, last: int) -> str:
+    """Of the latest streams, or of all when the point is over."""
+    spread = None
+    if figures.ended_s is not None:
+        spread = figures.spread(metric)
+    elif values := milliseconds(metric, figures.good(last)):
+        spread = Spread.of(values)
+    return "–" if spread is None else f"{spread.p50:,.1f} {spread.p90:,.1f} {spread.p99:,.1f}"
 
 
 def _row(figures: LoadFigures) -> list[str]:
     """One point: of its latest streams, or of all when it is over."""
-    is_over = figures.ended_s is not None
-    latest = {name: figures.good(None if is_over else last) for name, last in _LATEST.items()}
+    latest = figures.good(None if figures.ended_s is not None else _LATEST["ttft"])
     ttft = "ttft" if figures.point.rate is None else "ttft_from_due"
     return [
         str(figures.point),
         str(figures.num_good),
         str(figures.num_errors),
-        _percentiles(milliseconds(ttft, latest["ttft"])),
-        _percentiles(milliseconds("itl", latest["itl"])),
-        _percentiles(milliseconds("tpot", latest["tpot"])),
+        _percentiles(figures, ttft, _LATEST["ttft"]),
+        _percentiles(figures, "itl", _LATEST["itl"]),
+        _percentiles(figures, "tpot", _LATEST["tpot"]),
         *(_rates(figures) if figures.num_good else "–––"),
-        _asked_and_got(figures.output_tokens, median_tokens(latest["ttft"])[1]),
+        _asked_and_got(figures.output_tokens, median_tokens(latest)[1]),
     ]
 
 
@@ -100,8 +101,8 @@ def markdown(parameters: dict[str, Any], all_figures: Sequence[LoadFigures]) -> 
         *table((*head, "Tokens in asked/got", "Tokens out asked/got"), map(_through, all_figures)),
     ]
     times = [
-        (METRICS[name], figures.point, *latency_cells(Spread.of(values)))
-        for name, figures, values in _metrics(all_figures)
+        (METRICS[name], figures.point, *latency_cells(spread))
+        for name, figures, spread in _metrics(all_figures)
     ]
     if times:
         names = ("Time", "Load", "Average", "Lowest", "Highest", "p50", "p90", "p99")
@@ -131,14 +132,13 @@ def _through(figures: LoadFigures) -> tuple[object, ...]:
 
 def _metrics(
     all_figures: Sequence[LoadFigures],
-) -> Iterator[tuple[str, LoadFigures, list[float]]]:
+) -> Iterator[tuple[str, LoadFigures, Spread]]:
     """Metric by metric, the points that have values of it, in milliseconds."""
-    good: dict[int, list[Result]] = {id(figures): figures.good() for figures in all_figures}
     for name in METRICS:
         for figures in all_figures:
-            values = milliseconds(name, good[id(figures)])
-            if name in figures.metrics and values:
-                yield name, figures, values
+            spread = figures.spread(name) if name in figures.metrics else None
+            if spread is not None:
+                yield name, figures, spread
 
 
 def as_dict(
@@ -151,8 +151,8 @@ def as_dict(
             kind: {"count": count, "first": message}
             for kind, (count, message) in figures.errors().items()
         }
-    for name, figures, values in _metrics(all_figures):
-        points[id(figures)][f"{name}_ms"] = asdict(Spread.of(values))
+    for name, figures, spread in _metrics(all_figures):
+        points[id(figures)][f"{name}_ms"] = asdict(spread)
     return {"parameters": parameters, "notes": [*notes], "points": [*points.values()]}
 
 
@@ -164,8 +164,8 @@ def as_csv(all_figures: Sequence[LoadFigures]) -> str:
         rows[id(figures)]["errors"] = "; ".join(counts)
     head = [*next(iter(rows.values()))]
     head += [f"{metric}_ms_{name}" for metric in METRICS for name in Spread.__dataclass_fields__]
-    for metric, figures, values in _metrics(all_figures):
-        found = asdict(Spread.of(values)).items()
+    for metric, figures, spread in _metrics(all_figures):
+        found = asdict(spread).items()
         rows[id(figures)] |= {f"{metric}_ms_{name}": value for name, value in found}
     file = io.StringIO()
     writer = csv.DictWriter(file, head, lineterminator="\n")

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.benchmark.load.api import APIS, Target
-from text_generation_router.benchmark.load.events import StreamReader
+from text_generation_router.benchmark.load.events import StreamReader, one_line
 from text_generation_router.benchmark.load.http import Answer, HttpClient, RequestError
 from text_generation_router.benchmark.load.prompts import Length, random_words
 from text_generation_router.benchmark.measure import BenchmarkError
@@ -145,4 +145,4 @@ def message_of(body: bytes) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         pass
-    return " ".join(text.split())[:300] or "nothing"
+    return one_line(text) or "nothing"
