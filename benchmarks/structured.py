@@ -3,6 +3,10 @@
 One server, one run, alternating: each round measures twice, with the other eight clients asking for
 free text and for JSON of a schema that no request had before. Printed is the throughput of the
 eight clients that never ask for a grammar.
+
+The first answers have different lengths, so that requests begin one after another. Without that
+all clients of free text begin and end in the same steps, and their prompts share one prefill, which
+those of JSON, whose grammars are compiled first, can not.
 """
 
 import argparse
@@ -33,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=WORK / "llama-125m")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=3, help="of each measured client")
+    parser.add_argument("--requests", type=int, default=8, help="of each measured client")
     parser.add_argument(
         "--output",
         type=Path,
@@ -86,36 +90,45 @@ async def measure(
     num_tokens = [0, 0]
     is_over = asyncio.Event()
 
-    async def ask(half: int, grammar: dict[str, Any] | None) -> None:
-        parameters: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "details": True}
+    async def ask(
+        half: int, grammar: dict[str, Any] | None, num_tokens_asked: int = NEW_TOKENS
+    ) -> None:
+        parameters: dict[str, Any] = {"max_new_tokens": num_tokens_asked, "details": True}
         if grammar is None:
             parameters["ignore_eos_token"] = True
         else:
             parameters["grammar"] = {"type": "json", "value": grammar}
-        load = Load(handle.url, APIS["tgi"], "", 1, 1, 128, NEW_TOKENS, 0)
+        load = Load(handle.url, APIS["tgi"], "", 1, 1, 128, num_tokens_asked, 0)
         body = {"inputs": waiting.pop(), "parameters": parameters}
         async for _, event in events(load, body):
             if "error" in event:
                 raise RuntimeError(f"the server answered {event}")
             num_tokens[half] += 1
 
-    async def measured() -> None:
+    async def measured(number: int) -> None:
+        await ask(0, None, first_length(2 * number))
         for _ in range(requests):
             await ask(0, None)
 
-    async def other() -> None:
+    async def other(number: int) -> None:
+        await ask(1, None, first_length(2 * number + 1))
         while not is_over.is_set():
             await ask(1, next(schemas) if constrained else None)
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        others = [group.create_task(other()) for _ in range(OTHERS)]
-        await asyncio.gather(*(measured() for _ in range(MEASURED)))
+        others = [group.create_task(other(number)) for number in range(OTHERS)]
+        await asyncio.gather(*map(measured, range(MEASURED)))
         elapsed = time.perf_counter() - started
         counts = list(num_tokens)
         is_over.set()
         await asyncio.gather(*others)
     return {"measured": counts[0] / elapsed, "others": counts[1] / elapsed, "elapsed_s": elapsed}
+
+
+def first_length(number: int) -> int:
+    """Tokens of the first answer of a client."""
+    return NEW_TOKENS * (number + 1) // (MEASURED + OTHERS)
 
 
 def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
