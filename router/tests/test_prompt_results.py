@@ -1,12 +1,13 @@
 """What is kept and told of prompts has bounds, however many there are and however long they are."""
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from text_generation_router.api.openai import vllm_answers
+from text_generation_router.api.openai import chat, completions, vllm_answers
 from text_generation_router.api.openai.errors import RequestError
 from text_generation_router.api.openai.vllm_answers import PromptEntries
 from text_generation_router.infer import Ending, GenerateResult, Infer
@@ -71,6 +72,21 @@ def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.Monkey
     none.add(10**9)
 
 
+class MadeBy:
+    """Notes which thread makes the answer of a route."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+        self.by: threading.Thread | None = None
+        module = completions if path == PATH else chat
+        tell = vllm_answers.prompt_logprobs
+
+        def noted(*given: Any) -> Any:
+            self.by = threading.current_thread()
+            return tell(*given)
+
+        monkeypatch.setattr(module, "prompt_logprobs", noted)
+
+
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with serve(tmp_path, "héllo ") as server:
@@ -111,6 +127,28 @@ async def test_a_chat_has_the_same_bound(tmp_path: Path, monkeypatch: pytest.Mon
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == "prompt_logprobs"
         assert (await server.client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_a_thread_makes_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async with serve_chat(tmp_path, "Hi") as server:
+        body: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": 2, "logprobs": 1, "n": 2}
+        if path == PATH:
+            body |= {"prompt": "x", "echo": True}
+        else:
+            body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        answers, threads = [], []
+        for few in (4096, 0):
+            monkeypatch.setattr(vllm_answers, "_FEW_ENTRIES", few)
+            made = MadeBy(monkeypatch, path)
+            response = await server.client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            answers.append(response.json() | {"id": "", "created": 0})
+            threads.append(made.by)
+        assert answers[0] == answers[1]
+        assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
 
 
 async def test_cut_ids_are_echoed(server: Server) -> None:

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -56,7 +57,7 @@ async def chat_completions(
 
 
 async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
-    """The whole answer."""
+    """The whole answer. Raises RouterError."""
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
     async with services.chat.start(conversation) as generations:
         entries.add(generations[0].prompt_tokens)
@@ -64,6 +65,19 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
         async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
                 steps[index] += new
+    if entries.are_many:
+        return await asyncio.to_thread(_whole, body, conversation, generations, steps, services)
+    return _whole(body, conversation, generations, steps, services)
+
+
+def _whole(
+    body: ChatRequest,
+    conversation: Conversation,
+    generations: Sequence[ChatGeneration],
+    steps: Sequence[Sequence[ChatStep]],
+    services: Services,
+) -> Response:
+    """The answer of generations that have ended."""
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
     cached_tokens = generations[0].cached_tokens

@@ -88,6 +88,8 @@ async def completions(
     results = await unless_disconnected(request, at_once(work))
     if results is None:
         return Response(status_code=499)
+    if entries.are_many:
+        return await asyncio.to_thread(_answer, body, prompts, results, services)
     return _answer(body, prompts, results, services)
 
 

@@ -11,8 +11,9 @@ from text_generation_router.validation import GenerateParameters
 Json = dict[str, Any]
 # What stands for a token that has next to no probability.
 _LOWEST = -9999.0
-# An entry takes about 0.5 kB while its answer is made.
-MOST_PROMPT_ENTRIES = 2**20
+# An entry takes about 0.5 kB while its answer is made, and a few microseconds.
+MOST_PROMPT_ENTRIES = 2**19
+_FEW_ENTRIES = 4096
 
 
 class PromptEntries:
@@ -24,6 +25,11 @@ class PromptEntries:
         self._per_token = num_choices * tokens_each if asked.decoder_input_details else 0
         self._field = field
         self._num = 0
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the answer should be made by a thread, so that streams go on meanwhile."""
+        return self._num > _FEW_ENTRIES
 
     def add(self, prompt_tokens: int) -> None:
         """One more prompt. Raises RequestError where the answer would have too many."""
