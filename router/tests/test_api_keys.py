@@ -278,6 +278,15 @@ async def test_more_sequences_than_a_key_may_have(tmp_path: Path) -> None:
             response = await server.client.post("/v1/completions", json=body, headers=bearer("a"))
             assert response.status_code == 400
             assert "at most 2 (--max-concurrent-requests-per-key)" in response.text
+        tensor = {"name": "a", "shape": [3], "datatype": "BYTES", "data": ["a", "b", "c"]}
+        many: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("/v2/models/m/infer", {"inputs": [tensor]}),
+            ("/vertex", {"instances": [{"inputs": "x"}] * 3}),
+        )
+        for path, body in many:
+            response = await server.client.post(path, json=body, headers=bearer("a"))
+            assert response.status_code in (400, 422)
+            assert "asks for 3 sequences; an API key may have at most 2" in response.text
         body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True, **SHORT}}
         response = await server.client.post("/generate", json=body, headers=bearer("a"))
         assert response.status_code == 200

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from pydantic import ValidationError as BodyError
 from text_generation_router.api.schemas import GrammarBody, ResponseFormatBody
 from text_generation_router.errors import GrammarError, ValidationError
-from text_generation_router.grammar import GrammarCompiler, write
+from text_generation_router.grammar import GrammarCompiler, checked_schema, write
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import GrammarResult
 
@@ -165,6 +165,11 @@ def test_what_is_refused_without_asking_the_shards(source: str, sentence: str) -
     with pytest.raises(ValidationError) as caught:
         write(Grammar("json_schema", source))
     assert sentence in str(caught.value)
+
+
+def test_a_schema_is_measured_before_it_is_read() -> None:
+    with pytest.raises(GrammarError, match=r"at most 65536 bytes. Given: 65537"):
+        checked_schema("x" * 65_537)
 
 
 def test_every_spelling_of_a_response_format() -> None:

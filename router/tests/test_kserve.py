@@ -89,3 +89,13 @@ async def test_refusals(
 async def test_one_failure_fails_all(server: Server) -> None:
     response = await server.client.post(INFER, json=inference(b"n", b""))
     assert response.status_code == 422 and "`inputs` cannot be empty" in response.text
+
+
+async def test_what_tgi_does_not_have_is_not_passed_over(server: Server) -> None:
+    response = await server.client.post(INFER, json=inference(b"n", priority=3))
+    assert response.headers["warning"] == '299 - "changes nothing here: parameters.priority"'
+    assert response.json()["outputs"][0]["shape"] == [1, 3]
+    # TGI has no binary outputs: such a request is the protocol's.
+    response = await server.client.post(INFER, json=inference(b"n", binary_data_output=True))
+    assert response.status_code == 200 and response.content.endswith("hé".encode())
+    assert "inference-header-content-length" in response.headers

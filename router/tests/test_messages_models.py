@@ -33,6 +33,10 @@ async def test_list(server: Server) -> None:
         "max_input_tokens": 4095,
         "max_tokens": 4095,
     }
+    # Anthropic's package keeps it beside each answer.
+    for given in (ANTHROPICS, {}):
+        headers = (await server.client.get("/v1/models", headers=given)).headers
+        assert headers.get("request-id") == (headers["x-request-id"] if given else None)
     listed = (await server.client.get("/v1/models")).json()
     assert listed["object"] == "list"
     assert {model["created"] for model in listed["data"]} == {server.services.loaded_at}

@@ -70,6 +70,8 @@ async def test_health_on_a_taken_path(server: Server) -> None:
         ([{"inputs": "n", "parameters": {"top_k": 0}}], "`top_k` must be strictly positive"),
         ([CHAT | {"stream": True}], "a prediction is one text"),
         ([CHAT | {"n": 2}], "a prediction is one text"),
+        ([CHAT | {"prompt_logprobs": 0}], "`prompt_logprobs` and `return_token_ids` out"),
+        ([CHAT | {"return_token_ids": True}], "`prompt_logprobs` and `return_token_ids` out"),
         ([instance(), {"inputs": ""}], "`inputs` cannot be empty"),
     ],
 )

@@ -40,15 +40,20 @@ class Allowance:
         most = self._limits.max_concurrent_requests
         return None if most is None else max(1, most - self.num_under_way)
 
-    def enter(self, num: int, now: float) -> None:
-        """Takes places for `num` sequences. Raises KeyLimitError, and ValidationError if there can
-        never be so many."""
+    def check_could_fit(self, num: int) -> None:
+        """Raises ValidationError for more sequences than it may ever have under way."""
         most = self._limits.max_concurrent_requests
         if most is not None and num > most:
             raise ValidationError(
                 f"one request asks for {num} sequences; an API key may have at most {most} under "
                 "way (--max-concurrent-requests-per-key)"
             )
+
+    def enter(self, num: int, now: float) -> None:
+        """Takes places for `num` sequences. Raises KeyLimitError, and ValidationError if there can
+        never be so many."""
+        self.check_could_fit(num)
+        most = self._limits.max_concurrent_requests
         if most is not None and self.num_under_way + num > most:
             raise KeyLimitError(
                 f"This API key has {self.num_under_way} of at most {most} sequences under way "

@@ -104,12 +104,7 @@ def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
 
 def write(grammar: Grammar) -> str:
     """The grammar in llguidance's form. Raises GrammarError for what needs no compiler."""
-    size = len(grammar.source.encode())
-    if size > MAX_SOURCE_BYTES:
-        raise GrammarError(
-            f"grammar is too large: its source must have at most {MAX_SOURCE_BYTES} bytes. "
-            f"Given: {size}"
-        )
+    _check_size(grammar.source)
     if grammar.kind == "json_schema":
         return _wrap({"json_schema": checked_schema(grammar.source)})
     if grammar.kind == "regex":
@@ -117,6 +112,15 @@ def write(grammar: Grammar) -> str:
     if grammar.kind == "gbnf":
         return _wrap({"lark_grammar": lark_of_gbnf(grammar.source)})
     return _wrap({"lark_grammar": grammar.source})
+
+
+def _check_size(source: str) -> None:
+    size = len(source.encode())
+    if size > MAX_SOURCE_BYTES:
+        raise GrammarError(
+            f"grammar is too large: its source must have at most {MAX_SOURCE_BYTES} bytes. "
+            f"Given: {size}"
+        )
 
 
 def _wrap(grammar: Mapping[str, Any]) -> str:
@@ -142,6 +146,7 @@ def _escaped(regex: str) -> str:
 def checked_schema(source: str) -> dict[str, Any]:
     """The schema with our options, closed where it says nothing about other properties. Raises
     GrammarError."""
+    _check_size(source)
     try:
         schema = orjson.loads(source)
     except orjson.JSONDecodeError as error:

@@ -233,7 +233,10 @@ class Infer:
         return self._permits.num_free
 
     def check_could_fit(self, num: int) -> None:
-        """Raises OverloadedError for more generations in one request than could ever be let in."""
+        """Raises OverloadedError for more generations in one request than could ever be let in,
+        and ValidationError for more than the caller may ever have under way."""
+        if self._caller.allowance is not None:
+            self._caller.allowance.check_could_fit(num)
         self._permits.check_could_fit(num)
 
     @asynccontextmanager
@@ -302,10 +305,16 @@ class Infer:
         return result
 
     async def generate_many(
-        self, asked: GenerateParameters | Asking, num_sequences: int
+        self,
+        asked: GenerateParameters | Asking,
+        num_sequences: int,
+        check_prompt: Callable[[int], None] | None = None,
     ) -> list[GenerateResult]:
-        """Whole generations over one prompt; one failure fails all."""
+        """Whole generations over one prompt; one failure fails all. `check_prompt` is called with
+        the number of the prompt's tokens, and may raise RouterError."""
         async with self.start_many(asked, num_sequences) as generations:
+            if check_prompt is not None:
+                check_prompt(generations[0].prompt_tokens)
             tasks = [asyncio.create_task(generation.collect()) for generation in generations]
             try:
                 results = list(await asyncio.gather(*tasks))

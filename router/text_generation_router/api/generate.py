@@ -321,10 +321,11 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result
 
 
 async def at_once(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results in order; one failure ends the others."""
+    """The results in order; one failure fails, and ends, all."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

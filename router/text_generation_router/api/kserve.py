@@ -1,10 +1,10 @@
 """KServe's Open Inference Protocol (v2): tensors of texts go in, and come out.
 
-TGI speaks a form of its own of it, in which the tensors of a request and of its answer are lists of
+TGI has its own form of it, in which the tensors of a request and of its answer are lists of
 UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is the protocol's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import orjson
@@ -208,7 +208,7 @@ async def kserve_infer(
         {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
         for output, text in zip(outputs, map(str.encode, texts), strict=True)
     ]
-    return _json({"id": body.id, "outputs": made})
+    return _json({"id": body.id, "outputs": made}, warning(body))
 
 
 @body_router.post(
@@ -226,10 +226,13 @@ async def kserve_any_version_infer(
 
 
 def _is_tgis(body: InferenceRequest, request: Request) -> bool:
-    """Whether TGI takes it: JSON that has `id` and `outputs`, and bytes as data."""
+    """Whether TGI takes it: JSON that has `id` and `outputs`, bytes as data, and asks for no binary
+    output."""
     assert isinstance(request, TensorRequest)
-    is_whole = body.id is not None and body.outputs is not None and request.is_json
-    return is_whole and all(tensor.has_bytes for tensor in body.inputs)
+    if body.id is None or body.outputs is None or not request.is_json:
+        return False
+    is_binary = any(_is_binary(body, place) for place in range(len(body.outputs)))
+    return not is_binary and all(tensor.has_bytes for tensor in body.inputs)
 
 
 async def _infer(
@@ -326,7 +329,7 @@ def _texts(tensors: Sequence[InputTensor]) -> list[str]:
 async def _generate_all(
     body: InferenceRequest, prompts: Sequence[str], request: Request, services: Services
 ) -> list[str] | None:
-    """A text for each prompt; None if nobody waits for them any more. Raises RouterError."""
+    """A text for each prompt; None if the client has left. Raises RouterError."""
     if body.parameters.details or body.parameters.decoder_input_details:
         raise ValidationError("`details` has no place in this answer; use /generate for it")
     services.infer.check_could_fit(len(prompts))
@@ -345,5 +348,5 @@ async def _generate(request: GenerateRequest, services: Services) -> str:
     return text
 
 
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")
+def _json(content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json", headers=headers)

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-import orjson
-
 from text_generation_router.api.messages_schemas import (
     ContentBlock,
     CountTokensRequest,
@@ -20,9 +18,9 @@ from text_generation_router.api.messages_schemas import (
     ToolUseBlock,
 )
 from text_generation_router.api.sampling import sampling
+from text_generation_router.api.schemas import schema_grammar
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
 Message = dict[str, Any]
@@ -55,7 +53,7 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
 def _parameters(body: MessagesRequest) -> GenerateParameters:
     grammar = None
     if body.output_config is not None and body.output_config.format is not None:
-        grammar = Grammar("json_schema", orjson.dumps(body.output_config.format.schema_).decode())
+        grammar = schema_grammar(body.output_config.format.schema_)
     return GenerateParameters(
         inputs="",
         **sampling(body.temperature, body.top_p, body.top_k),

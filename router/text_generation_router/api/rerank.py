@@ -23,8 +23,7 @@ from text_generation_router.api.rerank_schemas import (
 )
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.errors import GenerationError
-from text_generation_router.infer import GenerateResult
-from text_generation_router.prompts import read_prompts
+from text_generation_router.prompts import PromptResult, read_prompts
 from text_generation_router.reranker import NotARerankerError, Reranker, score
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
@@ -177,7 +176,7 @@ async def _asked(
     )
 
 
-def _score(result: GenerateResult, is_raw: bool) -> float:
+def _score(result: PromptResult, is_raw: bool) -> float:
     if not result.prefill.scores:
         raise GenerationError("the shards have given no scores")
     return score(result.prefill.scores, is_raw)

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from text_generation_router.api.openai.messages import CalledFunction
 from text_generation_router.api.openai.schemas import MOST_TOP_LOGPROBS
 from text_generation_router.api.responses_schemas import (
@@ -22,6 +20,7 @@ from text_generation_router.api.responses_schemas import (
     TextPart,
 )
 from text_generation_router.api.sampling import sampling
+from text_generation_router.api.schemas import ANY_OBJECT, schema_grammar
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
 from text_generation_router.request import Grammar
@@ -157,7 +156,7 @@ def _text(content: str | list[Part]) -> str:
 
 def _grammar(asked: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
     if isinstance(asked, JsonSchemaFormat):
-        return Grammar("json_schema", orjson.dumps(asked.schema_).decode())
+        return schema_grammar(asked.schema_)
     if asked is not None and asked.type == "json_object":
-        return Grammar("json_schema", '{"type":"object"}')
+        return schema_grammar(ANY_OBJECT)
     return None

@@ -59,7 +59,7 @@ class Body(BaseModel):
 
 
 JsonSchema = dict[str, Any]
-_ANY_OBJECT: JsonSchema = {"type": "object"}
+ANY_OBJECT: JsonSchema = {"type": "object"}
 
 
 class JsonGrammarBody(Body):
@@ -72,7 +72,7 @@ class JsonGrammarBody(Body):
 
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
-        return _schema_grammar(self.value)
+        return schema_grammar(self.value)
 
 
 class NamedSchemaBody(Body):
@@ -105,7 +105,7 @@ class SchemaGrammarBody(Body):
         """The same without pydantic."""
         given = self.value or self.json_schema
         assert given is not None
-        return _schema_grammar(given.schema_)
+        return schema_grammar(given.schema_)
 
 
 class WrittenGrammarBody(Body):
@@ -146,7 +146,7 @@ class JsonFormatBody(Body):
     def to_grammar(self) -> Grammar:
         """The same without pydantic."""
         given = self.schema_ if self.value is None else self.value
-        return _schema_grammar(_ANY_OBJECT if given is None else given)
+        return schema_grammar(ANY_OBJECT if given is None else given)
 
 
 GrammarBody = Annotated[
@@ -159,7 +159,8 @@ ResponseFormatBody = Annotated[
 ]
 
 
-def _schema_grammar(schema: JsonSchema | str) -> Grammar:
+def schema_grammar(schema: JsonSchema | str) -> Grammar:
+    """The grammar of a schema, or of a text that holds one."""
     source = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
     return Grammar("json_schema", source)
 

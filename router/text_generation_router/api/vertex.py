@@ -98,10 +98,11 @@ async def _prediction(instance: Instance, services: Services) -> Any:
 
 async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
     """The text as the model wrote it, with its tool calls in their markers."""
-    if instance.is_stream or instance.logprobs or instance.num_sequences != 1:
+    details = instance.logprobs, instance.return_token_ids, instance.prompt_logprobs is not None
+    if instance.is_stream or any(details) or instance.num_sequences != 1:
         raise ValidationError(
-            "a prediction is one text; leave `stream`, `logprobs` and `n` out, or use "
-            "/v1/chat/completions"
+            "a prediction is one text; leave `stream`, `n`, `logprobs`, `prompt_logprobs` and "
+            "`return_token_ids` out, or use /v1/chat/completions"
         )
     async with services.chat.start(instance.to_conversation()) as (generation,):
         message = await generation.collect()

@@ -1,6 +1,6 @@
 """How to generate, in the words that vLLM's and OpenAI's users know."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -98,9 +98,9 @@ class SamplingParams:
             for field in fields(self)
             if field.name in _Body.model_fields
         }
-        given["stop"] = self.stop if isinstance(self.stop, str) else list(self.stop)
-        given["stop_token_ids"] = list(self.stop_token_ids)
-        if self.logit_bias is not None:
+        given["stop"] = _listed(self.stop)
+        given["stop_token_ids"] = _listed(self.stop_token_ids)
+        if isinstance(self.logit_bias, Mapping):
             given["logit_bias"] = {str(key): bias for key, bias in self.logit_bias.items()}
         try:
             return _Body.model_validate(given)
@@ -120,6 +120,12 @@ class SamplingParams:
         if len(asked) > 1:
             raise ValueError("`json_schema`, `regex` and `lark` exclude each other: give one")
         return asked[0] if asked else None
+
+
+def _listed(given: Any) -> Any:
+    """A sequence as a list; what is none, and a text, as it is."""
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    return list(given) if is_list else given
 
 
 def complaint(error: ValidationError, within: str = "") -> str:

@@ -76,7 +76,7 @@ class Answer:
         is_end = finish_reason is FinishReason.EOS_TOKEN
         if is_end and stopping.keeps_stop_sequence and self._num_tokens == stopping.max_new_tokens:
             is_end, finish_reason = False, FinishReason.LENGTH
-        # Whose text nobody is shown.
+        # The text of a token that ends the answer is not shown.
         is_out = (is_end or finish_reason is FinishReason.STOP_TOKEN) and not stopping.includes_stop
         special = is_end or self._tokenizer.is_special(token_id)
         if special or is_out:

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -19,7 +20,7 @@ from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.errors import ERRORS
 from text_generation_router.api.openai.hints import warning
 from text_generation_router.api.openai.models import check_model
-from text_generation_router.api.openai.vllm_answers import prompt_logprobs
+from text_generation_router.api.openai.vllm_answers import PromptEntries, prompt_logprobs
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.chat.conversation import Conversation
@@ -56,12 +57,27 @@ async def chat_completions(
 
 
 async def _answer(body: ChatRequest, conversation: Conversation, services: Services) -> Response:
-    """The whole answer."""
+    """The whole answer. Raises RouterError."""
+    entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
     async with services.chat.start(conversation) as generations:
+        entries.add(generations[0].prompt_tokens)
         steps: list[list[ChatStep]] = [[] for _ in generations]
         async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
                 steps[index] += new
+    if entries.are_many:
+        return await asyncio.to_thread(_whole, body, conversation, generations, steps, services)
+    return _whole(body, conversation, generations, steps, services)
+
+
+def _whole(
+    body: ChatRequest,
+    conversation: Conversation,
+    generations: Sequence[ChatGeneration],
+    steps: Sequence[Sequence[ChatStep]],
+    services: Services,
+) -> Response:
+    """The answer of generations that have ended."""
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
     cached_tokens = generations[0].cached_tokens
@@ -80,8 +96,7 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     if body.return_token_ids:
         answer["prompt_token_ids"] = generations[0].prompt_ids
     if body.prompt_logprobs is not None and (prompt := generations[0].prefill) is not None:
-        told = prompt_logprobs(prompt, body.prompt_logprobs, services.tokenizer)
-        answer["prompt_logprobs"] = told
+        answer["prompt_logprobs"] = prompt_logprobs(prompt, body.prompt_logprobs)
     return Response(
         orjson.dumps(answer),
         media_type="application/json",

@@ -1,10 +1,9 @@
 """POST /v1/completions: texts that go on after prompts."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -12,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.generate import (
     ServicesDependency,
+    at_once,
     open_stream,
     unless_disconnected,
 )
@@ -31,7 +31,11 @@ from text_generation_router.api.openai.logprobs import (
 )
 from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import CompletionRequest
-from text_generation_router.api.openai.vllm_answers import prompt_logprobs, stop_reason
+from text_generation_router.api.openai.vllm_answers import (
+    PromptEntries,
+    prompt_logprobs,
+    stop_reason,
+)
 from text_generation_router.api.sse import event
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.infer import GenerateResult, Generation
@@ -75,10 +79,17 @@ async def completions(
         }
         chunks = stream.with_error_event(_stream(body, prompts, services), request.url.path)
         return await open_stream(request, chunks, headers)
-    work = (services.infer.generate_many(prompt.asked, body.num_candidates) for prompt in prompts)
-    results = await unless_disconnected(request, _all(list(work)))
+    field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
+    work = (
+        services.infer.generate_many(prompt.asked, body.num_candidates, entries.add)
+        for prompt in prompts
+    )
+    results = await unless_disconnected(request, at_once(work))
     if results is None:
         return Response(status_code=499)
+    if entries.are_many:
+        return await asyncio.to_thread(_answer, body, prompts, results, services)
     return _answer(body, prompts, results, services)
 
 
@@ -95,8 +106,9 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
         elif isinstance(prompt, str):
             prompts.append(Prompt(prompt, replace(asked, inputs=prompt)))
         else:
-            # What is too long is refused later, before anybody asks for its text.
-            shown = prompt if len(prompt) <= services.limits.max_input_tokens else ()
+            # What is too long, and not to be cut, is refused later.
+            is_read = len(prompt) <= services.limits.max_input_tokens or asked.truncate is not None
+            shown = prompt if is_read else ()
             if len(shown) <= _FEW_IDS:
                 text = _text(shown, services.tokenizer)
             else:
@@ -127,19 +139,6 @@ def _text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Ids that the model does not have are refused later."""
     known = (i for i in ids if i < tokenizer.vocab_size)
     return b"".join(map(tokenizer.token_bytes, known)).decode(errors="replace")
-
-
-async def _all(
-    work: Sequence[Coroutine[Any, Any, list[GenerateResult]]],
-) -> list[list[GenerateResult]]:
-    """All results; one failure fails, and ends, all."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _answer(
@@ -212,8 +211,7 @@ def _choice(
         shown = () if body.max_tokens == 0 else result.tokens
         choice["token_ids"] = [token.id for token in shown]
     if body.prompt_logprobs is not None:
-        told = prompt_logprobs(result.prefill, body.prompt_logprobs, services.tokenizer)
-        choice["prompt_logprobs"] = told
+        choice["prompt_logprobs"] = prompt_logprobs(result.prefill, body.prompt_logprobs)
     return choice
 
 

@@ -22,9 +22,8 @@ from text_generation_router.api.pieces import PieceResponse
 from text_generation_router.api.schemas import Body, CacheSalt
 from text_generation_router.api.timing import timing_headers
 from text_generation_router.errors import GenerationError
-from text_generation_router.infer import GenerateResult
 from text_generation_router.pooling import little_endian, vector_of
-from text_generation_router.prompts import MOST_PROMPTS, read_prompts
+from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
@@ -157,14 +156,13 @@ async def embeddings(
 def _asked(
     given: str | list[int], body: EmbeddingRequest, services: Services
 ) -> GenerateParameters:
-    cut = body.truncate_prompt_tokens
     is_text = isinstance(given, str)
     return GenerateParameters(
         inputs=cast(str, given) if is_text else "",
         input_ids=None if is_text else cast("list[int]", given),
         add_special_tokens=body.add_special_tokens is not False,
         max_new_tokens=1,
-        truncate=services.limits.max_input_tokens if cut == -1 else cut,
+        truncate=body.truncate_prompt_tokens,
         pooling=services.pooling,
         cache_salt=body.cache_salt,
     )
@@ -172,7 +170,7 @@ def _asked(
 
 def _answer(
     asked: Sequence[GenerateParameters],
-    results: Sequence[GenerateResult],
+    results: Sequence[PromptResult],
     form: _Form,
     services: Services,
 ) -> Response:

@@ -12,7 +12,8 @@ from text_generation_router.api.schemas import Body
 from text_generation_router.chat.format import ToolSpec
 
 _CHOICES = ("auto", "none", "required")
-# What chat templates call the roles that they do not know. Others are the template's affair.
+# What chat templates call the roles that they do not know. All others reach the template as they
+# are.
 _ROLES = {"developer": "system", "function": "tool"}
 # Calls of the old form have none; templates of Mistral's models want nine letters and digits.
 _OLD_CALL_ID = "function0"

@@ -78,7 +78,7 @@ def usage(
 
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
-    """Raises RequestError for more sequences than can ever be in the house at once."""
+    """Raises RequestError for more sequences than could ever be let in together."""
     config = services.config
     limit, name = config.max_concurrent_requests, "--max-concurrent-requests"
     of_a_key = config.max_concurrent_requests_per_key

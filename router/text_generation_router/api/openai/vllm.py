@@ -9,20 +9,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import orjson
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.bounded import Items
 from text_generation_router.api.openai.hints import IGNORED, Hint
 from text_generation_router.api.openai.refused import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import Body, JsonSchema, Uint32, to_float32
+from text_generation_router.api.schemas import (
+    ANY_OBJECT,
+    Body,
+    JsonSchema,
+    Uint32,
+    schema_grammar,
+    to_float32,
+)
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
 # What vLLM takes by default; OpenAI's own limit for the tokens of an answer is the same.
 MOST_PROMPT_LOGPROBS = 20
 _MAX_REQUEST_ID = 128
-_ANY_OBJECT: JsonSchema = {"type": "object"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
@@ -35,11 +40,6 @@ def _not_blank(choices: list[str]) -> list[str]:
 
 
 Choices = Annotated[Items[str], AfterValidator(_not_blank)]
-
-
-def _schema_grammar(schema: JsonSchema | str) -> Grammar:
-    source = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
-    return Grammar("json_schema", source)
 
 
 def _choice_grammar(choices: Sequence[str]) -> Grammar:
@@ -60,7 +60,7 @@ def _guide(
 ) -> Grammar | None:
     """The grammar of the one that is given."""
     if schema is not None:
-        return _schema_grammar(schema)
+        return schema_grammar(schema)
     if regex is not None:
         return Grammar("regex", regex)
     if choices is not None:
@@ -108,7 +108,7 @@ class StructuredOutputsBody(Body):
     def to_grammar(self) -> Grammar | None:
         """The same without pydantic; None: nothing is asked for."""
         given = self.json_, self.regex, self.choice, self.grammar
-        any_object = _schema_grammar(_ANY_OBJECT) if self.json_object else None
+        any_object = schema_grammar(ANY_OBJECT) if self.json_object else None
         return _guide(*given) or any_object
 
 

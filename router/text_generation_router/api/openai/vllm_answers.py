@@ -4,12 +4,43 @@ from collections.abc import Sequence
 from typing import Any
 
 from text_generation_router.api.numbers import float32
+from text_generation_router.api.openai.errors import RequestError
 from text_generation_router.request import GeneratedText, PrefillOutput, Token
-from text_generation_router.tokenizer import Tokenizer
+from text_generation_router.validation import GenerateParameters
 
 Json = dict[str, Any]
 # What stands for a token that has next to no probability.
 _LOWEST = -9999.0
+# An entry takes about 0.5 kB while its answer is made, and a few microseconds.
+MOST_PROMPT_ENTRIES = 2**19
+_FEW_ENTRIES = 4096
+
+
+class PromptEntries:
+    """Counts the log-probabilities of prompts that one answer has, each choice with its own."""
+
+    def __init__(self, asked: GenerateParameters, num_choices: int, field: str) -> None:
+        """`num_choices`: of each prompt; `field`: which asks for them."""
+        tokens_each = 1 + (asked.top_n_tokens or 0)
+        self._per_token = num_choices * tokens_each if asked.decoder_input_details else 0
+        self._field = field
+        self._num = 0
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the answer should be made by a thread, so that streams go on meanwhile."""
+        return self._num > _FEW_ENTRIES
+
+    def add(self, prompt_tokens: int) -> None:
+        """One more prompt. Raises RequestError where the answer would have too many."""
+        self._num += prompt_tokens * self._per_token
+        if self._num > MOST_PROMPT_ENTRIES:
+            raise RequestError(
+                f"`{self._field}` asks for at least {self._num} log-probabilities of prompts; one "
+                f"answer can have {MOST_PROMPT_ENTRIES}: send fewer prompts, or ask for fewer of "
+                "the best tokens or of the answers",
+                self._field,
+            )
 
 
 def stop_reason(generated: GeneratedText) -> str | int | None:
@@ -19,7 +50,7 @@ def stop_reason(generated: GeneratedText) -> str | int | None:
     return generated.stop_token_id
 
 
-def prompt_logprobs(prompt: PrefillOutput, num_top: int, tokenizer: Tokenizer) -> list[Json | None]:
+def prompt_logprobs(prompt: PrefillOutput, num_top: int) -> list[Json | None]:
     """By token of the prompt: its own log-probability and those of the best, by their ids; null for
     the first, which nothing precedes."""
     places: list[Json | None] = []
@@ -31,11 +62,11 @@ def prompt_logprobs(prompt: PrefillOutput, num_top: int, tokenizer: Tokenizer) -
         rank = prompt.ranks[place] if place < len(prompt.ranks) else None
         # The token itself comes first, also where it is one of the best.
         ranked = [(token, rank), *((other, at) for at, other in enumerate(best, start=1))]
-        places.append(_by_id(ranked, tokenizer))
+        places.append(_by_id(ranked))
     return places
 
 
-def _by_id(ranked: Sequence[tuple[Token, int | None]], tokenizer: Tokenizer) -> Json:
+def _by_id(ranked: Sequence[tuple[Token, int | None]]) -> Json:
     found: Json = {}
     for one, rank in ranked:
         number = float32(one.logprob)
@@ -44,7 +75,7 @@ def _by_id(ranked: Sequence[tuple[Token, int | None]], tokenizer: Tokenizer) -> 
             {
                 "logprob": _LOWEST if number is None else number,
                 "rank": rank,
-                "decoded_token": tokenizer.decode_each([one.id])[0],
+                "decoded_token": one.text,
             },
         )
     return found

@@ -1,0 +1,163 @@
+"""What is kept and told of prompts has bounds, however many there are and however long they are."""
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from text_generation_router.api.openai import chat, completions, vllm_answers
+from text_generation_router.api.openai.errors import RequestError
+from text_generation_router.api.openai.vllm_answers import PromptEntries
+from text_generation_router.infer import Ending, GenerateResult, Infer
+from text_generation_router.prompts import read_prompts
+from text_generation_router.request import PrefillOutput
+from text_generation_router.validation import GenerateParameters
+
+from router.tests.chats import serve_chat
+from router.tests.serving import Server, serve
+
+PATH = "/v1/completions"
+
+
+class Ids(tuple[int, ...]):
+    """Counts how many of its kind are held."""
+
+    num_held = 0
+
+    def __init__(self, _: object) -> None:
+        Ids.num_held += 1
+
+    def __del__(self) -> None:
+        Ids.num_held -= 1
+
+
+class PlayedInfer:
+    """Answers each prompt at once, and remembers of how many the ids were held."""
+
+    most_held = 0
+
+    def num_at_once(self, wanted: int) -> int:
+        return 1
+
+    @contextmanager
+    def let_in(self, num: int) -> Iterator["PlayedInfer"]:
+        yield self
+
+    async def generate(self, asked: object) -> GenerateResult:
+        ids = Ids(range(100))
+        self.most_held = max(self.most_held, Ids.num_held)
+        return GenerateResult(ids, 0, PrefillOutput(()), (), (), cast(Ending, None))
+
+
+async def test_ids_of_prompts_are_not_kept() -> None:
+    infer = PlayedInfer()
+    asked = [GenerateParameters(inputs="x")] * 50
+    results = await read_prompts(cast(Infer, infer), asked)
+    assert [result.prompt_tokens for result in results] == [100] * 50
+    # That of the one before may still be there.
+    assert infer.most_held <= 2
+
+
+def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 120)
+    asked = GenerateParameters(inputs="", decoder_input_details=True, top_n_tokens=2)
+    entries = PromptEntries(asked, 2, "logprobs")
+    entries.add(10)
+    entries.add(10)
+    with pytest.raises(RequestError, match=r"at least 126 log-prob.*can have 120: send fewer"):
+        entries.add(1)
+    none = PromptEntries(GenerateParameters(inputs="", top_n_tokens=2), 128, "logprobs")
+    none.add(10**9)
+
+
+class MadeBy:
+    """Notes which thread makes the answer of a route."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+        self.by: threading.Thread | None = None
+        module = completions if path == PATH else chat
+        tell = vllm_answers.prompt_logprobs
+
+        def noted(*given: Any) -> Any:
+            self.by = threading.current_thread()
+            return tell(*given)
+
+        monkeypatch.setattr(module, "prompt_logprobs", noted)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    async with serve(tmp_path, "héllo ") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"prompt_logprobs": 9, "n": 5}, "prompt_logprobs"),
+        ({"prompt_logprobs": 9, "prompt": ["x" * 19] * 5}, "prompt_logprobs"),
+        ({"logprobs": 4, "echo": True, "n": 10}, "logprobs"),
+    ],
+)
+async def test_more_entries_than_one_answer_can_have(
+    server: Server, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], param: str
+) -> None:
+    # The prompt has 20 tokens.
+    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 999)
+    body = {"prompt": "x" * 19, "max_tokens": 4000} | given
+    response = await server.client.post(PATH, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param and "at least 1000 log-probabilities" in error["message"]
+    await server.settle()
+    assert server.services.infer.free_permits == server.services.config.max_concurrent_requests
+    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 1000)
+    response = await server.client.post(PATH, json=body | {"max_tokens": 2})
+    assert response.status_code == 200, response.text
+
+
+async def test_a_chat_has_the_same_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 20)
+    async with serve_chat(tmp_path, "Hi") as server:
+        body = {"messages": [{"role": "user", "content": "x" * 19}], "max_tokens": 2}
+        path = "/v1/chat/completions"
+        response = await server.client.post(path, json=body | {"prompt_logprobs": 1})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == "prompt_logprobs"
+        assert (await server.client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_a_thread_makes_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async with serve_chat(tmp_path, "Hi") as server:
+        body: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": 2, "logprobs": 1, "n": 2}
+        if path == PATH:
+            body |= {"prompt": "x", "echo": True}
+        else:
+            body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        answers, threads = [], []
+        for few in (4096, 0):
+            monkeypatch.setattr(vllm_answers, "_FEW_ENTRIES", few)
+            made = MadeBy(monkeypatch, path)
+            response = await server.client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            answers.append(response.json() | {"id": "", "created": 0})
+            threads.append(made.by)
+        assert answers[0] == answers[1]
+        assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
+
+
+async def test_cut_ids_are_echoed(server: Server) -> None:
+    ids = [*range(60, 70)] * 450
+    body = {"prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+    assert (await server.client.post(PATH, json=body)).status_code == 400
+    response = await server.client.post(PATH, json=body | {"truncate_prompt_tokens": 20})
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    assert len(choice["text"]) == len(ids) + 1
+    offsets = choice["logprobs"]["text_offset"]
+    assert offsets == [*range(len(ids) - 20, len(ids) + 1)]
