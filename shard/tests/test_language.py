@@ -69,6 +69,22 @@ def test_rules_that_are_each_other_have_a_shortest_text(
     assert len(tokenizer.decode_str(end)) == len(rest)
 
 
+def test_a_text_of_any_length_is_not_written_where_a_shorter_one_does_not_fit(
+    tokenizer: LLTokenizer,
+) -> None:
+    doubled = "\n".join(f"r{number}: r{number + 1} r{number + 1}" for number in range(50))
+    text = lark(f'start: "x" | "a" "0123456789" | "a" r0\n{doubled}\nr50: "y"')
+    search = ending.EndingSearch(tokenizer)
+    begin = search.begin(text)
+    assert begin is not None
+    matcher, [token] = LLMatcher(tokenizer, text), tokenizer.tokenize_str("a")
+    assert matcher.consume_token(token)
+    position = search.advance(begin, [token])
+    assert [place.length for place in position.places] == [10, 2**50]
+    assert search.find(matcher, position, 10, 1000) is not None
+    assert search.find(matcher, position, 1, 1000) is None
+
+
 def test_what_is_nested_too_deep_for_the_stack_is_followed_without_its_expression(
     monkeypatch: pytest.MonkeyPatch, tokenizer: LLTokenizer
 ) -> None:

@@ -133,6 +133,9 @@ class EndingSearch:
             return self._completed(matcher, position, limit, num_steps)
         is_right = False
         for place in sorted(position.places, key=lambda place: place.length)[:_MOST_TRIED]:
+            if place.length > limit * _MOST_CHARACTERS:
+                # It could be of any length.
+                break
             tokens = self._written(place.shortest())
             if ends(matcher, tokens, self._eos):
                 is_right = True
