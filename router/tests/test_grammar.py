@@ -93,6 +93,7 @@ async def test_switched_off() -> None:
         ("a/b", "start: /a\\/b/"),
         ("a\\/b\\\\/", "start: /a\\/b\\\\\\//"),
         ("a\nb", "start: /a\\nb/"),
+        ("a\\\nb\\\r", "start: /a\\nb\\r/"),
     ],
 )
 def test_a_regex_is_written_between_slashes(regex: str, lark: str) -> None:

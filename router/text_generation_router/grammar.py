@@ -39,6 +39,8 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # Keywords next to which a closed object could exclude what another schema asks for.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+# What can not stand between slashes.
+_SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 # Keywords that say what a value is where there is no `type`.
 _OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 # An object without any of these is hardly meant as a schema; TGI asks for `properties`.
@@ -139,8 +141,12 @@ def _rust(regex: str) -> str:
 
 def _escaped(regex: str) -> str:
     """A regular expression as it is written between slashes: in one line, without a bare slash."""
-    lines = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], regex)
-    return lines.replace("\n", "\\n").replace("\r", "\\r")
+
+    def written(found: re.Match[str]) -> str:
+        # An escaped end of a line is one, too.
+        return _SIGNS.get(found[0][-1], found[0])
+
+    return re.sub(r"\\.|[/\n\r]", written, regex, flags=re.S)
 
 
 def checked_schema(source: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.ending import Position
-from text_generation_shard.grammars.language.expressions import after, distance, start
 from text_generation_shard.grammars.language.grammar import grammar_expression
+from text_generation_shard.grammars.language.places import after, distance, start
 from text_generation_shard.grammars.language.regular import parse
 from text_generation_shard.grammars.language.schema import schema_expression
 from tokenizers import Tokenizer

@@ -16,14 +16,9 @@ from itertools import islice
 from llguidance import LLMatcher, LLTokenizer
 
 from text_generation_shard.grammars.blind import allowed_tokens, blind_ending
-from text_generation_shard.grammars.language.expressions import (
-    Places,
-    Symbol,
-    after,
-    distance,
-    start,
-)
+from text_generation_shard.grammars.language.expressions import Symbol
 from text_generation_shard.grammars.language.grammar import grammar_expression
+from text_generation_shard.grammars.language.places import Places, after, distance, start
 
 # Shortest texts of as many places are tried before texts are searched.
 _MOST_TRIED = 8
@@ -82,11 +77,21 @@ class EndingSearch:
         expression = grammar_expression(text, self._special)
         if expression is None:
             return Position(())
-        places = start(expression)
+        try:
+            places = start(expression)
+        except RecursionError:
+            return Position(())
         return Position(places) if places else None
 
     def advance(self, position: Position, tokens: Sequence[int]) -> Position:
         """The position behind more tokens."""
+        try:
+            return self._advanced(position, tokens)
+        except RecursionError:
+            # The stack is another one than where the grammar was tried.
+            return Position(())
+
+    def _advanced(self, position: Position, tokens: Sequence[int]) -> Position:
         places, pending = position.places, position.pending
         for token in tokens:
             if not places:
@@ -113,12 +118,24 @@ class EndingSearch:
         """
         if position.is_too_far(limit):
             return None
-        if not position.places:
-            return blind_ending(matcher, self._signs(), limit, num_steps)
+        if position.places:
+            try:
+                return self._nearest(matcher, position, limit, num_steps)
+            except RecursionError:
+                pass  # see `advance`
+        return blind_ending(matcher, self._signs(), limit, num_steps)
+
+    def _nearest(
+        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
+    ) -> list[int] | None:
+        """The same where the places are known."""
         if position.pending:
             return self._completed(matcher, position, limit, num_steps)
         is_right = False
         for place in sorted(position.places, key=lambda place: place.length)[:_MOST_TRIED]:
+            if place.length > limit * _MOST_CHARACTERS:
+                # It could be of any length.
+                break
             tokens = self._written(place.shortest())
             if ends(matcher, tokens, self._eos):
                 is_right = True

@@ -1,1 +1,1 @@
-"""What texts a grammar describes, as far as their ends are concerned; see `expressions`."""
+"""What texts a grammar describes, as far as their ends are concerned; see `places`."""

@@ -1,34 +1,31 @@
-"""Languages as expressions, and places in a text of them: what may follow, and the shortest of it.
+"""Languages as expressions: what may follow a symbol, and the shortest text.
 
-A `Place` is what must still be written: an expression, then the place behind it. After a character
-there is a place for each way to read it (Antimirov's partial derivatives). So two texts are in the
-same state exactly if they have the same places, and the distance to the end of the text is a sum:
-no automaton has to be made before, and a repetition that overlaps what follows it is one place
-more. What cannot be said exactly is described by more than there is, never by less.
+What cannot be said exactly is described by more than there is, never by less; see `places`.
 
 Symbols are characters, and the numbers of tokens that are no text.
 """
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import count
+from typing import TypeVar
 
 import regex
 
 Symbol = str | int
+_Key = TypeVar("_Key")
+_State = TypeVar("_State")
 # What stands for a class of characters: the first of these that is in it.
 _EXAMPLES = "0aA1-_.:/" + "".join(map(chr, range(33, 127))) + " \t\n\r"
 # Where parts of Unicode begin; most classes have a character in the first.
 _PARTS = (0x80, 0x1000, 0x10000, 0x20000, 0x110000)
-_PRINTABLE = [chr(code) for code in range(32, 127)]
-# Places of one text, and states of an intersection that are looked at, at most.
-_MOST_PLACES, _MOST_STATES = 5000, 3000
+# States of one expression that are known at once.
+_MOST_KNOWN = 20_000
 # Parts in a row that need not be there and are passed over at once. What has more is followed as if
 # the others had to be there.
-_MOST_SKIPPED = 30
+MOST_SKIPPED = 30
 
 
 class TooLargeError(ValueError):
@@ -50,6 +47,11 @@ class Expression(ABC):
     @abstractmethod
     def measure(self) -> float:
         """`length`, found out anew: only asked for itself until all references are settled."""
+
+    def rank(self) -> int:
+        """Above those of the references in a text of `length` symbols. Of choices of the same
+        length that of the lowest rank is taken, so that no shortest text holds itself."""
+        return 0
 
     @abstractmethod
     def after(self, symbol: Symbol) -> Iterable[tuple["Expression", ...]]:
@@ -123,30 +125,99 @@ def _characters(part: int) -> str:
     return "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
 
 
-class Text(Expression):
-    """One text."""
+def remembered(known: "dict[_Key, _State]", key: "_Key", make: "Callable[[], _State]") -> "_State":
+    """The state of an expression behind what `key` says: the same one, as long as it is known."""
+    if (found := known.get(key)) is None:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        found = known[key] = make()
+    return found
 
-    def __init__(self, text: Sequence[Symbol]) -> None:
-        self._text = text
-        self._next: Text | None = None
+
+class Tokens(Expression):
+    """One of several tokens by their numbers."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = dict.fromkeys(numbers)
 
     def measure(self) -> float:
-        return len(self._text)
+        return 1 if self._numbers else math.inf
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
-        if not self._text or self._text[0] != symbol:
+        return ((),) if symbol in self._numbers else ()
+
+    def shortest(self) -> list[Symbol]:
+        return list(self.firsts())
+
+    def firsts(self) -> Iterable[Symbol]:
+        return [next(iter(self._numbers))] if self._numbers else []
+
+
+class Text(Expression):
+    """One text, of which what comes before a place is read."""
+
+    def __init__(self, text: Sequence[Symbol], place: int = 0) -> None:
+        self._text, self._place = text, place
+        self._next: Text | None = None
+
+    @property
+    def text(self) -> str | None:
+        """What is left of it; None if tokens by their numbers are in it."""
+        return self._text[self._place :] if isinstance(self._text, str) else None
+
+    def measure(self) -> float:
+        return len(self._text) - self._place
+
+    def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
+        if self._place == len(self._text) or self._text[self._place] != symbol:
             return ()
-        if len(self._text) == 1:
+        if self._place + 1 == len(self._text):
             return ((),)
         if self._next is None:
-            self._next = Text(self._text[1:])
+            self._next = Text(self._text, self._place + 1)
         return ((self._next,),)
 
     def shortest(self) -> list[Symbol]:
-        return list(self._text)
+        return list(self._text[self._place :])
 
     def firsts(self) -> Iterable[Symbol]:
-        return self._text[:1]
+        return self._text[self._place : self._place + 1]
+
+
+class Texts(Expression):
+    """One of several texts: of those from `first` to `end` what comes before a place is read, which
+    they have in common. However many they are, there is one way to go on."""
+
+    def __init__(self, texts: Sequence[str], first: int, end: int, place: int = 0) -> None:
+        """`texts` are in order."""
+        self._texts, self._first, self._end, self._place = texts, first, end, place
+        self._next: dict[Symbol, tuple[Expression, ...]] = {}
+
+    def _nearest(self) -> str:
+        return min(self._texts[self._first : self._end], key=len)
+
+    def measure(self) -> float:
+        return len(self._nearest()) - self._place
+
+    def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
+        if not isinstance(symbol, str):
+            return ()
+        if symbol not in self._next:
+            place = self._place
+            bounds = self._texts, symbol, self._first, self._end
+            first = bisect_left(*bounds, key=lambda text: text[place : place + 1])
+            end = bisect_right(*bounds, key=lambda text: text[place : place + 1])
+            if first == end:
+                return ()
+            self._next[symbol] = (Texts(self._texts, first, end, place + 1),)
+        return (self._next[symbol],)
+
+    def shortest(self) -> list[Symbol]:
+        return list(self._nearest()[self._place :])
+
+    def firsts(self) -> Iterable[Symbol]:
+        texts = self._texts[self._first : self._end]
+        return dict.fromkeys(text[self._place] for text in texts if len(text) > self._place)
 
 
 class Sequence_(Expression):
@@ -158,8 +229,11 @@ class Sequence_(Expression):
     def measure(self) -> float:
         return sum(part.measure() for part in self.parts)
 
+    def rank(self) -> int:
+        return max((part.rank() for part in self.parts), default=0)
+
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
-        for place, part in enumerate(self.parts[:_MOST_SKIPPED]):
+        for place, part in enumerate(self.parts[:MOST_SKIPPED]):
             for rest in part.after(symbol):
                 yield (*rest, *self.parts[place + 1 :])
             if part.length:
@@ -184,16 +258,33 @@ class Choice(Expression):
     def measure(self) -> float:
         return min((part.measure() for part in self.parts), default=math.inf)
 
+    def rank(self) -> int:
+        least = self.measure()
+        return min((part.rank() for part in self.parts if part.measure() == least), default=0)
+
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         for part in self.parts:
             yield from part.after(symbol)
 
     def shortest(self) -> list[Symbol]:
-        return min(self.parts, key=lambda part: part.length).shortest()
+        parts = [part for part in self.parts if part.length == self.length]
+        best = parts[0] if len(parts) == 1 else min(parts, key=lambda part: part.rank())
+        return best.shortest()
 
     def firsts(self) -> Iterable[Symbol]:
         for part in self.parts:
             yield from part.firsts()
+
+
+def one_of(parts: Sequence[Expression]) -> Expression:
+    """One of the expressions; those that are texts are read together."""
+    texts = [text for part in parts if isinstance(part, Text) and (text := part.text) is not None]
+    if len(texts) < 2:
+        return parts[0] if len(parts) == 1 else Choice(parts)
+    others = [part for part in parts if not isinstance(part, Text) or part.text is None]
+    known = sorted(set(texts))
+    together = Texts(known, 0, len(known))
+    return Choice([together, *others]) if others else together
 
 
 class Repeat(Expression):
@@ -205,6 +296,9 @@ class Repeat(Expression):
 
     def measure(self) -> float:
         return self.least * self.part.measure() if self.least else 0
+
+    def rank(self) -> int:
+        return self.part.rank() if self.least else 0
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         if not self.most:
@@ -229,11 +323,14 @@ class Reference(Expression):
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.target: Expression | None = None
-        self.least = math.inf
+        self.least, self.own_rank = math.inf, 0
         self._is_read = False
 
     def measure(self) -> float:
         return self.least
+
+    def rank(self) -> int:
+        return self.own_rank
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         # A rule that begins with itself is written without that; see `lark`.
@@ -268,159 +365,5 @@ def settle(references: Sequence[Reference]) -> None:
         for reference in references:
             assert reference.target is not None
             if (length := reference.target.measure()) < reference.least:
+                reference.own_rank = reference.target.rank() + 1
                 reference.least, has_changed = length, True
-
-
-class Place:
-    """What must still be written. Owns the places that lie before it: those of one root that have
-    the same to write are one object."""
-
-    __slots__ = ("_after", "_before", "expression", "length", "rest")
-
-    def __init__(self, expression: Expression | None = None, rest: "Place | None" = None) -> None:
-        """Without an expression: nothing need follow."""
-        self.expression, self.rest = expression, rest
-        self.length: float = 0
-        if expression is not None and rest is not None:
-            self.length = expression.length + rest.length
-        self._before: dict[Expression, Place] = {}
-        self._after: dict[Symbol, list[Place]] = {}
-
-    def before(self, expressions: Sequence[Expression]) -> "Place":
-        """The place where `expressions` stand before this one."""
-        place, todo = self, list(expressions)
-        while todo:
-            expression = todo.pop()
-            if isinstance(expression, Sequence_):
-                todo += expression.parts
-                continue
-            if expression not in place._before:
-                place._before[expression] = Place(expression, place)
-            place = place._before[expression]
-        return place
-
-    def after(self, symbol: Symbol) -> "list[Place]":
-        """The places behind one symbol."""
-        if symbol not in self._after:
-            place: Place = self
-            found: dict[Place, None] = {}
-            for _ in range(_MOST_SKIPPED):
-                if place.expression is None or place.rest is None:
-                    break
-                for rest in place.expression.after(symbol):
-                    found[place.rest.before(rest)] = None
-                if place.expression.length:
-                    break
-                place = place.rest
-            self._after[symbol] = [place for place in found if place.length < math.inf]
-        return self._after[symbol]
-
-    def shortest(self) -> list[Symbol]:
-        """The shortest text that ends here."""
-        symbols: list[Symbol] = []
-        place: Place = self
-        while place.expression is not None and place.rest is not None:
-            symbols += place.expression.shortest()
-            place = place.rest
-        return symbols
-
-    def firsts(self) -> Iterable[Symbol]:
-        """Symbols to go on with."""
-        place: Place = self
-        while place.expression is not None and place.rest is not None:
-            yield from place.expression.firsts()
-            if place.expression.length:
-                return
-            place = place.rest
-
-
-Places = tuple[Place, ...]
-
-
-def start(expression: Expression) -> Places:
-    """Where a text begins."""
-    place = Place().before([expression])
-    return (place,) if place.length < math.inf else ()
-
-
-def after(places: Places, symbol: Symbol) -> Places:
-    """The places of a text behind one symbol more; none if it does not follow."""
-    all_found = dict.fromkeys(new for place in places for new in place.after(symbol))
-    # What is followed is less than there is, then.
-    if len(all_found) > _MOST_PLACES:
-        return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
-    return tuple(all_found)
-
-
-def distance(places: Places) -> float:
-    """Symbols that must follow at least."""
-    return min((place.length for place in places), default=math.inf)
-
-
-class Both(Expression):
-    """Texts that several expressions have in common. Its length is found by a search; where that
-    has a limit, it is the least it could be."""
-
-    def __init__(
-        self, parts: Sequence[Places], known: "dict[tuple[Places, ...], Both] | None" = None
-    ) -> None:
-        self._parts = tuple(parts)
-        self._known = {} if known is None else known
-        self._known[self._parts] = self
-        self._least = max((distance(part) for part in self._parts), default=0)
-        self._found: list[Symbol] | None = None
-
-    def measure(self) -> float:
-        if self._length is None:
-            self._length = self._search()
-        return self._length
-
-    def _next(self, symbol: Symbol) -> "Both | None":
-        parts = tuple(after(part, symbol) for part in self._parts)
-        if not all(parts):
-            return None
-        return self._known.get(parts) or Both(parts, self._known)
-
-    def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
-        found = self._next(symbol)
-        return ((found,),) if found is not None else ()
-
-    def _search(self) -> float:
-        order = count()
-        heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
-        # How far each state is, and from where and with what it was come to.
-        came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
-        while heap and len(came) < _MOST_STATES:
-            _, _, state = heappop(heap)
-            if not state._least or state._found is not None:
-                return self._keep(state, came)
-            for symbol in state.firsts():
-                following = state._next(symbol)
-                if following is None or following in came or following._least == math.inf:
-                    continue
-                steps = came[state][0] + 1
-                came[following] = steps, state, symbol
-                rest = following._least if following._found is None else len(following._found)
-                # Among equals the one that is nearer to its end.
-                heappush(heap, (steps + rest, -next(order), following))
-        return max(self._least, 1)
-
-    def _keep(self, end: "Both", came: "dict[Both, tuple[int, Both, Symbol]]") -> float:
-        """Remember what was found at all states that lead to `end`; the length from here."""
-        rest, state = end._found or [], end
-        while state is not self:
-            _, before, symbol = came[state]
-            rest, state = [symbol, *rest], before
-            state._found, state._length = rest, len(rest)
-        self._found = rest
-        return len(rest)
-
-    def shortest(self) -> list[Symbol]:
-        if self.length and self._found is None:
-            longest = max(self._parts, key=distance)
-            return min(longest, key=lambda place: place.length).shortest()
-        return self._found or []
-
-    def firsts(self) -> Iterable[Symbol]:
-        own = [first for part in self._parts for place in part for first in place.firsts()]
-        return dict.fromkeys([*own, *_PRINTABLE])

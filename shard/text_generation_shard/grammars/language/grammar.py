@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 
-from text_generation_shard.grammars.language.expressions import Expression, TooLargeError
+from text_generation_shard.grammars.language.expressions import Expression
 from text_generation_shard.grammars.language.lark import lark_expression
 from text_generation_shard.grammars.language.schema import schema_expression
 
@@ -21,5 +21,5 @@ def grammar_expression(text: str, special: Callable[[str], int | None]) -> Expre
             return schema_expression(grammar["json_schema"])
         return lark_expression(grammar["lark_grammar"], special)
     # What llguidance says about a grammar that is none is told by it, not here.
-    except (ValueError, TypeError, AttributeError, KeyError, TooLargeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None

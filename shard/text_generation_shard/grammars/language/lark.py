@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from text_generation_shard.grammars.language.expressions import (
-    Both,
     Characters,
     Choice,
     Expression,
@@ -18,9 +17,11 @@ from text_generation_shard.grammars.language.expressions import (
     Repeat,
     Sequence_,
     Text,
+    Tokens,
+    one_of,
     settle,
-    start,
 )
+from text_generation_shard.grammars.language.places import Both, start
 from text_generation_shard.grammars.language.regular import parse
 from text_generation_shard.grammars.language.schema import schema_expression
 
@@ -240,7 +241,7 @@ class _Builder:
 
     def _choice(self, choices: Sequence[Sequence[_Item]], name: str) -> Expression:
         parts = [self._sequence(way, name) for way in choices]
-        return parts[0] if len(parts) == 1 else Choice(parts)
+        return one_of(parts)
 
     def _sequence(self, items: Sequence[_Item], name: str) -> Expression:
         parts: list[Expression] = []
@@ -271,7 +272,7 @@ class _Builder:
             body, _, flags = value[1:].rpartition("/")
             return parse(f"(?{flags}:{body})" if flags else body)
         if kind == "ids":
-            return Choice([Text((number,)) for number in _ids(value)])
+            return Tokens(_ids(value))
         if kind == "special" and (token := self._special(value)) is not None:
             return Text((token,))
         raise ValueError(f"unknown {value!r}")

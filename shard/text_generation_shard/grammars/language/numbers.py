@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from text_generation_shard.grammars.language.expressions import Expression, Symbol
+from text_generation_shard.grammars.language.expressions import Expression, Symbol, remembered
 
 # Digits that are written at most, before the point and behind it.
 _MOST_DIGITS, _MOST_DECIMALS = 24, 24
@@ -56,8 +56,7 @@ class Number(Expression):
         self, bounds: Bounds, written: str = "", known: "dict[str, Number] | None" = None
     ) -> None:
         self._bounds, self._written = bounds, written
-        self._known = {} if known is None else known
-        self._known[written] = self
+        self._known = {written: self} if known is None else known
         self._rest: str | None = None
         self._is_searched = False
 
@@ -69,7 +68,7 @@ class Number(Expression):
         if not isinstance(symbol, str) or symbol not in "0123456789-.":
             return ()
         written = self._written + symbol
-        found = self._known.get(written) or Number(self._bounds, written, self._known)
+        found = remembered(self._known, written, lambda: Number(self._bounds, written, self._known))
         return ((found,),) if found.length < math.inf else ()
 
     def shortest(self) -> list[Symbol]:

@@ -5,18 +5,37 @@ import re
 
 from text_generation_shard.grammars.language.expressions import (
     Characters,
-    Choice,
     Expression,
     Repeat,
     Sequence_,
     Text,
     TooLargeError,
+    one_of,
 )
 
 _COUNT = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
 _GROUP = re.compile(r"\(\?(?:P?<[^>]*>|([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)]))")
 _NAMED = re.compile(r"\\[pP](?:\{[^}]*\}|.)", re.S)
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{(\w+)\})")
+# Of a class what the package `regex` reads in another way than Rust: there `|` is a character, and
+# a class with a name has characters of ASCII alone.
+_IN_CLASS = re.compile(rf"{_CODE.pattern}|\\.|\[:(\^?)([a-z]+):\]|\|", re.S)
+_ASCII = {
+    "alnum": "0-9A-Za-z",
+    "alpha": "A-Za-z",
+    "ascii": r"\x00-\x7f",
+    "blank": r"\t ",
+    "cntrl": r"\x00-\x1f\x7f",
+    "digit": "0-9",
+    "graph": "!-~",
+    "lower": "a-z",
+    "print": " -~",
+    "punct": r"!-/:-@\[-`{-~",
+    "space": r"\t\n\v\f\r ",
+    "upper": "A-Z",
+    "word": "0-9A-Za-z_",
+    "xdigit": "0-9A-Fa-f",
+}
 # Parts of a sequence that need not be there: each is another way to go on.
 _MOST_OPTIONAL = 300
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
@@ -70,7 +89,7 @@ class _Parser:
                 if (item := self._item(flags)) is not None:
                     items.append(self._repeated(item, flags))
         parts.append(_surrounded(items, None if start else around, None if end else around))
-        return parts[0] if len(parts) == 1 else Choice(parts)
+        return one_of(parts)
 
     def _flags(self, flags: str) -> str | None:
         """The flags behind `(?i)`."""
@@ -173,12 +192,18 @@ class _Parser:
                 depth -= 1
             self.at += 1
             if not depth:
-                return _CODE.sub(_plain, self.source[start : self.at])
+                return _IN_CLASS.sub(_plain, self.source[start : self.at])
         raise ValueError("missing `]`")
 
 
 def _plain(found: re.Match[str]) -> str:
-    return f"\\U{int(found[found.lastindex or 0], 16):08x}"
+    if found[6] is not None:
+        if found[6] not in _ASCII:
+            raise ValueError(f"unknown class {found[0]}")
+        return f"[{found[5]}{_ASCII[found[6]]}]"
+    if found.lastindex is None:
+        return "\\|" if found[0] == "|" else found[0]
+    return f"\\U{int(found[found.lastindex], 16):08x}"
 
 
 def _changed(flags: str, found: re.Match[str]) -> str:

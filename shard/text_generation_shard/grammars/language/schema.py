@@ -11,7 +11,6 @@ from fractions import Fraction
 from typing import Any
 
 from text_generation_shard.grammars.language.expressions import (
-    Both,
     Characters,
     Choice,
     Expression,
@@ -20,12 +19,13 @@ from text_generation_shard.grammars.language.expressions import (
     Sequence_,
     Text,
     TooLargeError,
+    one_of,
     settle,
-    start,
 )
 from text_generation_shard.grammars.language.members import Members, Pairs
 from text_generation_shard.grammars.language.merging import NOTHING, TYPES, merged
 from text_generation_shard.grammars.language.numbers import Bounds, Number
+from text_generation_shard.grammars.language.places import Both, start
 from text_generation_shard.grammars.language.regular import parse, parse_search
 from text_generation_shard.grammars.language.strings import quoted, string
 
@@ -146,7 +146,7 @@ class _Builder:
         if schema is NOTHING:
             return Choice([])
         if "enum" in schema:
-            return Choice([self._literal(value) for value in schema["enum"]])
+            return one_of([self._literal(value) for value in schema["enum"]])
         names = schema.get("type", TYPES)
         return Choice([self._of_type(name, schema) for name in names])
 

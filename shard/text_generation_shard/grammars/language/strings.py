@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from text_generation_shard.grammars.language.expressions import (
     Expression,
-    Places,
     Sequence_,
     Symbol,
     Text,
-    after,
-    distance,
+    remembered,
 )
+from text_generation_shard.grammars.language.places import Places, after, distance
 
 _LETTERS = {
     '"': '"',
@@ -48,8 +47,7 @@ class Escaped(Expression):
         known: "dict[tuple[Places, str], Escaped] | None" = None,
     ) -> None:
         self._inner, self._pending = inner, pending
-        self._known = {} if known is None else known
-        self._known[inner, pending] = self
+        self._known = {(inner, pending): self} if known is None else known
 
     def measure(self) -> float:
         if not self._pending:
@@ -72,7 +70,7 @@ class Escaped(Expression):
         if not inner:
             return ()
         key = inner, pending
-        return ((self._known.get(key) or Escaped(inner, pending, self._known),),)
+        return ((remembered(self._known, key, lambda: Escaped(*key, self._known)),),)
 
     def _ends(self) -> Iterator[tuple[str, Places]]:
         """Ways to end an escape with the places behind it, up to the first that is as good as any

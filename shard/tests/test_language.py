@@ -1,0 +1,170 @@
+"""Expressions of grammars where they could be wrong, endless, slow, or too large for memory."""
+
+import gc
+import json
+import random
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from text_generation_shard.grammars import ending
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.constraint import Constraint, TokenizerFile
+from text_generation_shard.grammars.language import expressions, places
+from text_generation_shard.grammars.language.grammar import grammar_expression
+from text_generation_shard.grammars.language.places import Place, Places, after, distance, start
+from text_generation_shard.grammars.language.regular import parse
+from text_generation_shard.grammars.language.schema import schema_expression
+
+from shard.tests.test_grammar import EMBEDDED
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(EMBEDDED, 4096, [2, 0])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return TokenizerFile(EMBEDDED / "tokenizer.json", 4096, (2, 0)).load()
+
+
+def lark(source: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": source}]})
+
+
+def read(begin: Places, text: str) -> Places:
+    for character in text:
+        begin = after(begin, character)
+    return begin
+
+
+def shortest(of: Places) -> str:
+    return "".join(map(str, min(of, key=lambda place: place.length).shortest()))
+
+
+@pytest.mark.parametrize(
+    ("rules", "written", "rest"),
+    [
+        ('start: a\na: b\nb: a | "x"', "", "x"),
+        ('start: "p" | "b" c "d"\nc: e | "zz"\ne: c | "yy"', "b", "zzd"),
+        ('start: a "."\na: b | "x"\nb: c "y"? | a\nc: a | b', "", "x."),
+    ],
+)
+def test_rules_that_are_each_other_have_a_shortest_text(
+    compiler: GrammarCompiler, tokenizer: LLTokenizer, rules: str, written: str, rest: str
+) -> None:
+    expression = grammar_expression(lark(rules), lambda name: None)
+    assert expression is not None
+    found = shortest(read(start(expression), written))
+    # Several are as short.
+    assert len(found) == len(rest)
+    # The text is ended by force.
+    grammar = compiler.compile_now(lark(rules))
+    constraint = Constraint(grammar, [], len(written + rest), 0)
+    for token in tokenizer.tokenize_str(written):
+        assert constraint.settle(token) == token
+    assert distance(constraint._position.places) == len(rest)
+    end = constraint._search.find(constraint.matcher, constraint._position, 10, 100)
+    assert end is not None
+    assert len(tokenizer.decode_str(end)) == len(rest)
+
+
+def test_a_text_of_any_length_is_not_written_where_a_shorter_one_does_not_fit(
+    tokenizer: LLTokenizer,
+) -> None:
+    doubled = "\n".join(f"r{number}: r{number + 1} r{number + 1}" for number in range(50))
+    text = lark(f'start: "x" | "a" "0123456789" | "a" r0\n{doubled}\nr50: "y"')
+    search = ending.EndingSearch(tokenizer)
+    begin = search.begin(text)
+    assert begin is not None
+    matcher, [token] = LLMatcher(tokenizer, text), tokenizer.tokenize_str("a")
+    assert matcher.consume_token(token)
+    position = search.advance(begin, [token])
+    assert [place.length for place in position.places] == [10, 2**50]
+    assert search.find(matcher, position, 10, 1000) is not None
+    assert search.find(matcher, position, 1, 1000) is None
+
+
+def test_what_is_nested_too_deep_for_the_stack_is_followed_without_its_expression(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: LLTokenizer
+) -> None:
+    search = ending.EndingSearch(tokenizer)
+    text = lark('start: "a" "b" "c"')
+    matcher, position = LLMatcher(tokenizer, text), search.begin(text)
+    assert position is not None
+
+    def too_deep(*arguments: object) -> Places:
+        raise RecursionError
+
+    monkeypatch.setattr(Place, "shortest", too_deep)
+    found = search.find(matcher, position, 10, 1000)
+    assert found is not None
+    assert tokenizer.decode_str(found) == "abc"
+    monkeypatch.setattr(ending, "after", too_deep)
+    assert search.advance(position, tokenizer.tokenize_str("a")).places == ()
+    monkeypatch.setattr(ending, "start", too_deep)
+    assert search.begin(text) == ending.Position(())
+
+
+def test_what_places_remember_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_MOST_REMEMBERED", 200)
+    monkeypatch.setattr(expressions, "_MOST_KNOWN", 200)
+    begin = start(schema_expression({"type": "array", "items": {"type": "integer", "minimum": 7}}))
+    gc.collect()
+    before = sum(type(item) is Place for item in gc.get_objects())
+    numbers = random.Random(1)
+    for _ in range(2000):
+        written = f"[{numbers.randrange(1000, 10**9)},{numbers.randrange(1000, 10**9)}"
+        found = read(begin, written)
+        assert shortest(found) == "]"
+        assert len(found) == 1
+    gc.collect()
+    assert sum(type(item) is Place for item in gc.get_objects()) - before < 1000
+
+
+@pytest.mark.parametrize(
+    ("source", "inside", "outside"),
+    [
+        ("[[:^alpha:]]", "é1-", "aZ"),
+        ("[[:alpha:]]", "aZ", "é1"),
+        ("[^[:^alpha:]]", "aZ", "é1"),
+        ("[[:word:]&&[:^digit:]]", "a_", "1é"),
+        ("[[:punct:]]", "]`[!~-", "a1é"),
+        ("[a||b]", "|ab", "c"),
+        ("[||]", "|", "a"),
+        (r"[\[:alpha:]", "[:alph", "z"),
+    ],
+)
+def test_classes_are_those_of_rust(
+    tokenizer: LLTokenizer, source: str, inside: str, outside: str
+) -> None:
+    begin = start(parse(source))
+    text = lark(f"start: /{source}/")
+    for character in inside + outside:
+        tokens = tokenizer.greedy_tokenize(character)
+        is_in = ending.ends(LLMatcher(tokenizer, text), tokens, tokenizer.eos_token)
+        assert is_in == (character in inside)
+        assert bool(after(begin, character)) == is_in
+
+
+def test_many_texts_are_one_place() -> None:
+    values = [f"value {number}" for number in range(500)] + ["value", "other", 'a"b', ""]
+    begin = start(schema_expression({"enum": values}))
+    assert shortest(begin) == '""'
+    for written, rest in [
+        ('"val', 'ue"'),
+        ('"value', '"'),
+        ('"value 4', '"'),
+        ('"o', 'ther"'),
+        ('"a', '\\"b"'),
+    ]:
+        found = read(begin, written)
+        assert shortest(found) == rest
+        assert len(found) == 1
+    assert read(begin, '"value 50"') and not read(begin, '"value 500')
+
+
+def test_numbers_without_an_end_are_not_read() -> None:
+    schema = '{"enum": [1e999], "type": "integer"}'
+    text = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
+    assert grammar_expression(text, lambda name: None) is None

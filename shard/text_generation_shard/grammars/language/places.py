@@ -1,0 +1,212 @@
+"""Places in a text of an expression: what may follow, and the shortest of it.
+
+A `Place` is what must still be written: an expression, then the place behind it. After a character
+there is a place for each way to read it (Antimirov's partial derivatives). So two texts are in the
+same state exactly if they have the same places, and the distance to the end of the text is a sum:
+no automaton has to be made before, and a repetition that overlaps what follows it is one place
+more.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+from text_generation_shard.grammars.language.expressions import (
+    MOST_SKIPPED,
+    Expression,
+    Sequence_,
+    Symbol,
+    remembered,
+)
+
+_PRINTABLE = [chr(code) for code in range(32, 127)]
+# Places of one text, and states of an intersection that are looked at, at most.
+_MOST_PLACES, _MOST_STATES = 1000, 3000
+# What all places of a grammar remember at most, each less than a kilobyte.
+_MOST_REMEMBERED = 20_000
+
+
+class _Remembered:
+    """Owns the list of places of one root that remember others; they forget all when it is too
+    much: numbers, for one, have as many states as there are numbers."""
+
+    def __init__(self) -> None:
+        self._places: dict[Place, None] = {}
+        self._count = 0
+
+    def note(self, place: "Place") -> None:
+        """The place is about to remember one thing more."""
+        if self._count >= _MOST_REMEMBERED:
+            for other in self._places:
+                other.forget()
+            self._places.clear()
+            self._count = 0
+        self._places[place] = None
+        self._count += 1
+
+
+class Place:
+    """What must still be written. Owns the places that lie before it: those of one root that have
+    the same to write are one object, as long as they are remembered."""
+
+    __slots__ = ("_after", "_before", "_remembered", "expression", "length", "rest")
+
+    def __init__(self, expression: Expression | None = None, rest: "Place | None" = None) -> None:
+        """Without an expression: nothing need follow."""
+        self.expression, self.rest = expression, rest
+        self.length: float = 0
+        if expression is not None and rest is not None:
+            self.length = expression.length + rest.length
+        self._before: dict[Expression, Place] = {}
+        self._after: dict[Symbol, list[Place]] = {}
+        self._remembered: _Remembered = _Remembered() if rest is None else rest._remembered
+
+    def forget(self) -> None:
+        """Let go of what can be found again."""
+        self._before.clear()
+        self._after.clear()
+
+    def before(self, expressions: Sequence[Expression]) -> "Place":
+        """The place where `expressions` stand before this one."""
+        place, todo = self, list(expressions)
+        while todo:
+            expression = todo.pop()
+            if isinstance(expression, Sequence_):
+                todo += expression.parts
+                continue
+            found = place._before.get(expression)
+            if found is None:
+                place._remembered.note(place)
+                found = place._before[expression] = Place(expression, place)
+            place = found
+        return place
+
+    def after(self, symbol: Symbol) -> "list[Place]":
+        """The places behind one symbol."""
+        known = self._after.get(symbol)
+        if known is not None:
+            return known
+        place: Place = self
+        found: dict[Place, None] = {}
+        for _ in range(MOST_SKIPPED):
+            if place.expression is None or place.rest is None:
+                break
+            for rest in place.expression.after(symbol):
+                found[place.rest.before(rest)] = None
+            if place.expression.length:
+                break
+            place = place.rest
+        places = [place for place in found if place.length < math.inf]
+        self._remembered.note(self)
+        self._after[symbol] = places
+        return places
+
+    def shortest(self) -> list[Symbol]:
+        """The shortest text that ends here."""
+        symbols: list[Symbol] = []
+        place: Place = self
+        while place.expression is not None and place.rest is not None:
+            symbols += place.expression.shortest()
+            place = place.rest
+        return symbols
+
+    def firsts(self) -> Iterable[Symbol]:
+        """Symbols to go on with."""
+        place: Place = self
+        while place.expression is not None and place.rest is not None:
+            yield from place.expression.firsts()
+            if place.expression.length:
+                return
+            place = place.rest
+
+
+Places = tuple[Place, ...]
+
+
+def start(expression: Expression) -> Places:
+    """Where a text begins."""
+    place = Place().before([expression])
+    return (place,) if place.length < math.inf else ()
+
+
+def after(places: Places, symbol: Symbol) -> Places:
+    """The places of a text behind one symbol more; none if it does not follow."""
+    all_found = dict.fromkeys(new for place in places for new in place.after(symbol))
+    # What is followed is less than there is, then.
+    if len(all_found) > _MOST_PLACES:
+        return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
+    return tuple(all_found)
+
+
+def distance(places: Places) -> float:
+    """Symbols that must follow at least."""
+    return min((place.length for place in places), default=math.inf)
+
+
+class Both(Expression):
+    """Texts that several expressions have in common. Its length is found by a search; where that
+    has a limit, it is the least it could be."""
+
+    def __init__(
+        self, parts: Sequence[Places], known: "dict[tuple[Places, ...], Both] | None" = None
+    ) -> None:
+        self._parts = tuple(parts)
+        self._known = {self._parts: self} if known is None else known
+        self._least = max((distance(part) for part in self._parts), default=0)
+        self._found: list[Symbol] | None = None
+
+    def measure(self) -> float:
+        if self._length is None:
+            self._length = self._search()
+        return self._length
+
+    def _next(self, symbol: Symbol) -> "Both | None":
+        parts = tuple(after(part, symbol) for part in self._parts)
+        if not all(parts):
+            return None
+        return remembered(self._known, parts, lambda: Both(parts, self._known))
+
+    def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
+        found = self._next(symbol)
+        return ((found,),) if found is not None else ()
+
+    def _search(self) -> float:
+        order = count()
+        heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
+        # How far each state is, and from where and with what it was come to.
+        came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
+        while heap and len(came) < _MOST_STATES:
+            _, _, state = heappop(heap)
+            if not state._least or state._found is not None:
+                return self._keep(state, came)
+            for symbol in state.firsts():
+                following = state._next(symbol)
+                if following is None or following in came or following._least == math.inf:
+                    continue
+                steps = came[state][0] + 1
+                came[following] = steps, state, symbol
+                rest = following._least if following._found is None else len(following._found)
+                # Among equals the one that is nearer to its end.
+                heappush(heap, (steps + rest, -next(order), following))
+        return max(self._least, 1)
+
+    def _keep(self, end: "Both", came: "dict[Both, tuple[int, Both, Symbol]]") -> float:
+        """Remember what was found at all states that lead to `end`; the length from here."""
+        rest, state = end._found or [], end
+        while state is not self:
+            _, before, symbol = came[state]
+            rest, state = [symbol, *rest], before
+            state._found, state._length = rest, len(rest)
+        self._found = rest
+        return len(rest)
+
+    def shortest(self) -> list[Symbol]:
+        if self.length and self._found is None:
+            longest = max(self._parts, key=distance)
+            return min(longest, key=lambda place: place.length).shortest()
+        return self._found or []
+
+    def firsts(self) -> Iterable[Symbol]:
+        own = [first for part in self._parts for place in part for first in place.firsts()]
+        return dict.fromkeys([*own, *_PRINTABLE])
