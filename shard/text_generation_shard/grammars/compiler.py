@@ -28,7 +28,7 @@ _CACHED_GRAMMARS, _CACHED_BYTES = 64, 64 << 20
 # What a grammar takes at least, and what the process of a guarded one takes.
 _LEAST_BYTES, _PROCESS_BYTES = 64 << 10, 6 << 20
 # A grammar whose trial took more than this stays in its process.
-_LARGE_BYTES, _SLOW_S = 6 << 20, 0.2
+_LARGE_BYTES, _SLOW_S = 1 << 20, 0.2
 
 
 @dataclass(slots=True)

@@ -151,9 +151,10 @@ def _masks(constraint: Constraint, guesses: Sequence[int]) -> tuple[str, list[by
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of the address space, and of it those that are in memory."""
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
+    """Bytes of the address space, and of it those in memory that no file holds: how much of the
+    libraries is in memory says nothing about a grammar."""
+    size, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text("ascii").split())
+    return size * resource.getpagesize(), (resident - of_files) * resource.getpagesize()
 
 
 if __name__ == "__main__":
