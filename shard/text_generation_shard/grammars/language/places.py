@@ -23,6 +23,8 @@ from text_generation_shard.grammars.language.expressions import (
 _PRINTABLE = [chr(code) for code in range(32, 127)]
 # Places of one text, and states of an intersection that are looked at, at most.
 _MOST_PLACES, _MOST_STATES = 1000, 3000
+# Steps behind one symbol: ways to read it, and what each of them leaves.
+_MOST_STEPS = 50_000
 # What all places of a grammar remember at most, each less than a kilobyte.
 _MOST_REMEMBERED = 20_000
 
@@ -82,17 +84,22 @@ class Place:
             place = found
         return place
 
-    def after(self, symbol: Symbol) -> "list[Place]":
-        """The places behind one symbol."""
+    def after(self, symbol: Symbol, most: int) -> "tuple[list[Place], int]":
+        """The places behind one symbol, found with at most so many steps; and how many were
+        taken."""
         known = self._after.get(symbol)
         if known is not None:
-            return known
+            return known, 1 + len(known)
+        steps = 1
         place: Place = self
         found: dict[Place, None] = {}
         for _ in range(MOST_SKIPPED):
             if place.expression is None or place.rest is None:
                 break
             for rest in place.expression.after(symbol):
+                steps += 1 + len(rest)
+                if steps > most:
+                    return [place for place in found if place.length < math.inf], steps
                 found[place.rest.before(rest)] = None
             if place.expression.length:
                 break
@@ -100,14 +107,15 @@ class Place:
         places = [place for place in found if place.length < math.inf]
         self._remembered.note(self)
         self._after[symbol] = places
-        return places
+        return places, steps
 
     def shortest(self) -> list[Symbol]:
         """The shortest text that ends here."""
         symbols: list[Symbol] = []
         place: Place = self
         while place.expression is not None and place.rest is not None:
-            symbols += place.expression.shortest()
+            if place.expression.length:
+                symbols += place.expression.shortest()
             place = place.rest
         return symbols
 
@@ -132,7 +140,14 @@ def start(expression: Expression) -> Places:
 
 def after(places: Places, symbol: Symbol) -> Places:
     """The places of a text behind one symbol more; none if it does not follow."""
-    all_found = dict.fromkeys(new for place in places for new in place.after(symbol))
+    all_found: dict[Place, None] = {}
+    left = _MOST_STEPS
+    for place in places:
+        found, steps = place.after(symbol, left)
+        all_found |= dict.fromkeys(found)
+        left -= steps
+        if left <= 0:
+            break
     # What is followed is less than there is, then.
     if len(all_found) > _MOST_PLACES:
         return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
