@@ -198,3 +198,16 @@ def test_numbers_without_an_end_are_not_read() -> None:
     schema = '{"enum": [1e999], "type": "integer"}'
     text = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
     assert grammar_expression(text, lambda name: None) is None
+
+
+def test_an_intersection_is_searched_less_behind_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schema = {"allOf": [{"pattern": "^[ab]*a[ab]{8}$"}, {"pattern": "^[ab]*b[ab]{5}c?$"}]}
+    written = '"abbab'
+    right = distance(read(start(schema_expression({"type": "string", **schema})), written))
+    monkeypatch.setattr(places, "_MOST_STATES_BEHIND", 2)
+    found = read(start(schema_expression({"type": "string", **schema})), written)
+    # What is not found out is taken to be as near as it can be.
+    assert 2 < distance(found) < right
+    assert read(found, 'abbbbbbbb"')

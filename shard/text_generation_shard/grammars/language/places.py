@@ -21,8 +21,10 @@ from text_generation_shard.grammars.language.expressions import (
 )
 
 _PRINTABLE = [chr(code) for code in range(32, 127)]
-# Places of one text, and states of an intersection that are looked at, at most.
-_MOST_PLACES, _MOST_STATES = 1000, 3000
+# Places of one text at most.
+_MOST_PLACES = 1000
+# States of an intersection that are looked at: from where it begins, and behind each symbol of it.
+_MOST_STATES, _MOST_STATES_BEHIND = 3000, 300
 # Steps behind one symbol: ways to read it, and what each of them leaves.
 _MOST_STEPS = 50_000
 # What all places of a grammar remember at most, each less than a kilobyte.
@@ -167,6 +169,7 @@ class Both(Expression):
         self, parts: Sequence[Places], known: "dict[tuple[Places, ...], Both] | None" = None
     ) -> None:
         self._parts = tuple(parts)
+        self._most_states = _MOST_STATES if known is None else _MOST_STATES_BEHIND
         self._known = {self._parts: self} if known is None else known
         self._least = max((distance(part) for part in self._parts), default=0)
         self._found: list[Symbol] | None = None
@@ -191,7 +194,7 @@ class Both(Expression):
         heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
         # How far each state is, and from where and with what it was come to.
         came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
-        while heap and len(came) < _MOST_STATES:
+        while heap and len(came) < self._most_states:
             _, _, state = heappop(heap)
             if not state._least or state._found is not None:
                 return self._keep(state, came)
