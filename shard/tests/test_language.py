@@ -85,6 +85,36 @@ def test_a_text_of_any_length_is_not_written_where_a_shorter_one_does_not_fit(
     assert search.find(matcher, position, 1, 1000) is None
 
 
+def chained(first: str, rule: str, last: str) -> str:
+    rules = "\n".join(f"r{at}: {rule.format(f'r{at + 1}')}" for at in range(60))
+    return lark(f"start: {first}\n{rules}\nr60: {last}")
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        (chained('"x" | "a" (r0 | "q") "."', '{0} | {0} "z"', '"y"'), "ayzz"),
+        (chained('"x" | "a" (r0 | "q") "."', '{0} | {0} "z"', '"y"'), "aq"),
+        (chained('"x" | "a" r0 "y"', "{0} {0}", '"" | "b"'), "abb"),
+        (
+            chained('"x" | "a" R0', "{0} | {0}", '"y"').replace("\\nr", "\\nR").replace(" r", " R"),
+            "ay",
+        ),
+    ],
+)
+def test_rules_with_more_ways_than_can_be_followed_take_no_time(
+    compiler: GrammarCompiler, tokenizer: LLTokenizer, text: str, written: str
+) -> None:
+    constraint = Constraint(compiler.compile_now(text), [], 10, 0)
+    for character in written:
+        for token in tokenizer.greedy_tokenize(character):
+            assert constraint.settle(token) == token
+    assert not constraint.failure
+    end = constraint._search.find(constraint.matcher, constraint._position, 10, 500)
+    if end:
+        assert ending.ends(constraint.matcher, end, tokenizer.eos_token)
+
+
 def test_what_is_nested_too_deep_for_the_stack_is_followed_without_its_expression(
     monkeypatch: pytest.MonkeyPatch, tokenizer: LLTokenizer
 ) -> None:
@@ -168,3 +198,16 @@ def test_numbers_without_an_end_are_not_read() -> None:
     schema = '{"enum": [1e999], "type": "integer"}'
     text = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
     assert grammar_expression(text, lambda name: None) is None
+
+
+def test_an_intersection_is_searched_less_behind_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    schema = {"allOf": [{"pattern": "^[ab]*a[ab]{8}$"}, {"pattern": "^[ab]*b[ab]{5}c?$"}]}
+    written = '"abbab'
+    right = distance(read(start(schema_expression({"type": "string", **schema})), written))
+    monkeypatch.setattr(places, "_MOST_STATES_BEHIND", 2)
+    found = read(start(schema_expression({"type": "string", **schema})), written)
+    # What is not found out is taken to be as near as it can be.
+    assert 2 < distance(found) < right
+    assert read(found, 'abbbbbbbb"')

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import TypeVar
 
 import regex
@@ -21,6 +22,8 @@ _State = TypeVar("_State")
 _EXAMPLES = "0aA1-_.:/" + "".join(map(chr, range(33, 127))) + " \t\n\r"
 # Where parts of Unicode begin; most classes have a character in the first.
 _PARTS = (0x80, 0x1000, 0x10000, 0x20000, 0x110000)
+# What may follow a symbol in a rule: more ways are not followed.
+_MOST_WAYS = 1000
 # States of one expression that are known at once.
 _MOST_KNOWN = 20_000
 # Parts in a row that need not be there and are passed over at once. What has more is followed as if
@@ -240,7 +243,7 @@ class Sequence_(Expression):
                 return
 
     def shortest(self) -> list[Symbol]:
-        return [symbol for part in self.parts for symbol in part.shortest()]
+        return [symbol for part in self.parts if part.length for symbol in part.shortest()]
 
     def firsts(self) -> Iterable[Symbol]:
         for part in self.parts:
@@ -311,7 +314,7 @@ class Repeat(Expression):
             yield (*rest, self._next) if self._next.most else rest
 
     def shortest(self) -> list[Symbol]:
-        return self.part.shortest() * self.least if self.least else []
+        return self.part.shortest() * self.least if self.least and self.part.length else []
 
     def firsts(self) -> Iterable[Symbol]:
         return self.part.firsts() if self.most else ()
@@ -325,6 +328,10 @@ class Reference(Expression):
         self.target: Expression | None = None
         self.least, self.own_rank = math.inf, 0
         self._is_read = False
+        # The last symbol that was read, and what may follow it: rules that hold one another several
+        # times ask for the same as often as there are ways through them.
+        self._last: tuple[Symbol, Sequence[tuple[Expression, ...]]] | None = None
+        self._firsts: list[Symbol] | None = None
 
     def measure(self) -> float:
         return self.least
@@ -334,27 +341,34 @@ class Reference(Expression):
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         # A rule that begins with itself is written without that; see `lark`.
+        if self._last is not None and self._last[0] == symbol:
+            return self._last[1]
         if self._is_read or self.target is None:
-            return
+            return ()
         self._is_read = True
         try:
-            found = list(self.target.after(symbol))
+            # One after another, so that not more are made than are taken.
+            ways = dict.fromkeys(islice(self.target.after(symbol), _MOST_WAYS))
         finally:
             self._is_read = False
-        yield from found
+        self._last = symbol, list(ways)
+        return self._last[1]
 
     def shortest(self) -> list[Symbol]:
         assert self.target is not None
-        return self.target.shortest()
+        return self.target.shortest() if self.least else []
 
     def firsts(self) -> Iterable[Symbol]:
+        if self._firsts is not None:
+            return self._firsts
         if self._is_read or self.target is None:
-            return []
+            return ()
         self._is_read = True
         try:
-            return list(self.target.firsts())
+            self._firsts = list(dict.fromkeys(self.target.firsts()))
         finally:
             self._is_read = False
+        return self._firsts
 
 
 def settle(references: Sequence[Reference]) -> None:

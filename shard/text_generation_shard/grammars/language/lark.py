@@ -18,6 +18,7 @@ from text_generation_shard.grammars.language.expressions import (
     Sequence_,
     Text,
     Tokens,
+    TooLargeError,
     one_of,
     settle,
 )
@@ -39,6 +40,8 @@ _TOKEN = re.compile(
     |(?P<sign>->|[:|*+?()\[\]~&{},.=])""",
     re.X | re.S,
 )
+# Parts of a grammar where all names in capitals are put where they stand.
+_MOST_PARTS = 100_000
 _MANY = {"*": (0, float("inf")), "+": (1, float("inf")), "?": (0, 1)}
 
 
@@ -204,6 +207,9 @@ class _Builder:
         self._rules, self._special = reader.rules, special
         self._references: dict[str, Reference] = {}
         self._terminals: dict[str, Expression | None] = {}
+        # Parts of those, and of what is built now.
+        self._sizes: dict[str, int] = {}
+        self._size = 0
         self._ignored: Expression | None = None
         ignored = [self._choice(choices, "IGNORED") for choices in reader.ignored]
         if ignored:
@@ -219,16 +225,25 @@ class _Builder:
         if name not in self._rules:
             raise ValueError(f"unknown name {name}")
         if name.isupper():
-            if name not in self._terminals:
-                self._terminals[name] = None
-                self._terminals[name] = self._choice(self._rules[name], name)
-            if (found := self._terminals[name]) is None:
-                raise ValueError(f"{name} holds itself")
-            return found
+            return self._terminal(name)
         if name not in self._references:
             reference = self._references[name] = Reference(name)
             reference.target = self._rule(name)
         return self._references[name]
+
+    def _terminal(self, name: str) -> Expression:
+        """What is put where a name in capitals stands. ValueError: that would be too much."""
+        if name not in self._terminals:
+            self._terminals[name] = None
+            outside, self._size = self._size, 0
+            self._terminals[name] = self._choice(self._rules[name], name)
+            self._sizes[name], self._size = self._size, outside
+        if (found := self._terminals[name]) is None:
+            raise ValueError(f"{name} holds itself")
+        self._size += self._sizes[name]
+        if self._size > _MOST_PARTS:
+            raise TooLargeError("names that hold one another several times")
+        return found
 
     def _rule(self, name: str) -> Expression:
         """A rule that begins with itself is what else it begins with, and then its ends."""
@@ -253,6 +268,7 @@ class _Builder:
         return parts[0] if len(parts) == 1 else Sequence_(parts)
 
     def _one(self, kind: str, value: Any, name: str) -> Expression:
+        self._size += 1
         if kind == "choice":
             return self._choice(value, name)
         if kind == "all":

@@ -64,7 +64,8 @@ class Members(Expression):
         return sum(part.measure() for part in self._shortest_way())
 
     def shortest(self) -> list[Symbol]:
-        return [symbol for part in self._shortest_way() for symbol in part.shortest()]
+        way = self._shortest_way()
+        return [symbol for part in way if part.length for symbol in part.shortest()]
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         for way, rest in self._ways():

@@ -21,8 +21,12 @@ from text_generation_shard.grammars.language.expressions import (
 )
 
 _PRINTABLE = [chr(code) for code in range(32, 127)]
-# Places of one text, and states of an intersection that are looked at, at most.
-_MOST_PLACES, _MOST_STATES = 1000, 3000
+# Places of one text at most.
+_MOST_PLACES = 1000
+# States of an intersection that are looked at: from where it begins, and behind each symbol of it.
+_MOST_STATES, _MOST_STATES_BEHIND = 3000, 300
+# Steps behind one symbol: ways to read it, and what each of them leaves.
+_MOST_STEPS = 50_000
 # What all places of a grammar remember at most, each less than a kilobyte.
 _MOST_REMEMBERED = 20_000
 
@@ -82,17 +86,22 @@ class Place:
             place = found
         return place
 
-    def after(self, symbol: Symbol) -> "list[Place]":
-        """The places behind one symbol."""
+    def after(self, symbol: Symbol, most: int) -> "tuple[list[Place], int]":
+        """The places behind one symbol, found with at most so many steps; and how many were
+        taken."""
         known = self._after.get(symbol)
         if known is not None:
-            return known
+            return known, 1 + len(known)
+        steps = 1
         place: Place = self
         found: dict[Place, None] = {}
         for _ in range(MOST_SKIPPED):
             if place.expression is None or place.rest is None:
                 break
             for rest in place.expression.after(symbol):
+                steps += 1 + len(rest)
+                if steps > most:
+                    return [place for place in found if place.length < math.inf], steps
                 found[place.rest.before(rest)] = None
             if place.expression.length:
                 break
@@ -100,14 +109,15 @@ class Place:
         places = [place for place in found if place.length < math.inf]
         self._remembered.note(self)
         self._after[symbol] = places
-        return places
+        return places, steps
 
     def shortest(self) -> list[Symbol]:
         """The shortest text that ends here."""
         symbols: list[Symbol] = []
         place: Place = self
         while place.expression is not None and place.rest is not None:
-            symbols += place.expression.shortest()
+            if place.expression.length:
+                symbols += place.expression.shortest()
             place = place.rest
         return symbols
 
@@ -132,7 +142,14 @@ def start(expression: Expression) -> Places:
 
 def after(places: Places, symbol: Symbol) -> Places:
     """The places of a text behind one symbol more; none if it does not follow."""
-    all_found = dict.fromkeys(new for place in places for new in place.after(symbol))
+    all_found: dict[Place, None] = {}
+    left = _MOST_STEPS
+    for place in places:
+        found, steps = place.after(symbol, left)
+        all_found |= dict.fromkeys(found)
+        left -= steps
+        if left <= 0:
+            break
     # What is followed is less than there is, then.
     if len(all_found) > _MOST_PLACES:
         return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
@@ -152,6 +169,7 @@ class Both(Expression):
         self, parts: Sequence[Places], known: "dict[tuple[Places, ...], Both] | None" = None
     ) -> None:
         self._parts = tuple(parts)
+        self._most_states = _MOST_STATES if known is None else _MOST_STATES_BEHIND
         self._known = {self._parts: self} if known is None else known
         self._least = max((distance(part) for part in self._parts), default=0)
         self._found: list[Symbol] | None = None
@@ -176,7 +194,7 @@ class Both(Expression):
         heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
         # How far each state is, and from where and with what it was come to.
         came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
-        while heap and len(came) < _MOST_STATES:
+        while heap and len(came) < self._most_states:
             _, _, state = heappop(heap)
             if not state._least or state._found is not None:
                 return self._keep(state, came)
