@@ -129,6 +129,12 @@ def test_a_server_that_runs(
             assert len(list(csv.DictReader(file))) == len(report["points"])
 
 
+def _as_at_a_terminal() -> None:
+    """Shells have what runs in the background ignore Ctrl-C, and it is inherited."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_prints_what_was_measured(embedded_server: LauncherHandle) -> None:
     load = subprocess.Popen(
         [*BENCHMARK, "--url", embedded_server.url, "--seconds", "60", "--timeout", "30"],
@@ -136,7 +142,7 @@ def test_ctrl_c_prints_what_was_measured(embedded_server: LauncherHandle) -> Non
         stderr=subprocess.PIPE,
         text=True,
         env=clean_environment(),
-        preexec_fn=_end_with_parent,
+        preexec_fn=_as_at_a_terminal,
     )
     try:
         before = embedded_server.metrics().get("tgi_request_success", 0.0)
