@@ -1,8 +1,8 @@
 """What grammars cost the neighbours: 16 clients, half of them constrained, half measured.
 
-One server, one run, alternating: each round measures twice, with the other eight clients asking for
-free text and for JSON of a schema that no request had before. Printed is the throughput of the
-eight clients that never ask for a grammar.
+One server, one run, alternating: each round measures three times, with the other eight clients
+asking for free text, for JSON of one schema, and for JSON of a schema that no request had before.
+Printed is the throughput of the eight clients that never ask for a grammar.
 
 The first answers have different lengths, so that requests begin one after another. Without that
 all clients of free text begin and end in the same steps, and their prompts share one prefill, which
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from servers import FOLDER, WORK, Running, ours, running
 MEASURED = 8
 OTHERS = 8
 NEW_TOKENS = 64
-KINDS = ("free", "constrained")
+KINDS = ("free", "known", "constrained")
 
 
 def main() -> None:
@@ -47,17 +48,20 @@ def main() -> None:
     if not (options.checkpoint / "config.json").exists():
         write_checkpoint(options.checkpoint)
     server = ours(options.checkpoint, "--dtype", "bfloat16")
-    schemas = map(schema, itertools.count())
+    schemas: dict[str, Iterator[dict[str, Any] | None]] = {
+        "free": itertools.repeat(None),
+        "known": itertools.repeat(schema(0)),
+        "constrained": map(schema, itertools.count(1)),
+    }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
-        asyncio.run(measure(handle, 1, 0, schemas))
-        asyncio.run(measure(handle, 1, 1, schemas))
+        for kind in KINDS:
+            asyncio.run(measure(handle, 1, schemas[kind]))
         for number in range(options.rounds):
-            # Each kind is first in every other round: what changes slowly hits both alike.
-            for constrained in (0, 1) if number % 2 else (1, 0):
-                kind = KINDS[constrained]
+            # The order turns in every other round: what changes slowly hits all alike.
+            for kind in KINDS if number % 2 else reversed(KINDS):
                 print(f"round {number + 1} of {options.rounds}: {kind}", file=sys.stderr)
-                run = measure(handle, options.requests, constrained, schemas)
+                run = measure(handle, options.requests, schemas[kind])
                 found[kind].append(asyncio.run(run))
     report = summarise(found)
     print(table(report))
@@ -83,7 +87,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 async def measure(
-    handle: Running, requests: int, constrained: int, schemas: "map[dict[str, Any]]"
+    handle: Running, requests: int, schemas: Iterator[dict[str, Any] | None]
 ) -> dict[str, float]:
     """Tokens per second of both halves, from the first request to the last of the measured."""
     waiting = prompts((MEASURED + OTHERS) * 64, 128, seed=7)
@@ -113,7 +117,7 @@ async def measure(
     async def other(number: int) -> None:
         await ask(1, None, first_length(2 * number + 1))
         while not is_over.is_set():
-            await ask(1, next(schemas) if constrained else None)
+            await ask(1, next(schemas))
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -142,12 +146,16 @@ def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         "command": " ".join(["python", "benchmarks/structured.py", *sys.argv[1:]]),
         "machine": machine(),
         "tokens_per_s": medians,
-        "ratio": statistics.median(
-            constrained["measured"] / free["measured"]
-            for free, constrained in zip(found["free"], found["constrained"], strict=True)
-        ),
+        "ratio": ratio(found, "constrained"),
+        "ratio_known": ratio(found, "known"),
         "rounds": found,
     }
+
+
+def ratio(found: dict[str, list[dict[str, float]]], kind: str) -> float:
+    """The throughput beside one kind to that beside free text: the median of the rounds."""
+    pairs = zip(found["free"], found[kind], strict=True)
+    return statistics.median(one["measured"] / free["measured"] for free, one in pairs)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -158,7 +166,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     for kind, one in report["tokens_per_s"].items():
         lines.append(f"| {kind} text | {one['measured']:.1f} | {one['others']:.1f} |")
-    return "\n".join([*lines, f"ratio {report['ratio']:.3f}"])
+    ratios = f"ratio {report['ratio']:.3f}, with one schema {report['ratio_known']:.3f}"
+    return "\n".join([*lines, ratios])
 
 
 if __name__ == "__main__":
