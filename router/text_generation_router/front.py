@@ -19,7 +19,7 @@ PIECE_BYTES = 65536
 
 class Front:
     """Lets requests in a few at a time, in the order they came, and tells streams the server's own
-    `send`. Once it is closed, whoever comes is refused. Large answers go out in pieces, and every
+    `send`. Once it is closed, new requests are refused. Large answers go out in pieces, and every
     answer bears the id of its request.
 
     At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone

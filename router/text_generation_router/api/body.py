@@ -70,7 +70,7 @@ class JsonRequest(Request):
     def __init__(self, scope: Scope, receive: Receive, field: Field) -> None:
         super().__init__(scope, receive)
         self._field = field
-        # A large or compressed body, until it is parsed: whoever calls `body` would keep it as long
+        # A large or compressed body, until it is parsed: a caller of `body` would keep it as long
         # as the answer takes.
         self._large = bytearray()
 

@@ -18,7 +18,7 @@ class Page(BaseModel):
         default=20, description="The most models to list, for Anthropic's clients."
     )
     after_id: str | None = Field(
-        default=None, description="List what is behind this model, for Anthropic's clients."
+        default=None, description="List the models after this one, for Anthropic's clients."
     )
     before_id: str | None = Field(
         default=None, description="List what is before this model, for Anthropic's clients."

@@ -92,7 +92,7 @@ class ChoiceStream:
         self._new_ids: list[int] = []
 
     def chunks(self, steps: Sequence[ChatStep]) -> list[Chunk]:
-        """What is new with the steps; nothing if all of it is reasoning that nobody wants."""
+        """What is new with the steps; nothing if all of it is reasoning that was not asked for."""
         chunks: list[Chunk] = []
         body = self._body
         if not self._has_role:
