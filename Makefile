@@ -7,18 +7,18 @@ CONFORMANCE := integration_tests/conformance
 HOSTILE := integration_tests/hostile
 CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*.txt)) \
 	$(patsubst $(CONFORMANCE)/requirements/%/package.json,.venv-clients/%/.installed,$(wildcard $(CONFORMANCE)/requirements/*/package.json))
-PYTEST := $(BIN)/pytest -m "not gpu"
-# Integration tests that compute much and measure no times: they run in two processes, with the unit tests.
-COMPUTING := $(CONFORMANCE) $(patsubst %,integration_tests/test_%.py,shards bad_input bad_models benchmark boundaries docs frozen generate gpu_server grammar offline offline_batch on_gpu parity quantize real_client reflection sequences small_device vllm_fields)
-# Attacks that measure no times: they run in two processes, before the others.
-HOSTILE_COMPUTING := $(patsubst %,$(HOSTILE)/test_%.py,harness pickles places scores sockets tls)
-UNITS := process/tests proto/tests launcher/tests router/tests shard/tests
+PYTEST := $(BIN)/pytest
+# The tests of a file run in one process and may share servers; files begin in the order given.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+UNITS := shard/tests router/tests launcher/tests process/tests proto/tests
+# Integration tests that run most of what the unit tests do not: how processes start, fail and end.
+COVERED := $(patsubst %,integration_tests/test_%.py,bad_input bad_models generate grammar lifecycle offline probes traces)
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
 GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: install serve test processors hostile fuzz conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
+.PHONY: install serve test unit coverage processors hostile fuzz soak conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -26,19 +26,28 @@ serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
 test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(if $(ARGS),$(PYTEST) $(ARGS),$(PYTEST) $(UNITS) $(COMPUTING) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
-	$(if $(ARGS),,$(PYTEST) integration_tests $(addprefix --ignore ,$(HOSTILE) $(COMPUTING)))
+	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m "not gpu and not timed" integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
+	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu" integration_tests --ignore $(HOSTILE))
+
+unit: .venv/.installed-dev ## the unit tests that are quick: two and a half minutes
+	$(PYTEST) -m "not gpu and not slow" $(UNITS) $(PARALLEL) $(ARGS)
+
+coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; half an hour
+	$(PYTEST) -m "not gpu and not timed" $(UNITS) $(COVERED) $(PARALLEL) --cov --cov-report=term $(ARGS)
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
 	$(BIN)/python -m shard.tests.processors
 
 hostile: .venv/.installed-dev ## attacks on a real server, and 2,000 random requests; needs root
-	$(if $(ARGS),$(BIN)/pytest $(HOSTILE) $(ARGS),$(BIN)/pytest $(HOSTILE_COMPUTING) --numprocesses 2 --dist loadfile --no-loadscope-reorder)
-	$(if $(ARGS),,$(BIN)/pytest $(HOSTILE) $(addprefix --ignore ,$(HOSTILE_COMPUTING)))
+	$(if $(ARGS),$(PYTEST) $(HOSTILE) $(ARGS),$(PYTEST) -m "not timed" $(HOSTILE) $(PARALLEL))
+	$(if $(ARGS),,$(PYTEST) -m timed $(HOSTILE))
 
 fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
 		$(BIN)/pytest $(HOSTILE)/test_fuzz.py -s $(ARGS)
+
+soak: .venv/.installed-dev ## 20 minutes of random requests while shards are killed; make soak ARGS="--minutes 2"
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 conformance: .venv/.installed-dev $(if $(ARGS),$(ARGS:%=.venv-clients/%/.installed),$(CLIENTS)) ## the clients people have, against a real server
 	$(BIN)/python -m integration_tests.conformance.run_clients $(ARGS)
@@ -74,7 +83,7 @@ bench: .venv/.installed-dev ## ours beside vLLM, llama.cpp (compiled: 25 minutes
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --editable ".[otlp]"
 	touch $@
 
 .venv/.installed-dev: .venv/.installed

@@ -1,8 +1,7 @@
-"""What a long prompt does to those who are being answered: 8 clients, and 6,000 tokens arrive.
+"""What a long prompt costs running streams: 8 clients decode, a prompt of 6,000 tokens arrives.
 
-Prints the time from one token to the next of the 8 clients, before the prompt came and while it was
-computed, as the launcher starts and with --disable-prefill-chunking. The clients run in this
-process; a client's token arrives when its bytes do.
+Prints the times between tokens of the 8 clients, before the prompt and during its prefill, with and
+without prefill chunking. The clients run in this process.
 """
 
 import argparse
@@ -59,9 +58,9 @@ def main() -> None:
 
 
 async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:
-    """Gaps of the clients' tokens before and during the prompts, and how long those took."""
+    """The clients' times between tokens before and during the prompts, and the prompts' times."""
     arrivals: list[list[float]] = [[] for _ in range(CLIENTS)]
-    # Long enough for all of it; whoever is still answered at the end is left alone.
+    # Long enough for the whole run; the clients are cancelled at its end.
     length = 8192 - CLIENT_TOKENS - 1
     waiting = prompts(CLIENTS, CLIENT_TOKENS, seed=0)
     clients = [

@@ -1,5 +1,5 @@
-"""What ranks on one machine compute together: sums of many sizes after random sleeps, each checked;
-and how long one takes, through shared memory and by gloo.
+"""Checks and times sums over ranks on one machine: sums of many sizes after random sleeps, through
+shared memory and by gloo.
 
     python benchmarks/collectives.py --operations 1000000
 """
@@ -22,9 +22,9 @@ from machine import machine
 from servers import FOLDER
 
 SHAPES = ((1, 2048), (32, 2048), (240, 2048))
-# Slots as large as a server's, so that nothing of these shapes goes in pieces.
+# Slots as large as a server's, so that no sum of these shapes is split.
 SLOT_BYTES = 8 << 20
-# Of the checked sums: most numbers, one of how many follows a sleep, and how long that is at most.
+# Of the checked sums: the most numbers, the number of sums per sleep, and the longest sleep.
 MOST_NUMBERS = 20_000
 SLEEPS, LONGEST_SLEEP_S = 1000, 0.003
 # A sum of whole numbers below this is exact in float32.
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 found; RuntimeError if a rank failed."""
+    """The results of rank 0. Raises RuntimeError if a rank failed."""
     with socket.create_server(("localhost", 0)) as listener:
         port = listener.getsockname()[1]
     arguments = ["--operations", options.operations, "--rounds", options.rounds]
@@ -90,7 +90,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_rank(options: argparse.Namespace) -> dict[str, Any]:
-    """One process of several."""
+    """One rank's process."""
     import os
 
     from text_generation_shard.device import prepare_process
@@ -130,7 +130,7 @@ def check(shared: Any, operations: int) -> dict[str, Any]:
         number += 1
         shared.begin(number)
         for _ in range(min(alike.randint(1, 300), operations - done)):
-            # Most are small, as most are in a server.
+            # Mostly small ones, as in a server.
             count = int(MOST_NUMBERS ** alike.random())
             if own.randrange(SLEEPS) == 0:
                 sleeps += 1
@@ -168,7 +168,7 @@ def measure(shared: Any, gloo: Any, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def _by_gloo(gloo: Any, values: Any) -> None:
-    """As gloo itself adds: in no order of its ranks."""
+    """A sum by gloo itself, whose order of ranks is not fixed."""
     gloo._group.allreduce([values]).wait()
 
 

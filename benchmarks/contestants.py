@@ -1,4 +1,4 @@
-"""Who takes part in the comparison, by the name that --servers takes."""
+"""The servers of the comparison, by the names that --servers accepts."""
 
 import importlib.metadata
 import platform
@@ -20,7 +20,7 @@ class Contestant:
     server: Callable[[Path], Server]
     """What to start for a checkpoint."""
     prepare: Callable[[Path], None]
-    """Installs and converts what is missing; RuntimeError says why that can not be done."""
+    """Installs and converts what is missing. Raises RuntimeError."""
     versions: Callable[[], dict[str, str]]
     is_peer: bool = True
     loads: tuple[str, ...] = tuple(LOADS)
@@ -70,10 +70,10 @@ CONTESTANTS = {
 }
 
 OURS = "pytgi"
-"""What the peers that compute in bfloat16 are compared with."""
+"""Compared with the peers that compute in bfloat16."""
 
 RIVALS = {"pytgi-int8": "llama.cpp-q8_0", "pytgi-int4": "llama.cpp-q4_0"}
-"""Quantized configurations, each beside the peer's of the same width; nothing else is fair."""
+"""Quantized configurations, each compared with the peer's of the same width."""
 
 PRICED = "pytgi-deterministic"
 """Compared with OURS: what batch-invariant arithmetic costs."""

@@ -1,7 +1,7 @@
 """Runs llama.cpp's own converter on the benchmark's checkpoint.
 
-The converter knows a tokenizer by a hash of what it does to a sample text, and refuses the
-benchmark's, which is nobody else's. Its pre-tokenizer is GPT-2's, so that is what it is told.
+The converter identifies a tokenizer by a hash of its output for a sample text, and refuses unknown
+ones such as the benchmark's. Its pre-tokenizer is GPT-2's, so the converter gets that name.
 """
 
 import argparse

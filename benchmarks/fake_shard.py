@@ -1,7 +1,7 @@
 """A shard without a model: answers every step at once with a fixed text, for benchmarks/router.py.
 
-A real gRPC server on a real unix socket that keeps the contract of generate.proto, so that what is
-measured is the router as it runs and nothing of it is replaced.
+A real gRPC server on a real unix socket that implements generate.proto, so that the router under
+measurement runs unchanged.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from text_generation_proto import pb, pb_grpc
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 20
 MAX_MODEL_LEN = 8192
-# Log-probabilities, over and over; of 32 bits, as a shard's are.
+# Log-probabilities to repeat; float32, as a shard's are.
 LOGPROBS = [-((place * 7919 % 997) + 1) / 331 for place in range(997)]
 
 
 @dataclass(slots=True)
 class Row:
-    """One request: what is left of its prompt, what it has written and where it ends."""
+    """One request: the rest of its prompt, its tokens so far and its length."""
 
     num_unread: int
     num_tokens: int
@@ -43,8 +43,8 @@ class Columns:
 
 
 class FakeShard(pb_grpc.TextGenerationServiceServicer):
-    """Owns the rows. Every request writes `text` over and over until its `max_new_tokens`; of what
-    the router lets it guess, `accepted` tokens a step are right."""
+    """Owns the rows. Every request repeats `text` until its `max_new_tokens`; of the router's
+    drafts, `accepted` tokens per step are right."""
 
     def __init__(self, url: str, text: list[int], accepted: int) -> None:
         self._url = url
@@ -74,7 +74,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
         return pb.ServiceDiscoveryResponse(urls=[self._url])
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
-        """Room for everybody, and steps that take a millisecond at most."""
+        """Enough blocks for all requests, and steps of at most a millisecond."""
         return pb.WarmupResponse(
             num_blocks=NUM_BLOCKS,
             max_input_tokens=request.max_input_tokens or MAX_MODEL_LEN - 1,
@@ -85,7 +85,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
-        """Always well."""
+        """Always healthy."""
         return pb.HealthResponse()
 
     async def ClearCache(
@@ -108,7 +108,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
         return pb.FilterBatchResponse(batch=batch)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
-        """New rows; the cached ones go on beside them if they are told to."""
+        """Adds rows; the cached ones take a step too if the call says so."""
         joins = request.HasField("cached_batch_id")
         batch_id = request.cached_batch_id if joins else request.batch.id
         rows = self._batches.setdefault(batch_id, {})
@@ -130,7 +130,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
     ) -> AsyncIterator[pb.StepResponse]:
-        """A step of the batches, which become one, for each message."""
+        """One step per message; the batches become one."""
         async for request in requests:
             batch_id, *others = request.batch_ids
             rows = self._batches[batch_id]
@@ -143,7 +143,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
     ) -> pb.CompileGrammarResponse:
-        """Any grammar will do; the text stays as it is."""
+        """Accepts any grammar; the text does not follow it."""
         return pb.CompileGrammarResponse(min_tokens=1)
 
     def _advance(self, rows: dict[int, Row], advance: pb.Advance, columns: Columns) -> None:
@@ -155,7 +155,7 @@ class FakeShard(pb_grpc.TextGenerationServiceServicer):
             self._read(request_id, rows[request_id], length, columns)
 
     def _read(self, request_id: int, row: Row, length: int, columns: Columns) -> None:
-        """A part of a prompt; behind the last part comes the first token."""
+        """A part of a prompt; the last part gives the first token."""
         row.num_unread -= length
         if not row.num_unread:
             self._write(request_id, row, 1, columns)
@@ -209,7 +209,7 @@ async def serve(uds_path: str, text: list[int], accepted: int) -> None:
 
 
 def main() -> None:
-    """Serves as the command line says."""
+    """Serves with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uds-path", required=True)
     parser.add_argument("--token-ids", type=int, nargs="+", required=True, help="the text")

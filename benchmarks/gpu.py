@@ -3,11 +3,11 @@
     python3 benchmarks/gpu.py [PART ...] [--sections NAME ...] [--seconds N]
     python3 benchmarks/gpu.py --dry        without a GPU: tiny sizes, on the processor
 
-A part is made of sections. They are measured in a child process; one that hangs, or loses the
-device, costs that process, and the sections behind it get a new one. What a call refuses is
-recorded, and the next one is measured. The report is written to $OUT, or to benchmarks/results. The
-status is not 0 if a bound of error or another promise was broken, or a section or one of our own
-measurements failed; a goal that is missed changes nothing.
+A part consists of sections, measured in a child process. If a section hangs or loses the device,
+the next ones get a new process. A refused call is recorded, and the next one is measured. The
+report is written to $OUT, or to benchmarks/results. The status is not 0 if an error bound or
+another promise was broken, or if a section or one of our own measurements failed; missed goals do
+not count.
 """
 
 import argparse
@@ -31,16 +31,16 @@ sys.path.append(str(ROOT))
 
 
 class Section(NamedTuple):
-    """A function of a module in this folder, which is given a Bench; and the seconds it may take.
-    When they are over, it measures nothing new."""
+    """A function of a module in this folder that takes a Bench, and its time limit in seconds,
+    after which it starts no measurement."""
 
     module: str
     function: str
     seconds: float
 
 
-# One more part is one more entry, and one more name in the Makefile. The limits, of which all
-# shares are, come first.
+# A new part is an entry here and a name in the Makefile. The limits come first: shares refer to
+# them.
 _LIMITS = Section("gpu_limits", "limits", 40)
 PARTS: dict[str, dict[str, Section]] = {
     "kernels": {
@@ -62,7 +62,7 @@ PARTS: dict[str, dict[str, Section]] = {
         "gaps": Section("gpu_engine_steps", "gaps", 30),
         "server": Section("gpu_server", "server", 130),
         "start": Section("gpu_server", "start", 70),
-        # Last: it takes what is left.
+        # Last: it uses the remaining time.
         "soak": Section("gpu_engine_soak", "soak", 180),
     },
 }
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _write(output: Path, said: dict[str, Any], found: Found) -> dict[str, Any]:
-    """The report, which then is in the file, too."""
+    """Makes the report and writes it to the file."""
     told = problems(found)
     report = {
         "status": 1 if told else 0,
@@ -116,7 +116,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="only these of the parts")
-    # With the installation of wheels before, and a child that hangs behind it: ten minutes.
+    # With the installation of wheels before and a child that hangs at the end: ten minutes.
     parser.add_argument("--seconds", type=float, default=520, help="when to begin nothing new")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--output", type=Path)
@@ -145,16 +145,16 @@ def _output(asked: Path | None) -> Path:
 
 
 def work(names: Sequence[str], is_dry: bool, limits: dict[str, float], seconds: float) -> None:
-    """What a child does: sections, one after another, for `seconds` in all."""
+    """The child process: runs sections one after the other, for `seconds` in total."""
     until = time.monotonic() + seconds
     if is_dry:
         os.environ["TRITON_INTERPRET"] = "1"
-        # The interpreter's products of bfloat16 are mended there.
+        # It corrects the interpreter's products of bfloat16.
         importlib.import_module("shard.tests.interpreted")
     from gpu_timing import Bench, Limits
 
     bench = Bench(is_dry, Limits(**limits))
-    # Where others compute beside it, and kernels of the processor may have to be compiled.
+    # Longer, because the machine may be busy and CPU kernels may have to be compiled.
     patience = 5 if is_dry else 1
     for name in names:
         section = SECTIONS[name]

@@ -10,22 +10,22 @@ from text_generation_shard.device.cuda.device import FIRST_WITH_CACHE
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
 from torch import Tensor
 
-# Of the free memory, what a cache takes at most.
+# The largest share of the free memory for a cache.
 _CACHE_SHARE = 0.6
-# Keys or values that are made up at once.
+# Keys or values that are generated at once.
 _FILLED = 1 << 16
 # This number of queries of a row is checked, in the first, the middle and the last row.
 _CHECKED = 8
 
 
 class Pool:
-    """The cache of one layer, full of random keys and values. Its blocks are handed out in a random
-    order; where there are fewer than the rows ask for, rows share them."""
+    """The cache of one layer, full of random keys and values. Blocks are allocated in a random
+    order; rows share blocks if there are too few."""
 
     def __init__(
         self, bench: Bench, model: Model, num_blocks: int, context: int, kept: torch.dtype
     ) -> None:
-        """context: the longest that a row may have; kept: the type of keys and values."""
+        """context: the longest row; kept: the type of keys and values."""
         own = bench.device.attention(
             model.num_heads, model.num_kv_heads, model.head_dim, model.head_dim**-0.5
         )
@@ -49,14 +49,14 @@ class Pool:
         """[context, 2, head_dim / 2], float32."""
 
     def num_copies(self, rows: int, context: int) -> int:
-        """How many disjoint batches of that size there are blocks for, if the cache of the GPU is
-        to hold none of them; at least one."""
+        """How many disjoint batches of that size fit, so that the GPU's cache holds none of them;
+        at least one."""
         width = -(-context // self.attention.block_size)
         wanted = self._bench.copies(rows * context * self.token_bytes)
         return max(1, min(wanted, len(self._order) // (rows * width)))
 
     def sharing(self, rows: int, context: int) -> float:
-        """How many rows have one block in common, on an average; 1: none has."""
+        """The average number of rows per block; 1: no block is shared."""
         width = -(-context // self.attention.block_size)
         return max(1.0, rows * width / len(self._order))
 
@@ -81,11 +81,11 @@ class Pool:
         )
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
-        """What the attention makes of a batch."""
+        """The attention's own view of a batch."""
         return self.attention.plan(batch, Angles(self.angles, batch.positions))
 
     def attend(self, heads: Tensor, plan: TritonPlan) -> Tensor:
-        """What a layer does: heads are rotated and stored, and queries attend."""
+        """The work of a layer: rotate and store heads, then attend."""
         return self.attention.forward(heads, 0, None, True, plan)
 
     def heads(self, tokens: int) -> Tensor:
@@ -94,7 +94,7 @@ class Pool:
         return self._bench.random(tokens, own.num_heads + 2 * own.num_kv_heads, own.head_dim)
 
     def error(self, rows: int, context: int, length: int) -> dict[str, float]:
-        """Of one pass, in some rows, queries and heads, beside float64."""
+        """The error of one pass against float64, in some rows, queries and heads."""
         batch, own = self.batch(rows, context, length, 0), self._model
         heads = self.heads(rows * length)
         before = heads.clone()
@@ -145,7 +145,7 @@ def decode(bench: Bench) -> None:
 
 
 def cache_dtypes(bench: Bench) -> dict[str, torch.dtype]:
-    """What else than 16 bits a cache is kept in there: --kv-cache-dtype."""
+    """The types of --kv-cache-dtype other than 16 bits that the GPU supports."""
     return {
         name: kept
         for name, kept in bench.device.cache_dtypes.items()
@@ -161,7 +161,7 @@ def _decode_all(
     contexts: Sequence[int],
     kept: torch.dtype,
 ) -> None:
-    """With one cache, which is given back at the end."""
+    """Measures with one cache, which is freed at the end."""
     blocks = max(all_rows) * max(contexts) // 16 + 1
     make = partial(Pool, bench, model, blocks, max(contexts), kept)
     pool = bench.prepare(f"{name} cache", make)
@@ -185,7 +185,7 @@ def _decode(bench: Bench, pool: Pool, rows: int, context: int) -> Figures:
 
 
 def prefill(bench: Bench) -> None:
-    """Several tokens a row: half of the products of a causal square, and what lies before it."""
+    """Several tokens per row: half of the products of a causal square, and its context."""
     cases = ((1, 512, 512), (1, 4096, 4096), (1, 32768, 32768), (8, 4096, 4096), (1, 8704, 512))
     for model in bench.models:
         for rows, context, length in ((1, 24, 24), (2, 40, 5)) if bench.is_dry else cases:
@@ -209,6 +209,6 @@ def _prefill(
 
 
 def causal_flop(model: Model, rows: int, context: int, length: int) -> float:
-    """Of the scores that are seen, and of the values behind them."""
+    """The operations of the visible scores and of their values."""
     seen = length * (context - length) + length * length / 2
     return 4.0 * rows * model.num_heads * model.head_dim * seen

@@ -1,5 +1,5 @@
-"""Drives an engine as the router does: gives out blocks, lets requests in, grows them, takes them
-out again where blocks are short, and launches each step before the one in front of it is known."""
+"""Drives an engine as the router does: allocates blocks, admits, grows and preempts requests, and
+launches each step before the result of the previous one is known."""
 
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -9,17 +9,17 @@ from text_generation_shard.engine.step import FinishReason, NewRequest, StepInpu
 from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.errors import BatchError
 
-# One block stays free for this number of rows: else a new request is preempted a step later.
+# Rows per block that stays free: without it a new request would be preempted a step later.
 _ROWS_A_SPARE_BLOCK = 8
 
 
 class LostError(AssertionError):
-    """A request, a row or a block is not where it must be."""
+    """A request, a row or a block is lost or used twice."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request was given so far."""
+    """The tokens of one request so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -28,34 +28,34 @@ class Answer:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that has a row, and blocks."""
+    """A request with a row and blocks."""
 
     request: NewRequest
     known: list[int]
     table: list[int]
-    # Tokens whose KV is there once all that was launched is computed.
+    # Tokens whose KV is in the cache after all launched steps.
     computed: int
-    # Tokens it may get beside those under way.
+    # Tokens it may get in addition to those in flight.
     left: int
 
 
 class Caller:
-    """Owns which blocks are free and which request holds which, and the steps under way: at most
-    two. LostError if the engine knows other requests, or blocks are gone or held twice."""
+    """Owns the free blocks, the requests' blocks and the steps in flight, at most two. Raises
+    LostError if the engine has other requests, or if blocks are lost or held twice."""
 
     def __init__(
         self, engine: Engine, num_blocks: int, max_rows: int, max_prefill_tokens: int
     ) -> None:
         self.answers: dict[int, Answer] = {}
-        """By request; those that were cancelled keep theirs."""
+        """Answers by request, including cancelled ones."""
         self.num_steps = self.num_preempted = 0
         self.most_blocks = 0
-        """That were held at one time."""
+        """The most blocks held at one time."""
         self._engine, self._num_blocks, self._max_rows = engine, num_blocks, max_rows
         self._max_prefill_tokens = max_prefill_tokens
         self._free = list(range(num_blocks))
         self._held: dict[int, _Held] = {}
-        # Requests without a row, first come first served.
+        # Requests without a row, in order of arrival.
         self._waiting: deque[NewRequest] = deque()
         self._under_way: deque[StepHandle] = deque()
 
@@ -82,8 +82,8 @@ class Caller:
             self._drop(request_id)
 
     def advance(self) -> bool:
-        """Launch one more step, and collect what two are too many for. False: nothing was to be
-        done."""
+        """Launch a step, and collect steps until at most two are in flight. False: there was no
+        work."""
         self._make_room()
         admitted = self._admitted()
         is_due = bool(admitted) or any(held.left for held in self._held.values())
@@ -94,13 +94,13 @@ class Caller:
         return is_launched
 
     def run(self) -> None:
-        """Until every request has its end."""
+        """Run until every request has ended."""
         while self.advance():
             pass
         self.check()
 
     def settle(self) -> None:
-        """Collect all steps under way."""
+        """Collect all steps in flight."""
         while self._under_way:
             self._collect()
 
@@ -141,10 +141,10 @@ class Caller:
         ]
 
     def _make_room(self) -> None:
-        """For the next step of all that run: the youngest go, and come back later."""
+        """Make room for the next step of the running requests: the youngest are preempted."""
         while len(self._lacking()) > len(self._free):
             if self._under_way:
-                # Those that end there give blocks back.
+                # Requests that end there free their blocks.
                 self.settle()
                 continue
             request_id = self.running_ids[-1]
@@ -154,8 +154,7 @@ class Caller:
             self.num_preempted += 1
 
     def _admitted(self) -> list[NewRequest]:
-        """Requests that wait, in order, for which there are rows and blocks beside what those that
-        run need now; they have their blocks."""
+        """Waiting requests, in order, that get a row and blocks; running requests go first."""
         admitted: list[NewRequest] = []
         room = len(self._free) - len(self._lacking()) - len(self._held) // _ROWS_A_SPARE_BLOCK
         tokens = self._max_prefill_tokens
@@ -170,7 +169,7 @@ class Caller:
         return admitted
 
     def _launch(self, admitted: list[NewRequest]) -> bool:
-        """False: all that run may have ended in the steps under way."""
+        """False: all running requests may end in the steps in flight."""
         grown = []
         for request_id in self._lacking():
             block = self._free.pop()
@@ -216,13 +215,13 @@ class Caller:
             if reason:
                 self._free += self._held.pop(request_id).table
         for request_id, _ in output.errors:
-            # One that failed before it had a token is told here only.
+            # A request that failed before its first token is only reported here.
             self.answers[request_id].reason = FinishReason.ERROR
             if request_id in self._held:
                 self._free += self._held.pop(request_id).table
 
     def _drop(self, request_id: int) -> None:
-        """Take the row of a request that runs, while no step is under way."""
+        """Take the row of a running request, while no step is in flight."""
         self._free += self._held.pop(request_id).table
         if self._held:
             self._engine.filter(self.running_ids)

@@ -1,5 +1,4 @@
-"""Child processes of the GPU benchmark: what they say is collected, what they do not survive is
-recorded."""
+"""Runs the child processes of the GPU benchmark; collects their figures and records crashes."""
 
 import json
 import queue
@@ -14,23 +13,23 @@ from typing import IO, Any
 
 # As in gpu_timing, which imports torch.
 MARK = "@gpu "
-# What a process may take to begin, and a section beyond its own seconds: one compilation, one
-# allocation, one measurement.
+# Seconds for a process to start, and for a section beyond its limit: one compilation, allocation or
+# measurement.
 _START_S = 90.0
 _GRACE_S = 45.0
-# With less time left nothing is begun.
+# With less time left no section starts.
 _LEAST_S = 5.0
 
 
 @dataclass
 class Found:
-    """What was measured, in the order in which it was."""
+    """The records, in order of measurement."""
 
     limits: dict[str, float] = field(default_factory=dict)
     """GB/s and TFLOP/s; see gpu_timing.Limits."""
     records: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    """By section, in one sentence."""
+    """The reason by section, one sentence each."""
     left_out: list[str] = field(default_factory=list)
     """Sections for which there was no time."""
 
@@ -41,8 +40,8 @@ def measure_all(
     until: float,
     write: Callable[[Found], object],
 ) -> Found:
-    """Sections in children that are started with `command`, until time.monotonic() is `until`.
-    `write` is given what was found so far after each section: nothing is lost with the parent."""
+    """Runs sections in children started with `command`, until time.monotonic() is `until`. `write`
+    gets the results after each section, so that a crash of the parent loses nothing."""
     found, waiting = Found(), list(sections)
     while waiting:
         left = until - time.monotonic()
@@ -57,7 +56,8 @@ def measure_all(
 
 
 class _Child:
-    """One process. Takes the sections that it ended, or that ended it, out of those that wait."""
+    """Runs one process. Removes the sections that ended, or that ended the process, from the
+    waiting ones."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _Child:
         self._lines: queue.Queue[str | None] = queue.Queue()
 
     def run(self, until: float) -> None:
-        """Read what it says until it ends or hangs."""
+        """Read its output until it ends or hangs."""
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
         while True:
@@ -119,8 +119,8 @@ class _Child:
             self._write(self._found)
 
     def _give_up(self, reason: str) -> None:
-        """The section that ran failed; all of them, if none had begun. Between two sections none
-        did, and the next process takes the rest."""
+        """The running section has failed; all of them if none had started. Between two sections
+        none fails, and the next process runs the rest."""
         none_began = [] if self._has_begun else list(self._waiting)
         for name in [self._running] if self._running else none_began:
             self._waiting.remove(name)

@@ -1,5 +1,5 @@
-"""What the first launches of a process cost: with an empty cache of Triton's, with a full one, and
-with a full one where there is no C compiler.
+"""The cost of a process's first launches: with an empty cache of Triton, with a full one, and with
+a full one but no C compiler.
 
 Run as a script, it launches each kernel once and prints its seconds as one JSON object.
 """

@@ -1,6 +1,6 @@
-"""Engines of random weights, which are made where they lie: what the part `engine` measures.
+"""Engines with random weights for the part `engine`.
 
-No file of weights is read or written, so that a model of 8 B is there within seconds.
+Weights are generated on the device, without a file, so that a model of 8 B is ready in seconds.
 """
 
 import json
@@ -27,7 +27,7 @@ from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.table import Watermark
 
-# Standard deviation of the weights: as large models begin their training.
+# Standard deviation of the weights, the initialisation of large models.
 _WEIGHT_STD = 0.02
 GRAMMARS = {
     "digits": "start: /[0-9]{1,12}/",
@@ -48,8 +48,8 @@ GRAMMARS = {
         }
     ),
 }
-"""As the router sends them; the shortest text of each has less than 20 tokens."""
-# Of the tokenizer by which grammars are compiled, where the model's vocabulary is larger.
+"""As the router sends them; the shortest text of each has fewer than 20 tokens."""
+# Of the tokenizer that compiles grammars; the model's vocabulary may be larger.
 _MOST_PIECES = 32_768
 
 
@@ -74,8 +74,8 @@ class Sizes(NamedTuple):
         return self.model.vocab * self.model.hidden
 
     def floor_us(self, rows: int, context: int, limits: Limits) -> float:
-        """µs that one token of each row takes at least: every weight, of 16 bits, and every key and
-        value is read once; or the products, where these take longer."""
+        """The least µs of a step: every 16-bit weight and every key and value is read once; or the
+        products, if they take longer."""
         model, weights = self.model, self.layer_weights + self.head_weights
         nbytes = 2 * weights + rows * context * model.token_bytes * self.num_layers
         attention = 4 * model.num_heads * model.head_dim * context * self.num_layers
@@ -83,12 +83,12 @@ class Sizes(NamedTuple):
         return max(nbytes / limits.read_gb_s / 1e3, flop / limits.matrix_tflop_s / 1e6)
 
     def prefill_flop(self, rows: int, length: int) -> float:
-        """Of the prompts of `rows`; scores are made of the last token of each."""
+        """The operations of prefilling `rows`; only the last token of each has scores."""
         attention = self.num_layers * causal_flop(self.model, rows, length, length)
         return 2.0 * rows * (self.layer_weights * length + self.head_weights) + attention
 
     def shape(self) -> Shape:
-        """As it is written into a config.json."""
+        """The content of config.json."""
         _, hidden, inter, num_heads, num_kv_heads, head_dim, vocab = self.model
         return Shape(
             hidden, inter, self.num_layers, num_heads, num_kv_heads, head_dim, vocab, self.is_tied
@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
 
 
 LARGE, SMALL = Sizes(MODELS[0], 32, False), Sizes(MODELS[1], 16, True)
-# In a dry run: in place of both.
+# In a dry run, instead of both.
 TINY = Sizes(TINY_MODELS[0], 2, True)
 
 
@@ -106,10 +106,10 @@ def models_of(bench: Bench) -> Sequence[Sizes]:
 
 
 class RandomParameters(Parameters):
-    """See `Parameters`. Norms are ones, all else is normally distributed, the same every time."""
+    """See `Parameters`. Norms are ones, other weights normally distributed with a fixed seed."""
 
     def load(self, directory: Path) -> None:
-        """Nothing is read."""
+        """Reads no file."""
         generator = torch.Generator(self.device.torch_device).manual_seed(0)
         for name, stack in list(self._stacks.items()):
             shape, where = stack.shape_of(name), self.device.torch_device
@@ -126,8 +126,8 @@ class RandomParameters(Parameters):
 
 
 def open_for(bench: Bench, dtype: str, graphs: Sequence[int] | None) -> Device:
-    """A device that computes in `dtype`, and records passes of so many tokens (None: of those that
-    suit it). In a dry run: the runner of a GPU over the reference."""
+    """A device that computes in `dtype` and records passes of these numbers of tokens (None: its
+    default). In a dry run: a GPU's runner over the reference."""
     options = DeviceOptions(dtype, dtype, cuda_graphs=None if graphs is None else tuple(graphs))
     if bench.is_dry:
         made: Device = import_module("shard.tests.stream_device").open_device(options)
@@ -136,7 +136,7 @@ def open_for(bench: Bench, dtype: str, graphs: Sequence[int] | None) -> Device:
 
 
 def write_files(sizes: Sizes, directory: Path) -> None:
-    """What a model has beside its weights: config.json and tokenizer.json."""
+    """Writes the files besides weights: config.json and tokenizer.json."""
     (directory / "config.json").write_text(json.dumps(config_of(sizes.shape())))
     write_tokenizer(directory, min(_MOST_PIECES, sizes.model.vocab))
 
@@ -159,8 +159,8 @@ def load(
 
 
 def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[NewRequest]:
-    """Requests of `context` tokens whose keys and values are taken to be in the cache, but for the
-    last one's. Each has blocks of its own for `new` tokens more."""
+    """Requests of `context` tokens that count as cached except the last one. Each has its own
+    blocks, also for `new` more tokens."""
     width = -(-(context + new) // engine.block_size)
     return [
         NewRequest(
@@ -178,7 +178,7 @@ def known_requests(engine: Engine, rows: int, context: int, new: int) -> list[Ne
 
 
 def grammars_of(engine: Engine, directory: Path) -> dict[str, Grammar]:
-    """GRAMMARS, compiled. RuntimeError if one can not be."""
+    """GRAMMARS, compiled. Raises RuntimeError."""
     config = engine.model.config
     compiler = GrammarCompiler(directory, config.vocab_size, config.eos_token_ids)
     found = {name: compiler.compile_now(text) for name, text in GRAMMARS.items()}

@@ -1,4 +1,4 @@
-"""An engine under random requests, with all its blocks in use, for as long as there is time."""
+"""An engine under random requests, with all its blocks in use, for the time that is left."""
 
 import logging
 import random
@@ -21,23 +21,23 @@ from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, WarmupLimits
 from text_generation_shard.grammars.compiler import Grammar
 
-# Seconds of the section in which what runs is ended and counted.
+# Seconds at the end of the section, to end and count running requests.
 _END_S = 5.0
 _ROWS, _LONGEST, _PREFILL = 256, 8192, 4096
-# Requests that wait, at least.
+# The least number of waiting requests.
 _QUEUE = 4
 _DRY_STEPS = 120
-# A running request is cancelled once in this number of steps.
+# Steps per cancelled request.
 _STEPS_A_CANCEL = 30
-# Steps after which the memory is looked at, and all blocks are counted.
+# Steps between two checks of memory and blocks.
 _LOOK_EACH = 50
-# How often each of SAMPLINGS is asked for; a watermark costs the host a launch or more a row.
+# Weights of SAMPLINGS; a watermark costs the host at least one launch per row.
 _SHARES = (6, 6, 4, 4, 4, 1)
 _LEDGER_LINE = re.compile(r"memory: (.*?) +([\d.]+) GB")
 
 
 class Loaded(NamedTuple):
-    """A warm engine, the lines of its ledger in GB, and what its grammars are."""
+    """A warm engine, the lines of its memory ledger in GB, and its compiled grammars."""
 
     engine: Engine
     ledger: Mapping[str, float]
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
 
 
 def soak(bench: Bench) -> None:
-    """Of the large model, in all memory that there is."""
+    """The large model, with all free memory."""
     sizes = models_of(bench)[0]
     before = _used_bytes(bench)
     loaded = bench.prepare(f"{sizes.model.name} engine", partial(_load, bench, sizes))
@@ -71,7 +71,7 @@ def _load(bench: Bench, sizes: Sizes) -> Loaded:
 
 @contextmanager
 def ledger_lines() -> Iterator[Mapping[str, float]]:
-    """What an engine that gets warm says its memory goes for, in GB by the name of the line."""
+    """The memory ledger that the engine logs at warm-up, in GB by line."""
     found: dict[str, float] = {}
 
     class Reader(logging.Handler):
@@ -91,31 +91,31 @@ def ledger_lines() -> Iterator[Mapping[str, float]]:
 
 
 class Draws:
-    """Random requests: of any length that fits, chosen in every way, some with a grammar."""
+    """Random requests: of any length that fits, with every sampling, some with a grammar."""
 
     def __init__(self, bench: Bench, loaded: Loaded) -> None:
         self.number = 0
-        """Requests that were made."""
+        """The number of requests."""
         self.num_guided = 0
-        """Those of them that have a grammar."""
+        """The number of requests with a grammar."""
         self.random = random.Random(2026)
         self._grammars = list(loaded.grammars.values())
         size, rows = loaded.engine.block_size, bench.size(_ROWS, 4)
         self._longest = min(bench.size(_LONGEST, 96), loaded.num_blocks * size)
         self._most_new = bench.size(512, 30)
         self._requests_a_time = bench.size(64, 4)
-        # Such prompts, on an average as long as this, fill all blocks before there are no rows.
+        # Prompts of this average length use up the blocks before the rows.
         average = loaded.num_blocks * size / rows
         self._most_prompt = int(min(self._longest - self._most_new, 2.2 * average))
 
     def request(self) -> NewRequest:
-        """The next one."""
+        """The next request."""
         draw, number = self.random, self.number
         self.number += 1
         length = draw.randint(1, self._most_prompt)
         new = draw.randint(1, self._most_new)
         grammar = None
-        # In between there are times without: a step with a grammar waits for the one before it.
+        # Only at times: a step with a grammar waits for the previous step.
         if number // self._requests_a_time % 4 == 3 and draw.random() < 0.5:
             grammar, new = draw.choice(self._grammars), self._most_new
             self.num_guided += 1
@@ -173,7 +173,7 @@ def _soak(bench: Bench, loaded: Loaded, before: int) -> Figures:
 
 
 def _memory(ledger: Mapping[str, float], used: int) -> dict[str, float | str]:
-    """What the ledger says that is in use, beside what the driver says."""
+    """The memory in use by the ledger, against the driver's."""
     said = sum(size for name, size in ledger.items() if name != "left")
     figures: dict[str, float | str] = {f"ledger_{name}_gb": size for name, size in ledger.items()}
     if not said:
@@ -186,12 +186,12 @@ def _memory(ledger: Mapping[str, float], used: int) -> dict[str, float | str]:
 
 
 def _num_ooms(bench: Bench) -> int:
-    """How often there was no memory, though somebody may have gone on without it."""
+    """The number of failed allocations, including those that were retried."""
     return 0 if bench.is_dry else int(torch.cuda.memory_stats().get("num_ooms", 0))
 
 
 def _used_bytes(bench: Bench) -> int:
-    """Memory of the device in use, by whomever; 0 in a dry run."""
+    """Memory of the device in use by all processes; 0 in a dry run."""
     if bench.is_dry:
         return 0
     free, total = torch.cuda.mem_get_info(bench.torch_device)

@@ -1,4 +1,4 @@
-"""What a step of an engine takes beside its floor, and for how much of it no kernel runs."""
+"""The time of an engine's step against its floor, and the share in which no kernel runs."""
 
 import statistics
 import tempfile
@@ -19,15 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 ROWS, TINY_ROWS = (1, 8, 32, 128, 256), (1, 2)
 CONTEXT, TINY_CONTEXT = 1024, 20
-# Steps that are launched for one figure: before those that count, in which graphs are made, and
-# these.
+# Steps for one figure: before the measured ones (graphs are captured then), and measured.
 _FIRST, _COUNTED = 8, 32
-# Tokens that a row may get beyond these: the last steps are launched, and not counted.
+# Spare tokens of a row: the last steps are launched but not measured.
 _SPARE = 8
-# Where nothing is recorded; what graphs win is seen in these.
+# Cases without graphs, to show the gain of graphs.
 _EAGER_ROWS = (1, 32)
 _PROMPTS, _LENGTH = 8, 2048
-# Steps that are profiled: before those that count, as the profiler itself begins, and these.
+# Profiled steps: before the measured ones, while the profiler starts, and measured.
 _UNSEEN, _SEEN = 2, 10
 _GAPS_ROWS = 32
 
@@ -45,7 +44,7 @@ def steps(bench: Bench) -> None:
 def _measure_all(
     bench: Bench, sizes: Sizes, all_rows: Sequence[int], graphs: Sequence[int]
 ) -> None:
-    """With one engine, which is given back at the end. graphs: the steps that are recorded."""
+    """Measures with one engine, which is freed at the end. graphs: the recorded steps."""
     name, kind = sizes.model.name, "" if graphs else ", eager"
     engine = bench.prepare(f"{name} engine{kind}", partial(warm, bench, sizes, graphs))
     if engine is None:
@@ -63,7 +62,7 @@ def _measure_all(
 
 
 def warm(bench: Bench, sizes: Sizes, graphs: Sequence[int]) -> Engine:
-    """An engine with room for all that is measured here."""
+    """An engine with enough rows and blocks for all cases."""
     rows, context = max(bench.sizes(ROWS, TINY_ROWS)), bench.size(CONTEXT, TINY_CONTEXT)
     prompts, length = bench.size(_PROMPTS, 2), bench.size(_LENGTH, 24)
     longest = context + _FIRST + _COUNTED + _SPARE
@@ -78,11 +77,11 @@ def warm(bench: Bench, sizes: Sizes, graphs: Sequence[int]) -> Engine:
 
 
 class Decoding:
-    """Rows that decode, two steps under way, as the service launches them. Owns these steps."""
+    """Decoding rows with two steps in flight, as in the service. Owns these steps."""
 
     def __init__(self, engine: Engine, requests: Sequence[NewRequest]) -> None:
         self._engine = engine
-        # A measurement before it may have failed.
+        # A failed measurement may have left some.
         engine.clear()
         engine.step(StepInput(requests))
         self._under_way: deque[StepHandle] = deque()
@@ -93,12 +92,12 @@ class Decoding:
         self._under_way.append(self._engine.launch(StepInput(is_ahead=bool(self._under_way))))
 
     def advance(self) -> None:
-        """Collect the oldest step, and launch one more."""
+        """Collect the oldest step and launch another."""
         self._under_way.popleft().result()
         self._launch()
 
     def end(self) -> None:
-        """Forget the rows."""
+        """End the rows."""
         self._engine.clear()
 
 
@@ -112,7 +111,7 @@ def _decode(bench: Bench, sizes: Sizes, engine: Engine, rows: int, context: int)
         times.append(time.perf_counter() - begun)
     decoding.end()
     us = statistics.median(times[first:]) * 1e6
-    # Tokens in front of those of the step in the middle.
+    # Context length at the middle step.
     seen = context + first + counted // 2
     if not all(bench.limits):
         return {"ms": us / 1e3}
@@ -191,8 +190,8 @@ def _kernels(profiled: Any, device: str) -> Iterable[tuple[float, float]]:
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of sorted spans of µs: the share of the time from the first to the last in which one of them
-    is, and the longest time in which none is. ValueError if there are none."""
+    """Of sorted spans in µs: the covered share of the time from first to last, and the longest gap.
+    Raises ValueError if there are none."""
     if not spans:
         raise ValueError("no kernel was seen; the profiler needs CUPTI of this driver")
     begun, end = spans[0]

@@ -1,5 +1,4 @@
-"""The same requests by an engine that records its steps as CUDA graphs, and by one that does not:
-they get the same tokens."""
+"""Checks that an engine with CUDA graphs and one without give the same tokens."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,9 +18,9 @@ from text_generation_shard.engine.step import NewRequest, WarmupLimits
 from text_generation_shard.grammars.compiler import Grammar
 from text_generation_shard.sampling.params import SamplingParams
 
-# Numbers of tokens whose steps are recorded. With another number of rows they are filled up.
+# Sizes of the recorded steps; other numbers of rows are padded.
 _GRAPHS = (1, 2, 4, 8)
-# By how much a log-probability may differ, and two tokens be apart of which either may be the best.
+# Tolerances of log-probabilities, and of the difference between two tokens of which either may win.
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 _GREEDY = SamplingParams()
 SAMPLINGS = (
@@ -35,7 +34,7 @@ SAMPLINGS = (
 
 
 class Case(NamedTuple):
-    """Requests, by the turn in which they come."""
+    """Requests, by the step in which they arrive."""
 
     name: str
     turns: Sequence[Sequence[NewRequest]]
@@ -43,14 +42,14 @@ class Case(NamedTuple):
 
 @dataclass(slots=True)
 class Replays:
-    """How often a graph was launched."""
+    """The number of graph launches."""
 
     count: int = 0
 
 
 @contextmanager
 def counted_replays(bench: Bench) -> Iterator[Replays]:
-    """Of all CUDA graphs that are made from now on; in a dry run, of what takes their place."""
+    """Counts the launches of all CUDA graphs created from now on, or of their dry-run stand-ins."""
     kind: Any = torch.cuda.CUDAGraph
     if bench.is_dry:
         kind = import_module("shard.tests.stream_device").Recording
@@ -65,7 +64,7 @@ def counted_replays(bench: Bench) -> Iterator[Replays]:
 
 
 def tokens(bench: Bench) -> None:
-    """In float32, and in bfloat16 as it is served."""
+    """Both in float32 and in bfloat16."""
     sizes = models_of(bench)[-1]
     with tempfile.TemporaryDirectory() as folder:
         write_files(sizes, Path(folder))
@@ -75,10 +74,10 @@ def tokens(bench: Bench) -> None:
 
 
 class Run(NamedTuple):
-    """What one engine made of a case."""
+    """The results of one engine for a case."""
 
     answers: dict[int, Answer]
-    # Requests that get the best token, nothing added and nothing drawn.
+    # Requests with greedy decoding and no penalties.
     greedy: set[int]
     num_steps: int
     num_replays: int
@@ -149,11 +148,11 @@ def _cases(bench: Bench, grammars: dict[str, Grammar]) -> Iterator[Case]:
 
 
 def compared(eager: Run, recorded: Run, dtype: str) -> Figures:
-    """How far the answers are the same, and what is wrong: `broken`.
+    """Compares the answers; `broken` says what is wrong.
 
-    Log-probabilities may differ as rounding makes them, up to the first token that differs. Such a
-    token is excused where the best one is taken and the other is as good; in bfloat16 also where
-    tokens are drawn or penalised.
+    Up to the first token that differs, log-probabilities may differ by rounding. That token is
+    accepted in greedy decoding if both tokens are equally good, and in bfloat16 also if tokens are
+    sampled or penalised.
     """
     tolerance, wrong = _TOLERANCES[dtype], ""
     num_same = num_tokens = 0
@@ -163,7 +162,7 @@ def compared(eager: Run, recorded: Run, dtype: str) -> Figures:
         same = next((at for at, (one, two) in enumerate(pairs) if one != two), len(pairs))
         num_same, num_tokens = num_same + same, num_tokens + len(answer.token_ids)
         is_whole = same == len(answer.token_ids) == len(other.token_ids)
-        # Of two best tokens the scores are compared, of two that were drawn they are not.
+        # Scores are compared for greedy tokens, not for sampled ones.
         is_best = number in eager.greedy
         for at in range(min(same + is_best, len(pairs))):
             worst = max(worst, abs(answer.logprobs[at] - other.logprobs[at]))

@@ -1,7 +1,7 @@
-"""Our own kernels beside products and attention: error against float64, share of the read
+"""Our kernels other than products and attention: error against float64, share of the read
 bandwidth.
 
-`KERNELS` is the table of them: one more kernel is one more entry, and a function that prepares it.
+A new kernel is an entry in `KERNELS` and a function that prepares it.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ from torch import Tensor
 
 
 class Case(NamedTuple):
-    """One kernel that is ready to be launched."""
+    """One kernel, ready to launch."""
 
-    # call(i), i < copies, works on the i-th copy of its operands.
+    # call(i), i < copies, uses the i-th copy of its operands.
     call: Callable[[int], object]
     copies: int
-    # That must be read or written, each number once.
+    # Bytes that must be read or written, each number once.
     nbytes: float
-    # What came out of the first copy, beside float64; it is called first, and once.
+    # The error of the first copy against float64; called once, before the timing.
     error: Callable[[], dict[str, float]]
 
 
 class ReadyMatrix:
-    """Stands for a product [T, 2 * size] of a gated matrix: it was computed before, so that the
-    kernel behind it is timed alone."""
+    """Replaces a gated matrix by its result [T, 2 * size], computed before, so that only the kernel
+    after the product is timed."""
 
     kind, obstacle, nbytes = "bfloat16", "", 0
 
@@ -68,7 +68,7 @@ def add_norm(bench: Bench, model: Model, rows: int) -> Case:
 
 
 def gate(bench: Bench, model: Model, rows: int) -> Case:
-    """silu(gates) * others, behind a product: both are read, the result is written."""
+    """silu(gates) * others, after a product: both are read, the result is written."""
     nbytes = 3 * rows * model.inter * 2
     copies = bench.copies(nbytes)
     both = bench.random(copies, rows, 2 * model.inter)
@@ -82,8 +82,8 @@ def gate(bench: Bench, model: Model, rows: int) -> Case:
 
 
 def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
-    """Queries are rotated in place, keys and values put into the cache: heads are read and
-    written, and the angles read."""
+    """Rotates queries in place, stores keys and values in the cache: heads are read and written,
+    angles read."""
     width = model.num_heads + 2 * model.num_kv_heads
     nbytes = rows * (2 * width * model.head_dim * 2 + model.head_dim * 4)
     copies = bench.copies(nbytes)
@@ -108,8 +108,8 @@ def rotate_and_store(bench: Bench, model: Model, rows: int) -> Case:
 
 
 def choose(bench: Bench, model: Model, rows: int, params: SamplingParams) -> Case:
-    """A token of each row of scores; all of them are read. What is drawn reads them several times,
-    and writes them; the error is that of the log-probabilities, of what the operators choose."""
+    """Chooses a token for each row of scores; all scores are read. Sampling reads them several
+    times and writes them. The error is that of the log-probabilities."""
     nbytes = rows * model.vocab * 4
     copies = bench.copies(nbytes)
     scores = bench.random(copies, rows, model.vocab, dtype=torch.float32, scale=4.0)

@@ -1,4 +1,4 @@
-"""What the GPU itself can do: bandwidth, matrix rate, what a launch costs, products of cuBLAS."""
+"""The limits of the GPU: bandwidth, matrix rate, cost of a launch, products of cuBLAS."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from text_generation_shard.device.cuda.kernels import launch, pointwise, tiles
 from torch import Tensor
 
 _TILE, _TILES = 4096, 16
-# What the numbers of a tile are.
+# The names of a tile's numbers.
 _KINDS = tuple(
     f"{name} ({', '.join(kind._fields)})"
     for name, kind in (("decode", tiles.DecodeTile), ("prefill", tiles.PrefillTile))
@@ -21,7 +21,7 @@ _KINDS = tuple(
 
 
 def limits(bench: Bench) -> None:
-    """Bandwidth of reads and copies, and the rate of products, which all shares are of."""
+    """Bandwidth of reads and copies, and the rate of products: the base of all shares."""
     found = {"read_gb_s": 0.0, "copy_gb_s": 0.0, "matrix_tflop_s": 0.0}
     _bandwidth(bench, found)
     bench.measure("product in bfloat16", partial(_matrix_rate, bench, found))
@@ -30,7 +30,7 @@ def limits(bench: Bench) -> None:
 
 
 def _bandwidth(bench: Bench, found: dict[str, float]) -> None:
-    """The best of its kind goes into `found`."""
+    """Measures one limit; the best of its kind is kept in `found`."""
     values = bench.random(bench.size(2**31, 2**17))
     sums = torch.empty(len(values) // (_TILE * _TILES), dtype=torch.float32, device=values.device)
     half = values.view(2, -1)
@@ -66,7 +66,7 @@ def _matrix_rate(bench: Bench, found: dict[str, float]) -> Figures:
 
 
 def table(bench: Bench) -> None:
-    """The static table of tiles, by architecture and features of a head; nothing is measured."""
+    """Records the static table of tiles, by architecture and features of a head."""
     for capability in sorted({80, 89, 90, bench.device.capability}):
         for head_dim in (64, 128, 256):
             prefill = tiles.prefill_tile(capability, head_dim, bench.dtype)
@@ -76,7 +76,7 @@ def table(bench: Bench) -> None:
 
 
 def launches(bench: Bench) -> None:
-    """What one launch costs the host, and a kernel in a CUDA graph the device."""
+    """The cost of a launch on the host, and of a kernel in a CUDA graph on the device."""
     one = torch.zeros(16, 16, dtype=bench.dtype, device=bench.torch_device)
     weight, out = one[0].float(), torch.empty_like(one)
     padded = triton.next_power_of_2(one.shape[1])
@@ -104,7 +104,7 @@ def _host(bench: Bench, call: Callable[[], object]) -> Figures:
 
 
 def _graph(bench: Bench, start: Callable[[], None], count: int) -> Figures:
-    """A graph of `count` kernels: host time of a replay, with a wait behind it, device time."""
+    """A graph of `count` kernels: host time of a replay, with and without waiting; device time."""
     if bench.is_dry:
         raise RuntimeError("there are no CUDA graphs on a CPU")
     start()
@@ -140,7 +140,7 @@ def _event(bench: Bench, one: Tensor) -> Figures:
 
 
 def products(bench: Bench) -> None:
-    """F.linear of the weights of a layer at few rows, where reading the weight is the limit."""
+    """F.linear of a layer's weights for few rows, which is limited by reading the weights."""
     for model in bench.models:
         for name, (outputs, inputs) in weights_of(model).items():
             for rows in bench.sizes((1, 8, 32), (1, 2)):

@@ -1,5 +1,5 @@
-"""Products by our own kernel, of int8 and int4 and of floats by one tile, and by torch's in fp8:
-beside cuBLAS, error against float64, share of the GPU's limits."""
+"""Products of our kernels (int8, int4, and floats with one tile) and of torch in fp8, compared with
+cuBLAS: error against float64, share of the GPU's limits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +17,9 @@ from text_generation_shard.device.reference.quantized import (
 )
 from torch import Tensor
 
-# What is measured of each layer.
+# The measured products of each layer.
 _WEIGHTS = ("qkv", "gate_up", "down")
-# Outputs whose error is looked at.
+# Outputs that are checked.
 _CHECKED = 256
 # More rows than this are limited by the rate of products, not by reading the weight.
 _FEW_ROWS = 128
@@ -31,7 +31,7 @@ FORMS: dict[str, Callable[[Tensor], Matrix]] = {
     "int4": lambda weight: matrices.Int4Matrix(weight, weight.dtype, "", False),
     "fp8": lambda weight: matrices.Float8Matrix(weight, weight.dtype, "", False),
 }
-# What some GPUs do not have.
+# Forms that some GPUs do not support.
 _FOREIGN = ("cuBLAS", "fp8")
 
 
@@ -62,7 +62,7 @@ def _product(bench: Bench, model: Model, name: str, form: str, rows: int) -> Fig
 
 
 def _spelled(values: Tensor, form: str, is_weight: bool) -> Tensor:
-    """What stands for an operand of a product, in float64."""
+    """The operand of a product, in float64."""
     if form == "fp8":
         numbers, scale = quantize_rows_float8(values)
         return numbers.double() * scale.double()[:, None]

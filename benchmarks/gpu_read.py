@@ -1,4 +1,4 @@
-"""The one kernel of the benchmark's own: it reads, so that the bandwidth of reads is known."""
+"""The benchmark's own kernel, which measures the read bandwidth."""
 
 import triton
 import triton.language as tl

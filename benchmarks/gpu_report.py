@@ -1,4 +1,4 @@
-"""From the records of the GPU benchmark to its goals, its problems, and a table for people."""
+"""Turns the records of the GPU benchmark into goals, problems and a table."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ ERROR = 1e-2
 
 
 class Goal(NamedTuple):
-    """A figure of one record that should be at least, or at most, so much."""
+    """A figure of one record and its bound."""
 
     sentence: str
     section: str
@@ -39,7 +39,7 @@ GOALS = (
          "start", "8B", "first_token_s", most=15.0),
     Goal("8B: ledger and driver within 5 %", "soak", "8B", "ledger_agrees", 0.95),
 )  # fmt: skip
-# Columns of the table, where a record has them; what else it has is said behind them.
+# Columns of the table; other fields of a record follow as text.
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "us": ("µs", "{:.1f}".format),
     "ms": ("ms", "{:.2f}".format),
@@ -49,13 +49,13 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "share": ("of limit", "{:.0%}".format),
     "error": ("error", "{:.1e}".format),
 }
-# Letters of a refusal; the report has all of it.
+# Characters of a refusal in the table; the report has all of it.
 _WIDEST = 120
 _UNSAID = {"section", "name", "bound", "of_copy", "is_own", "broken"}
 
 
 def goals(found: Found) -> list[dict[str, Any]]:
-    """Each goal with what was measured: met, missed, or not measured."""
+    """Each goal with its figure: met, missed or not measured."""
     rows = []
     for goal in GOALS:
         key = goal.section, goal.record
@@ -81,7 +81,7 @@ def _worst(errors: list[float | str]) -> dict[str, Any]:
 
 
 def problems(found: Found) -> list[str]:
-    """Sentences; any of them makes the status of the benchmark 1."""
+    """Problems as sentences; with any of them the exit status is 1."""
     said = [f"{name} failed: {reason}" for name, reason in found.failed.items()]
     for one in found.records:
         if "refused" in one and "is_own" in one:
@@ -104,7 +104,7 @@ def _key(record: dict[str, Any]) -> tuple[str, str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [
         f"{report['gpu']}, driver {report['driver']}, torch {report['torch']}, triton "
         f"{report['triton']}, commit {report['commit']}; {report['seconds']} s"

@@ -1,5 +1,5 @@
-"""The launched server on a GPU: what 64 clients get of it, beside transformers' own continuous
-batching, and how long it takes from the command to its first token."""
+"""The launched server on a GPU: throughput with 64 clients compared with transformers' continuous
+batching, and the time from the command to the first token."""
 
 import json
 import re
@@ -23,20 +23,20 @@ from make_checkpoint import VOCAB_SIZE, write_checkpoint
 from integration_tests.server import LauncherHandle, running
 
 HERE = Path(__file__).resolve().parent
-# Ways of transformers, and what its manager is told.
+# Variants of transformers, and the arguments of its manager.
 PEERS: Mapping[str, Mapping[str, object]] = {
     "its graphs": {"use_cuda_graph": True},
     "its own choice": {},
 }
-# Seconds that must be left for a start when its files are written.
+# Seconds that a start needs after its files are written.
 _START_S = 20.0
-# Disk and memory that are left to others.
+# Disk and memory to leave free.
 _SPARE_BYTES = 8e9
 _LOG_LINE = re.compile(r"(\S+Z) +[A-Z]+ +(\S+?): (.*)")
 
 
 class Clients(NamedTuple):
-    """A closed loop: a number of processes, each with its clients, which ask one after another."""
+    """A closed loop: processes, each with clients that send one request after the other."""
 
     processes: int
     clients: int
@@ -70,7 +70,7 @@ def server(bench: Bench) -> None:
         measure("ours", partial(_ours, bench, checkpoint, clients), True)
         ways = list(PEERS)[: bench.size(len(PEERS), 1)]
         for number, way in enumerate(ways):
-            # One that takes too long leaves time to the next.
+            # Limited, so that there is time for the next one.
             seconds = bench.left_s() / (len(ways) - number)
             work = partial(_theirs, bench, checkpoint, clients, PEERS[way], seconds)
             measure(f"transformers, {way}", work, False)
@@ -93,7 +93,7 @@ def _ours(bench: Bench, checkpoint: Path, clients: Clients) -> dict[str, float]:
 
 
 def _load(url: str, clients: Clients, seed: int) -> dict[str, float]:
-    """What all processes of clients see: their quantiles are averaged."""
+    """The figures of all client processes; their quantiles are averaged."""
     command = [sys.executable, str(HERE / "load.py"), "--url", url, "--api", "tgi"]
     command += ["--clients", str(clients.clients), "--requests", str(clients.requests)]
     command += ["--prompt-tokens", str(clients.prompt_tokens)]
@@ -128,7 +128,7 @@ def _theirs(
     options: Mapping[str, object],
     seconds: float,
 ) -> dict[str, float]:
-    """In a process of its own: its memory is free again afterwards."""
+    """Runs in a process of its own, which frees its memory."""
     own: dict[str, object] = {"max_requests_per_batch": clients.processes * clients.clients}
     if bench.is_dry:
         own |= {"num_blocks": 8, "max_batch_tokens": 32}
@@ -147,7 +147,7 @@ def _theirs(
 
 
 def start(bench: Bench) -> None:
-    """A model of 8 B, whose files were written just before."""
+    """A model of 8 B, whose files are in the page cache."""
     sizes = models_of(bench)[0]
     name, nbytes = sizes.model.name, _file_bytes(sizes)
     with tempfile.TemporaryDirectory() as folder:
@@ -190,7 +190,7 @@ def _wait_for_token(handle: LauncherHandle) -> None:
 
 
 def log_seconds(log: str, began: float) -> Mapping[str, str]:
-    """What a launcher said, by seconds since time.time() was `began`."""
+    """The launcher's log lines, by seconds since `began` (of time.time())."""
     found: dict[str, str] = {}
     for line in log.splitlines():
         if match := _LOG_LINE.match(line):

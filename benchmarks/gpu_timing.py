@@ -1,6 +1,6 @@
-"""How the GPU benchmark measures: sizes, times on the device and on the host, one record a figure.
+"""The measurements of the GPU benchmark: sizes, times on device and host, one record per figure.
 
-Runs in the child process of gpu.py, which alone imports torch.
+Runs in the child process of gpu.py; only the child imports torch.
 """
 
 import gc
@@ -16,15 +16,15 @@ from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda.operators import TritonDevice
 from torch import Tensor
 
-# What the parent reads; every other line of a child's output is somebody else's.
+# The prefix of lines for the parent; libraries may print other lines.
 MARK = "@gpu "
-# Relative error that a result in bfloat16 may have.
+# The largest relative error of a result in bfloat16.
 ERROR_BOUND = 1e-2
-# This number of bytes is walked through before the same ones come again: several times the cache of
-# an H100 (50 MB), so that reads come from memory.
+# Bytes between two reads of the same data: several times the cache of an H100 (50 MB), so that
+# reads come from memory.
 _WALKED_BYTES = 300e6
 _MOST_COPIES = 64
-# A CUDA graph that is timed computes at least so long.
+# The least duration of a timed CUDA graph.
 _GRAPH_US = 1000.0
 Figures = Mapping[str, float | str]
 Made = TypeVar("Made")
@@ -48,8 +48,8 @@ class Model(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What the GPU was seen to reach: GB/s read; GB/s copied, reads and writes counted; TFLOP/s of
-    a product in bfloat16. 0: not measured."""
+    """The measured limits: GB/s of reads; GB/s of copies, both directions; TFLOP/s of a product in
+    bfloat16. 0: not measured."""
 
     read_gb_s: float = 0.0
     copy_gb_s: float = 0.0
@@ -64,13 +64,13 @@ TINY_MODELS = (Model("tiny", 64, 96, 4, 2, 16, 320),)
 
 
 class DeviceLostError(BaseException):
-    """The device answers nothing any more. No Exception: a measurement must not take it for its
-    own refusal."""
+    """The device does not respond any more. Not an Exception, so that no measurement takes it for a
+    refused call."""
 
 
 class Bench:
-    """One run in one process. Owns the device, what is known of its limits, the time that is left
-    to the present section, and how figures are said to the parent."""
+    """One run in one process. Owns the device, its measured limits, the deadline of the section and
+    the output to the parent."""
 
     def __init__(self, is_dry: bool, limits: Limits) -> None:
         self.is_dry, self.limits = is_dry, limits
@@ -80,7 +80,7 @@ class Bench:
         torch.manual_seed(0)
         options = DeviceOptions("bfloat16", "bfloat16")
         if is_dry:
-            # Threads wait for each other, where others compute beside them.
+            # More threads would wait for each other on a busy machine.
             torch.set_num_threads(1)
             self.device = TritonDevice(torch.device("cpu"), self.dtype, options)
         else:
@@ -90,40 +90,40 @@ class Bench:
         self.torch_device = self.device.torch_device
 
     def begin(self, section: str, seconds: float) -> None:
-        """Say that a section begins; it may take so long."""
+        """Report the start of a section with this time limit."""
         self.section, self._until = section, time.monotonic() + seconds
         self.say({"begins": section, "seconds": seconds})
 
     def end(self) -> None:
-        """Say that the section is done, and give its memory back."""
+        """Report the end of the section, and free its memory."""
         self._wait_or_die()
         self.release()
         self.say({"ended": self.section})
 
     def left_s(self) -> float:
-        """Seconds that the section still has."""
+        """Seconds until the section's deadline."""
         return self._until - time.monotonic()
 
     def release(self) -> None:
-        """Give the device back the memory that is not used any more."""
+        """Free unused memory of the device."""
         gc.collect()
         if not self.is_dry:
             torch.cuda.empty_cache()
 
     def say(self, message: Mapping[str, object]) -> None:
-        """One line for the parent."""
+        """Write one line for the parent."""
         print(MARK + json.dumps(message), flush=True)
 
     def measure(self, name: str, work: Callable[[], Figures], is_own: bool = False) -> None:
-        """Record what `work` answers, or what it raises: its refusal. is_own: one of our own
-        kernels is measured, whose refusal is a failure."""
+        """Record the result of `work`, or its exception as a refusal. is_own: it is our own kernel,
+        whose refusal is a failure."""
         if self.left_s() < 0:
             self.leave_out(name, "the section had no time left for it")
         elif (figures := self._attempt(name, work, is_own)) is not None:
             self.note(name, figures)
 
     def prepare(self, name: str, make: Callable[[], Made]) -> Made | None:
-        """What several measurements of our own kernels need; None: recorded as refused."""
+        """The result of a preparation for several measurements; None: recorded as refused."""
         return self._attempt(name, make, True)
 
     def _attempt(self, name: str, work: Callable[[], Made], is_own: bool) -> Made | None:
@@ -147,7 +147,7 @@ class Bench:
         self.note(name, {"left_out": reason})
 
     def wait(self) -> None:
-        """Until all that was launched is computed."""
+        """Wait until all launched work has ended."""
         self.device.stream.mark().synchronize()
 
     def _wait_or_die(self) -> None:
@@ -165,16 +165,16 @@ class Bench:
         return tiny if self.is_dry else full
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normally distributed numbers, made where they lie."""
+        """Normally distributed numbers, generated on the device."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.torch_device)
         return out.normal_().mul_(scale)
 
     def copies(self, nbytes: float) -> int:
-        """How many copies of an operand of `nbytes` the cache of the GPU does not hold."""
+        """The number of copies of an operand that exceeds the GPU's cache."""
         return self.size(max(1, min(_MOST_COPIES, math.ceil(_WALKED_BYTES / nbytes))), 2)
 
     def free_bytes(self) -> int:
-        """Memory of the device that is free, when torch has given back what it keeps."""
+        """Free memory of the device, after torch has released its cache."""
         if self.is_dry:
             return 2**24
         torch.cuda.empty_cache()
@@ -183,8 +183,8 @@ class Bench:
     def device_us(
         self, call: Callable[[int], object], copies: int = 1, budget_s: float = 0.05
     ) -> float:
-        """Median µs of call(i), i < copies, one after another in a CUDA graph: nothing of the host
-        is in it. On a CPU the time of one call."""
+        """Median µs of call(i), i < copies, one after the other in a CUDA graph, without host time.
+        On a CPU the time of one call."""
         if self.is_dry:
             return _seconds(lambda: call(0)) * 1e6
         for number in range(3):
@@ -202,7 +202,7 @@ class Bench:
         return self.event_us(graph.replay, budget_s) / num_calls
 
     def event_us(self, call: Callable[[], object], budget_s: float = 0.05) -> float:
-        """Median µs between two events around a call, behind a call of the same."""
+        """Median µs between two events around a call that follows another one."""
         if self.is_dry:
             return _seconds(call) * 1e6
         call()
@@ -221,7 +221,7 @@ class Bench:
         return statistics.median(times)
 
     def host_us(self, call: Callable[[], object], times: int = 500) -> float:
-        """µs of the host for each of many calls that are not waited for."""
+        """Host µs per call, without waiting for the device."""
         call()
         self.wait()
         times = self.size(times, 2)
@@ -230,7 +230,7 @@ class Bench:
         return took / times * 1e6
 
     def moved(self, us: float, nbytes: float) -> dict[str, float]:
-        """Figures of a kernel that `nbytes` must pass: its share of the read bandwidth."""
+        """Figures of a kernel that moves `nbytes`: its share of the read bandwidth."""
         rate = nbytes / us / 1e3
         found = {"us": us, "gb_s": rate}
         if self.limits.read_gb_s:
@@ -249,7 +249,7 @@ class Bench:
 
 
 def error_of(found: Tensor, wanted: Tensor) -> dict[str, float]:
-    """Norm of the difference to `wanted` (float64) beside the norm of that, and its bound."""
+    """The relative error to `wanted` (float64), by norms, and its bound."""
     wanted = wanted.double()
     error = ((found.double() - wanted).norm() / wanted.norm()).item()
     return {"error": error, "bound": ERROR_BOUND}
@@ -262,10 +262,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _shortened(sentence: str) -> str:
-    """Its beginning and its end: what a server said last is why it ended."""
+    """The start and the end of a sentence: the last words of a server say why it ended."""
     return sentence if len(sentence) <= 300 else f"{sentence[:120]} … {sentence[-180:]}"
 
 
 def _written(value: float | str) -> float | str:
-    """As JSON can hold it."""
+    """The value in a form that JSON supports."""
     return value if isinstance(value, str) or math.isfinite(value) else str(value)

@@ -1,5 +1,5 @@
-"""torch's own attention: which of its backends take a call, how fast they are, what memory they
-take. A backend that does not take a call is recorded as refused, with torch's own words."""
+"""torch's own attention: which backends support a call, their time and memory. An unsupported call
+is recorded as refused, with torch's own message."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ CASES = (Case(4, 2048, 2048), Case(1, 8192, 8192), Case(1, 512, 8704), Case(32, 
 TINY_CASES = (Case(2, 20, 20), Case(1, 5, 20), Case(2, 1, 20))
 # Where in torch's source a warning comes from.
 _PLACE = re.compile(r"\(Triggered internally at .*\)")
-# How the keys and values of fewer heads are given.
+# How keys and values of fewer heads are passed.
 _GIVEN = {"grouped": True, "repeated": False}
 
 
@@ -74,7 +74,7 @@ def _call(bench: Bench, model: Model, case: Case, is_grouped: bool) -> Callable[
     if not is_grouped:
         group = model.num_heads // model.num_kv_heads
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    # One token sees everything, and a whole prompt needs no mask.
+    # One token sees all tokens, and a whole prompt is causal: neither needs a mask.
     mask, is_whole = None, case.length == case.context
     if not is_whole and case.length > 1:
         at = torch.arange(case.context, device=query.device)
@@ -114,7 +114,7 @@ def _varlen(bench: Bench, model: Model, case: Case) -> Figures:
 
 
 def _figures(bench: Bench, model: Model, case: Case, call: Callable[[], Tensor]) -> Figures:
-    """Times, and what the call takes of memory beside its operands."""
+    """The times, and the call's memory in addition to its operands."""
     taken: dict[str, float] = {}
     if not bench.is_dry:
         torch.cuda.reset_peak_memory_stats()

@@ -1,8 +1,8 @@
 """transformers' own continuous batching, in a process of its own: the peer of `gpu_server.server`.
 
-Takes one JSON object on its command line, and prints one: tokens a second from when the first
-request is let in to the last token, without the making of graphs, and times as the clients of the
-server see them.
+Takes one JSON object on its command line and prints one: tokens per second from the admission of
+the first request to the last token, without graph capture, and times as the server's clients see
+them.
 """
 
 import json
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         outputs = generate(asked, inputs, clients["new_tokens"], takes_flash=True)
     except Exception as error:
-        # It may want kernels that it would have to fetch.
+        # It may need kernels that are not installed.
         print(f"once more, without flash attention: {error}", file=sys.stderr)
         outputs = generate(asked, inputs, clients["new_tokens"], takes_flash=False)
     print(json.dumps(figures(outputs, clients["new_tokens"])))
@@ -39,13 +39,13 @@ def main() -> None:
 def generate(
     asked: dict[str, Any], inputs: list[list[int]], new_tokens: int, takes_flash: bool
 ) -> list[Any]:
-    """What became of the inputs, all given at once; at most max_requests_per_batch run together.
-    takes_flash: it may choose its attention by itself. RuntimeError if tokens are missing."""
+    """The results of the inputs, all submitted at once; at most max_requests_per_batch run at a
+    time. takes_flash: it may choose its attention. Raises RuntimeError if tokens are missing."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     if asked["device"] == "cpu":
-        # Threads wait for each other, where others compute beside them.
+        # More threads would wait for each other on a busy machine.
         torch.set_num_threads(1)
     load: Any = AutoModelForCausalLM.from_pretrained
     settings: Any = GenerationConfig
@@ -60,7 +60,7 @@ def generate(
     model = load(asked["checkpoint"], dtype=torch.bfloat16, **attention).to(asked["device"]).eval()
     done: dict[str, Any] = model.generate_batch(
         inputs,
-        # Without an end token none ends early.
+        # Without an end token no request ends early.
         generation_config=settings(max_new_tokens=new_tokens, do_sample=False),
         continuous_batching_config=ContinuousBatchingConfig(**options),
         record_timestamps=True,
@@ -73,7 +73,7 @@ def generate(
 
 
 def figures(outputs: list[Any], new_tokens: int) -> dict[str, float]:
-    """A request begins when it is let in, as that of a client who asked when the last one ended."""
+    """The times of a request from its admission, like those of a closed loop's client."""
     first = [one.timestamps[0] - one.lifespan[0] for one in outputs]
     between = [after - before for one in outputs for before, after in pairwise(one.timestamps)]
     begun = min(one.lifespan[0] for one in outputs)

@@ -1,8 +1,8 @@
 """The load generator, a process of its own: a closed loop of clients against one streaming server.
 
-Prints one JSON object. Tokens are counted as the server accounts for them at the end of each
-stream and checked against what was asked for; times are taken when bytes arrive. A chunk that
-carries several events counts once for each.
+Prints one JSON object. Tokens are those that the server counts at the end of each stream, checked
+against the request. The clock is read when bytes arrive; a chunk with several events counts once
+for each.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one kind of server is asked and how its events are read."""
+    """The requests and events of one kind of server."""
 
     path: str
     body: Callable[[str, int, str], dict[str, Any]]
     """(prompt, new tokens, model) → the request."""
     has_text: Callable[[dict[str, Any]], bool]
-    """Whether an event brings (at least) one token."""
+    """Whether an event has at least one token."""
     counts: Callable[[dict[str, Any]], tuple[int, int] | None]
     """(prompt tokens, generated tokens) if this is the last event."""
 
@@ -83,7 +83,7 @@ APIS = {
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the server."""
+    """The load of one run."""
 
     url: str
     api: Api
@@ -94,11 +94,11 @@ class Load:
     new_tokens: int
     seed: int
     shared_tokens: int = 0
-    """The first so many of the prompt's tokens are the same in every request of any load."""
+    """The number of first prompt tokens that all requests of all loads share."""
 
 
 async def events(load: Load, body: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """(arrival time, event) of one POST; HTTP/1.1 on a bare socket, to leave the cores alone."""
+    """(arrival time, event) of one POST; HTTP/1.1 on a bare socket, to use little CPU time."""
     address = urlsplit(load.url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     payload = json.dumps(body).encode()
@@ -168,9 +168,9 @@ async def run(load: Load) -> dict[str, float]:
 
 
 def prompts(count: int, num_tokens: int, seed: int, shared_tokens: int = 0) -> list[str]:
-    """Texts of exactly num_tokens tokens for the tokenizer of make_checkpoint, no two alike.
+    """Different texts of exactly num_tokens tokens for the tokenizer of make_checkpoint.
 
-    They begin with the same shared_tokens tokens, whatever the seed.
+    All begin with the same shared_tokens tokens, for every seed.
     """
     words = ["".join(letters) for letters in product(ascii_lowercase, repeat=3)]
 

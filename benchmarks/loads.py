@@ -1,4 +1,4 @@
-"""The five loads every server gets, and how fast the machine could serve them at best."""
+"""The five loads of every server, and the machine's upper bound for them."""
 
 import json
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the clients of one load ask for; greedy, end-of-sequence ignored, streamed."""
+    """One load: greedy, end-of-sequence ignored, streamed."""
 
     clients: int
     requests: int
     prompt_tokens: int
     new_tokens: int
     shared_tokens: int = 0
-    """So many of the prompt's first tokens are the same in every request, also the warm-up's."""
+    """The number of first prompt tokens that all requests share, also the warm-up's."""
 
     def __str__(self) -> str:
         own = self.prompt_tokens - self.shared_tokens
@@ -34,13 +34,13 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does at most; machine.py measures them."""
+    """The machine's limits; machine.py measures them."""
 
     read_gb_s: float
     bfloat16_gflop_s: float
 
     def best_of(self, other: "Rates") -> "Rates":
-        """Of two measurements; what comes out lower was disturbed."""
+        """The higher value of two measurements; the lower one was disturbed."""
         return Rates(
             max(self.read_gb_s, other.read_gb_s),
             max(self.bfloat16_gflop_s, other.bfloat16_gflop_s),
@@ -49,7 +49,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How much arithmetic and how many bytes a dense decoder in bfloat16 can not do without."""
+    """The least arithmetic and memory traffic of a dense decoder in bfloat16."""
 
     layers: int
     attention_width: int
@@ -68,14 +68,14 @@ class Work:
         return cls(layers, queries, layers * layer, hidden * config["vocab_size"])
 
     def prefill_flop(self, shape: Shape) -> float:
-        """Of one prompt: what is shared is in the cache, the head is needed for one row."""
+        """The operations of one prompt: shared tokens are cached, the head computes one row."""
         first, last = shape.shared_tokens, shape.prompt_tokens
         keys_read = (last * (last + 1) - first * (first + 1)) / 2
         attention = 4 * self.layers * self.attention_width * keys_read
         return 2 * self.linear_weights * (last - first) + attention + 2 * self.head_weights
 
     def step_s(self, rows: int, rates: Rates) -> float:
-        """One decode step: every weight, of 16 bits, is read once and multiplied with each row."""
+        """One decode step: every 16-bit weight is read once and multiplied with each row."""
         weights = self.linear_weights + self.head_weights
         reading = 2 * weights / (1e9 * rates.read_gb_s)
         return max(reading, 2 * weights * rows / (1e9 * rates.bfloat16_gflop_s))
@@ -83,7 +83,7 @@ class Work:
     def limit(self, shape: Shape, rates: Rates) -> float:
         """Tokens per second, prompts and decode steps one after the other.
 
-        Too generous: attention of decode steps, norms, sampling and the server cost nothing.
+        An upper bound: it ignores attention in decode steps, norms, sampling and the server.
         """
         prefill = shape.clients * self.prefill_flop(shape) / (1e9 * rates.bfloat16_gflop_s)
         decode = (shape.new_tokens - 1) * self.step_s(shape.clients, rates)

@@ -1,7 +1,7 @@
-"""What the figures were taken on, and the machine's own limits: run as a script, it measures them.
+"""Describes the machine; run as a script, measures its limits.
 
-Prints one JSON object with the fields of loads.Rates. A process of its own, so that nothing of it
-stays in memory while servers are measured.
+Prints one JSON object with the fields of loads.Rates. A process of its own, so that it holds no
+memory while servers are measured.
 """
 
 import json
@@ -20,7 +20,7 @@ ATTEMPTS = 12
 
 
 def machine() -> dict[str, str]:
-    """Processor, memory, system and how busy it was."""
+    """Processor, memory, system and load."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -33,7 +33,7 @@ def machine() -> dict[str, str]:
 
 
 def measured_rates() -> Rates:
-    """The best of many attempts with all cores; takes a few seconds."""
+    """The best of many measurements with all cores; takes a few seconds."""
     command = [sys.executable, str(Path(__file__).resolve())]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return Rates(**json.loads(done.stdout))
@@ -57,7 +57,7 @@ def _read_gb_s() -> float:
 
 
 def _bfloat16_gflop_s() -> float:
-    """Of the products a prompt is made of: many rows, weights laid out for oneDNN beforehand."""
+    """The rate of a prompt's products: many rows, weights prepacked for oneDNN."""
     import torch
 
     rates = []

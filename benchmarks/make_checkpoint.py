@@ -1,9 +1,9 @@
-"""Writes the checkpoints that benchmarks serve: Llamas with random weights in bfloat16.
+"""Writes the checkpoints of the benchmarks: Llamas with random weights in bfloat16.
 
 Run as a script it writes one of 125 M parameters, with the shape of SmolLM2-135M and a smaller
-vocabulary. The tokenizer is byte-level BPE whose merges make every word " abc" of three lower-case
-letters one token, so a prompt of n such words has exactly n tokens, and nearly every token a random
-model chooses is text by itself.
+vocabulary. The tokenizer is byte-level BPE in which every word " abc" of three lower-case letters
+is one token. So n such words are exactly n tokens, and nearly every token of a random model has
+text of its own.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int = VOCAB_SIZE
-    """May be larger than the tokenizer's: the tokens beyond have no text."""
+    """May be larger than the tokenizer's: the other tokens have no text."""
     is_tied: bool = True
 
 
@@ -91,10 +91,10 @@ def write_checkpoint(
     device: str = "cpu",
     is_split: bool = False,
 ) -> None:
-    """Writes config, weights and tokenizer; on one kind of device the same bytes every time.
+    """Writes config, weights and tokenizer; always the same bytes on one kind of device.
 
-    num_layers: in place of the shape's. is_split: every layer has a file of its own, so that no
-    more than a layer is in memory; such a model is not `is_repeating`.
+    num_layers: instead of the shape's. is_split: one file per layer, so that only one layer is in
+    memory; excludes `is_repeating`.
     """
     assert not (is_split and is_repeating), "the layers of a repeating model are changed together"
     shape = replace(
@@ -116,7 +116,7 @@ def write_checkpoint(
 
 
 def _save_parts(directory: Path, parts: Iterator[dict[str, torch.Tensor]]) -> None:
-    """One file for each part, and the index of all."""
+    """Writes one file per part, and the index."""
     places: dict[str, str] = {}
     for number, part in enumerate(parts):
         name = f"model-{number:05d}.safetensors"
@@ -139,7 +139,7 @@ def write_tokenizer(directory: Path, num_tokens: int = VOCAB_SIZE) -> None:
 
 
 def _weights(shape: Shape, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """The embeddings, layer after layer, and what comes behind the layers."""
+    """The embeddings, each layer, then norm and head."""
     hidden = shape.hidden
     inner, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
@@ -168,10 +168,10 @@ def _weights(shape: Shape, generator: torch.Generator) -> Iterator[dict[str, tor
 
 
 def _make_repeating(weights: dict[str, torch.Tensor]) -> None:
-    """Every token is followed by its neighbour, the last of a phrase by its first.
+    """Makes the next token a function of the last one: the next in its phrase, cyclically.
 
-    Layers cost what they did but add nothing, so the hidden state is the token's embedding, and
-    the head's row of each token is the embedding of the one before it.
+    The layers still compute but add zero, so that the hidden state is the token's embedding. The
+    head's row of each token is the embedding of its predecessor.
     """
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -1,8 +1,8 @@
-"""What a busy neighbour costs: tokens per second while other processes want the same cores.
+"""Tokens per second while other processes use the same cores.
 
-Busy loops share the cores with server and client, so that a fair share of the speed is what is
-left for them by the number of those who want a core. All threads of a step wait for the slowest, so
-that without care a step beside a neighbour takes ten and more times as long.
+Busy loops share the cores with server and client. A fair result is the share of the cores that the
+scheduler leaves to the server. Without precautions a step can take many times as long, because all
+its threads wait for the slowest one.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that never sleep."""
+    """`count` processes that never sleep, during the block."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield

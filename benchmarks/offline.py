@@ -1,10 +1,10 @@
-"""Two headline results of the field, reproduced without a server.
+"""Reproduces two well-known results without a server.
 
-1. How long 64 prompts take at batch limits from 1 to 32, for `transformers.pipeline` (static
-   batches) and for `LLM` (continuous batching), the same checkpoint, prompts and tokens; each
-   measurement in a process of its own, the two sides in turn.
-2. How many requests are held at once in a fixed KV budget: reserved to the whole context each, as
-   servers without paging do, against as many as `LLM` really had in its batch.
+1. The time of 64 prompts at batch limits from 1 to 32, for `transformers.pipeline` (static batches)
+   and for `LLM` (continuous batching), with the same checkpoint, prompts and tokens. Each
+   measurement has its own process; the two sides take turns.
+2. The number of concurrent requests in a fixed KV budget: with the whole context reserved for each,
+   as without paging, and in the batch of `LLM`.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def measure_limits(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
     for number in range(options.rounds):
         for limit in options.limits:
-            # Each side is first in every other round: what changes slowly hits both alike.
+            # Each side is first in every other round, so that slow changes affect both equally.
             for side in SIDES if number % 2 else reversed(SIDES):
                 print(
                     f"round {number + 1} of {options.rounds}, at most {limit} at once: {side}",
@@ -128,7 +128,7 @@ def run_worker(options: argparse.Namespace, worker: str, value: int) -> dict[str
 
 
 def _work(options: argparse.Namespace) -> None:
-    """Runs in the worker: measures one thing and prints it as JSON."""
+    """Runs in the worker: prints one measurement as JSON."""
     with redirect_stdout(sys.stderr):
         if options.worker == "held":
             figures = hold(options)
@@ -147,7 +147,7 @@ def workload(num: int, shortest: int, longest: int) -> list[str]:
 
 
 def timed(generate: Callable[[], list[int]], expected: list[int]) -> float:
-    """Seconds that a call took; it returns how many tokens each prompt got."""
+    """The seconds of a call, which returns the number of tokens of each prompt."""
     started = time.perf_counter()
     counts = generate()
     elapsed = time.perf_counter() - started
@@ -157,7 +157,7 @@ def timed(generate: Callable[[], list[int]], expected: list[int]) -> float:
 
 
 def with_llm(options: argparse.Namespace, texts: list[str]) -> float:
-    """Seconds for all prompts, so many at once at most."""
+    """Seconds for all prompts, with a limit of concurrent ones."""
     from text_generation_router import LLM, SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True)
@@ -173,7 +173,7 @@ def with_llm(options: argparse.Namespace, texts: list[str]) -> float:
 
 
 def with_pipeline(options: argparse.Namespace, texts: list[str]) -> float:
-    """The same by transformers, as its documentation shows it."""
+    """The same with transformers, as its documentation recommends."""
     import torch
     import transformers
 
@@ -197,7 +197,7 @@ def with_pipeline(options: argparse.Namespace, texts: list[str]) -> float:
         )
         ids = [output[0]["generated_token_ids"] for output in outputs]
         lengths = [len(pipe.tokenizer(text)["input_ids"]) for text in given]
-        # Padding is no part of an answer.
+        # Padding is not part of an answer.
         padded = [_longest(lengths, place, options.value) for place in range(len(given))]
         return [len(one) - length for one, length in zip(ids, padded, strict=True)]
 
@@ -212,7 +212,7 @@ def _longest(lengths: list[int], place: int, batch_size: int) -> int:
 
 
 def hold(options: argparse.Namespace) -> dict[str, Any]:
-    """How many requests LLM has in its batch at once, in a KV cache of so many tokens."""
+    """The number of requests in LLM's batch, with a KV cache of `budget` tokens."""
     from text_generation_router import LLM, SamplingParams
 
     chooser = random.Random(40)
@@ -242,7 +242,7 @@ def hold(options: argparse.Namespace) -> dict[str, Any]:
         sampler.join()
         preempted = int(_value(llm.metrics(), "tgi_request_preempted"))
     tokens = [result.num_prompt_tokens + len(result.outputs[0].token_ids) for result in results]
-    # While there are requests that wait: at the end the batch runs empty whatever the memory is.
+    # Only while requests wait: at the end the batch empties regardless of memory.
     busy = held[: max(1, len(held) * 3 // 4)]
     return {
         "kv_tokens": options.value,
@@ -262,7 +262,7 @@ def _value(metrics: str, name: str) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     theirs, ours = SIDES
     lines = [
         f"{report['prompts']} prompts of 32 to 224 tokens, {report['new_tokens']} new ones each",

@@ -1,6 +1,6 @@
-"""The other servers: how each is installed under benchmarks/.work and started.
+"""The other servers: installs them under benchmarks/.work and describes how to start them.
 
-Run as a script, it installs all of them and says how that went; serve.py does it when needed.
+Run as a script, it installs all of them; serve.py installs those that it needs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LLAMA_CPP_SOURCE = LLAMA_CPP / f"llama_cpp_python-{LLAMA_CPP_PYTHON}" / "vendor"
 LLAMA_CPP_PROGRAMS = ("llama-bench", "llama-quantize", "llama-server")
 LLAMA_CPP_SLOTS = 32
 LLAMA_CPP_CONTEXT = 2560
-"""Tokens of each slot: those of the longest load and some to spare."""
+"""Tokens per slot: the longest load plus a margin."""
 
 
 def transformers_serve(checkpoint: Path) -> Server:
@@ -34,7 +34,7 @@ def transformers_serve(checkpoint: Path) -> Server:
 
 
 def vllm_as_it_starts(checkpoint: Path) -> Server:
-    """vLLM's CPU build; by itself it leaves torch one core of two."""
+    """vLLM's CPU build; by default it leaves torch one core of two."""
     return _vllm("vllm", checkpoint)
 
 
@@ -52,7 +52,7 @@ def _vllm(name: str, checkpoint: Path, **settings: str) -> Server:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(WORK / "vllm-cache"),  # what it compiled is kept for later starts
+        "VLLM_CACHE_ROOT": str(WORK / "vllm-cache"),  # compiled code, kept for later starts
         **settings,
     }
     return Server(name, "openai", tuple(command), str(checkpoint), tuple(environment.items()))
@@ -109,8 +109,8 @@ def install_vllm(_checkpoint: Path | None = None) -> None:
 
 
 def _adapt_vllm(python: Path) -> None:
-    """The CPU build's requirements do not fit each other, nor does it know its own name."""
-    # Built for another torch: importing any of them ends vLLM.
+    """Repairs the CPU build: its requirements conflict, and it looks for the wrong name."""
+    # Built for another torch: vLLM crashes when it imports them.
     _run(_pip(python, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"))
     # `vllm` looks itself up as the distribution "vllm", and for the CPU by its version's "+cpu".
     (packages,) = (python.parent.parent / "lib").glob("python*/site-packages")
@@ -126,7 +126,7 @@ def _adapt_vllm(python: Path) -> None:
 def install_llama_cpp(jobs: int = 1) -> None:
     """Builds llama.cpp from the source archive of llama-cpp-python, which contains it.
 
-    25 minutes with one job on a small machine, so it gives way to everything else there.
+    It takes long with one job, so it runs at low priority.
     """
     done = LLAMA_CPP / f".installed-{LLAMA_CPP_PYTHON}"
     if done.exists():
@@ -167,7 +167,7 @@ def installed_versions(environment: str, *names: str) -> dict[str, str]:
 
 
 def llama_cpp_versions() -> dict[str, str]:
-    """The commit it names is that of whatever repository it was built in: left out."""
+    """The version without the commit, which is that of the enclosing repository."""
     done = subprocess.run([str(_program("llama-server")), "--version"], capture_output=True)
     printed = (done.stdout + done.stderr).decode()
     number = next((line.split()[1] for line in printed.splitlines() if "version:" in line), "?")
@@ -204,7 +204,7 @@ def _pip(python: Path, *arguments: str) -> list[str]:
 
 
 def _run(command: list[str]) -> str:
-    """What it printed; raises with the end of it when it failed."""
+    """The output. Raises RuntimeError, with the end of the output, if the command failed."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])

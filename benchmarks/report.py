@@ -1,4 +1,4 @@
-"""From what was measured to the report: medians, ratios, the machine's limits; and its tables."""
+"""The report of serve.py: medians, ratios, the machine's limits, and tables."""
 
 import statistics
 import sys
@@ -19,7 +19,7 @@ Rounds = dict[str, list[dict[str, Any]]]
 def summarise(
     rounds: Rounds, shapes: dict[str, Shape], rates: Rates, checkpoint: Path
 ) -> dict[str, Any]:
-    """Medians over the rounds, comparisons, and what it takes to run it again."""
+    """Medians over the rounds, comparisons, and the parameters."""
     work = Work.of(checkpoint)
     servers = {name: _server(found) for name, found in rounds.items()}
     limits = {name: work.limit(shape, rates) for name, shape in shapes.items()}
@@ -73,7 +73,7 @@ def _versions(name: str) -> dict[str, str]:
 
 
 def _comparison(servers: dict[str, Any], load: str, limit: float) -> dict[str, Any]:
-    """Ours beside the peer that is fastest at this load; quantized ones beside their rivals."""
+    """Our server against the fastest peer at this load; quantized ones against their rivals."""
     speed = {
         name: server["loads"][load]["tokens_per_s"]
         for name, server in servers.items()
@@ -96,7 +96,7 @@ def _comparison(servers: dict[str, Any], load: str, limit: float) -> dict[str, A
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     rates = report["machine_rates"]
     lines = [
         f"machine: {report['machine']['cpu']}, reads {rates['read_gb_s']:.0f} GB/s, "
@@ -122,7 +122,7 @@ def table(report: dict[str, Any]) -> str:
 def _cells(server: str, one: dict[str, float], limit: float) -> list[str]:
     rate, *times = (one[column] for column in COLUMNS)
     first, first_99, gap, gap_99 = (f"{1000 * value:.1f}" for value in times)
-    # The limit is one of bfloat16: it says nothing about fewer bits.
+    # The limit is for bfloat16, not for fewer bits.
     is_quantized = server in RIVALS or server in RIVALS.values()
     share = "–" if is_quantized else f"{100 * rate / limit:.0f} %"
     return [f"{rate:.1f}", share, f"{first} / {first_99}", f"{gap} / {gap_99}"]

@@ -1,10 +1,10 @@
-"""This tree beside an earlier commit, in turn: tokens served, memory, the router, the start.
+"""Compares this tree with an earlier commit, in turn: throughput, memory, router, start.
 
-Both servers are up at the same time and are asked in turn, in short runs, since a host's speed
-changes within minutes; the order changes too. The models are the random checkpoint of 125 M
-parameters and one of two such layers, of which the server's own work is a larger part. A round's
-ratio is now to before; the median of the ratios is printed. The router's figure is events
-per second of its processor time (router.py), the start's the time to a first token (start.py).
+Both servers run at the same time and are measured in turn, in short runs and alternating order,
+because a host's speed changes within minutes. The models are the random checkpoint of 125 M
+parameters and one of two such layers, where the server's own work is a larger part. Prints the
+median over the rounds of the ratios of now to before. The router's figure is events per second of
+its processor time (router.py), the start's is the time to a first token (start.py).
 """
 
 import argparse
@@ -31,11 +31,11 @@ from streams import Streams
 
 import router
 
-# Checkpoint, layers, requests for each client in a run.
+# Checkpoint, layers, requests per client in a run.
 MODELS = {"llama-125m": (30, 1), "llama-2-layers": (2, 4)}
 # Runs of each server in a round.
 SLICES = 4
-# The speed of a host changes within seconds, so the router's rounds are short and many.
+# Many short rounds, because the speed of a host changes within seconds.
 ROUTER_SECONDS, ROUTER_ROUNDS, NEW_TOKENS = 3.0, 4, 256
 PACKAGES = ("launcher", "router", "shard", "proto", "process")
 
@@ -49,7 +49,7 @@ class Tree:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes Python take the packages of this tree."""
+        """The environment in which Python imports the packages of this tree."""
         return {"PYTHONPATH": os.pathsep.join(str(self.folder / name) for name in PACKAGES)}
 
 
@@ -129,7 +129,8 @@ def _in_turn(
 def _served(
     trees: Sequence[Tree], model: str, loads: Sequence[str], rounds: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Each round starts both servers anew: what a start finds free, huge pages for one, stays."""
+    """Each round restarts both servers: they keep what they find at their start, such as huge
+    pages."""
     found: dict[str, list[dict[str, float]]] = {}
     seeds = iter(range(1, 100_000))
     num_layers, times = MODELS[model]
@@ -163,7 +164,7 @@ def _started(stack: ExitStack, trees: Sequence[Tree], checkpoint: Path) -> dict[
 def _rates(
     handles: dict[str, Running], shape: Shape, times: int, seeds: Iterator[int]
 ) -> dict[str, float]:
-    """Tokens per second of each, over several short runs in turn."""
+    """Tokens per second of both, over several short runs in turn."""
     warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
     for handle in handles.values():
         run_load(handle, warm_up, next(seeds))
@@ -211,7 +212,7 @@ def _first_token_s(tree: Tree) -> float:
 
 
 def _run(tree: Tree, script: str, *arguments: str) -> dict[str, Any]:
-    """What one of the other benchmarks finds out about a tree."""
+    """The report of another benchmark for a tree."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "report"
         command = [sys.executable, str(FOLDER / script), *arguments, "--output", str(output)]
@@ -224,7 +225,7 @@ def _run(tree: Tree, script: str, *arguments: str) -> dict[str, Any]:
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = ["| | before | now | ratio (median of rounds) | rounds |", "| --- " * 5 + "|"]
     for name, rounds in found.items():
         before, now = (statistics.median(one[key] for one in rounds) for key in ("before", "now"))

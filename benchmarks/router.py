@@ -1,10 +1,9 @@
-"""The router by itself: a fake shard answers every step at once, thousands of clients stream.
+"""Measures the router alone: a fake shard answers every step at once, thousands of clients stream.
 
-Printed for each number of streams: events per second of the router's processor time (what one core
-can do, and true beside other work too, since only the router's own time counts), events per second
-of wall time, where an event's time goes, the time to first token, and how long `/health` takes
-meanwhile. With more than one core the router has one for itself; clients, shard and probe share the
-others.
+Prints for each number of streams: events per second of the router's processor time (one core's
+capacity, independent of other load), events per second of wall time, the time of an event, the time
+to first token, and the latency of `/health` or another path (`--probe`). With more than one core
+the router has one for itself; clients, shard and probe share the others.
 """
 
 import argparse
@@ -47,7 +46,7 @@ PROBE_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Which cores the router has, and which the others."""
+    """The cores of the router, and those of the other processes."""
 
     router: frozenset[int]
     others: frozenset[int]
@@ -61,7 +60,7 @@ class Router:
     port: int
 
     def cpu_s(self) -> tuple[float, float]:
-        """Processor time of all its threads: its own, and the kernel's work for it."""
+        """Processor time of all its threads: user and kernel."""
         times = self.process.cpu_times()
         return times.user, times.system
 
@@ -78,7 +77,7 @@ def main() -> None:
         asyncio.run(measure(router, warm_up, 1.0))
         for streams in options.streams:
             load = Streams(router.port, options.api, streams, options.new_tokens, options.seed)
-            rows.append(asyncio.run(measure(router, load, options.seconds)))
+            rows.append(asyncio.run(measure(router, load, options.seconds, options.probe)))
             print(f"{streams} streams: done", file=sys.stderr)
     report = {
         "command": " ".join(("benchmarks/router.py", *sys.argv[1:])),
@@ -86,6 +85,7 @@ def main() -> None:
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "api": options.api,
+        "probe": options.probe,
         "rows": rows,
     }
     print(table(rows))
@@ -101,6 +101,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256, help="of a request, on average")
     parser.add_argument("--api", choices=APIS, default="generate")
     parser.add_argument("--accepted", type=int, default=0, help="right guesses in each step")
+    parser.add_argument("--probe", default="/health", help="the path that is asked meanwhile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--output",
@@ -112,7 +113,7 @@ def _parse() -> argparse.Namespace:
 
 
 def available_cores() -> Cores:
-    """One for the router, the others for its clients and its shard; one alone is shared."""
+    """One core for the router, the others for clients and shard; a single core is shared."""
     available = sorted(os.sched_getaffinity(0))
     return Cores(frozenset(available[:1]), frozenset(available[1:] or available))
 
@@ -124,9 +125,9 @@ def running(
     accepted: int = 0,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Router]:
-    """A router on top of a fake shard, ready inside the block and gone after it.
+    """A router with a fake shard, ready in the block and ended after it.
 
-    `environment` is added to this process's for the router alone.
+    `environment` is added to the router's environment.
     """
     tokenizer = tokenizers.Tokenizer.from_file(str(EMBEDDED_MODEL / "tokenizer.json"))
     text = tokenizer.encode(TEXT, add_special_tokens=False).ids
@@ -182,14 +183,16 @@ async def _becomes_ready(router: Router, process: "subprocess.Popen[bytes]") -> 
         try:
             await _probe(router.port)
             return True
-        except OSError:
+        except (OSError, RuntimeError):  # it does not listen yet, or is starting
             await asyncio.sleep(0.05)
     return False
 
 
-async def measure(router: Router, load: Streams, seconds: float) -> dict[str, Any]:
-    """One row of the table: `seconds` from when every stream has had a first token. Times to first
-    token are those of all requests, the burst at the beginning included."""
+async def measure(
+    router: Router, load: Streams, seconds: float, probe: str = "/health"
+) -> dict[str, Any]:
+    """One row of the table: `seconds` from the moment every stream has a first token. Times to
+    first token are those of all requests, including the initial burst."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     control = Control(context.Value("Q", 0), context.Value("Q", 0), context.Event(), sender)
@@ -202,7 +205,7 @@ async def measure(router: Router, load: Streams, seconds: float) -> dict[str, An
         probes: list[float] = []
         async with asyncio.timeout(seconds + READY_TIMEOUT_S), asyncio.TaskGroup() as probing:
             while time.perf_counter() < started + seconds and clients.is_alive():
-                probing.create_task(_probe_into(router.port, probes))
+                probing.create_task(_probe_into(router.port, probe, probes))
                 await asyncio.sleep(PROBE_EVERY_S)
             elapsed, after = time.perf_counter() - started, router.cpu_s()
             num_events = control.events.value - first
@@ -232,28 +235,29 @@ async def measure(router: Router, load: Streams, seconds: float) -> dict[str, An
     }
 
 
-async def _probe_into(port: int, seconds: list[float]) -> None:
-    """GET /health with a connection of its own, as orchestrators do."""
+async def _probe_into(port: int, path: str, seconds: list[float]) -> None:
+    """GET on a new connection, as orchestrators do."""
     started = time.perf_counter()
-    await _probe(port)
+    await _probe(port, path)
     seconds.append(time.perf_counter() - started)
 
 
-async def _probe(port: int) -> None:
+async def _probe(port: int, path: str = "/health") -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
         answer = await reader.read()
     finally:
         writer.close()
     if b" 200 " not in answer[:16]:
-        raise RuntimeError(f"/health said {answer.decode()}")
+        raise RuntimeError(f"{path} said {answer.decode()}")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each number of streams."""
+    """One line per number of streams."""
     head = f"{'':>8} {'events/s':>9} {'events/s':>9} {'router':>7} {'µs an event':>13}"
-    head += f" {'TTFT ms':>15} {'/health ms':>15}\n"
+    head += f" {'TTFT ms':>15} {'probe ms':>15}\n"
     head += f"{'streams':>8} {'per core':>9} {'':>9} {'CPU':>7} {'user':>6} {'kernel':>6}"
     head += f" {'p50':>7} {'p99':>7} {'p50':>7} {'p99':>7}"
     lines = [

@@ -1,9 +1,9 @@
-"""Serving speed of this project beside vLLM, llama.cpp and transformers: one command, five loads.
+"""Compares the serving speed with vLLM, llama.cpp and transformers, at five loads.
 
 All servers load the same random checkpoint of 125 M parameters, in bfloat16 unless the name says
-otherwise, and get the same prompts from the same client. They take turns, alone on the machine,
-each round with a fresh start. What is printed is the median over the rounds, beside what the
-machine could do at best. A server that can not be installed, started or finish a load is reported.
+otherwise, and get the same prompts from the same client. They take turns alone on the machine, with
+a new start in each round. Prints the medians over the rounds and the machine's upper bound.
+Failures to install, to start or to finish a load are reported.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
                 print(f"round {number + 1} of {options.rounds}: {name}", file=sys.stderr)
                 found = measure(CONTESTANTS[name], checkpoint, shapes, number)
                 rounds[name].append(found)
-        # After every round: what was measured outlives a run that is broken off.
+        # After every round, so that an interrupted run keeps its figures.
         report = summarise(rounds, shapes, best, checkpoint)
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -81,7 +81,7 @@ def _shape(name: str, is_quick: bool) -> Shape:
 
 
 def _prepare(names: list[str], checkpoint: Path) -> dict[str, str]:
-    """Reasons of those that can not take part, by name."""
+    """The servers that can not take part, with the reasons."""
     missing: dict[str, str] = {}
     for name in names:
         try:
@@ -95,7 +95,7 @@ def _prepare(names: list[str], checkpoint: Path) -> dict[str, str]:
 def measure(
     contestant: Contestant, checkpoint: Path, shapes: dict[str, Shape], seed: int
 ) -> dict[str, Any]:
-    """One start of one server with every load that is for it, up to the first that fails."""
+    """One start of one server with all its loads, up to the first that fails."""
     busy_percent = psutil.cpu_percent(interval=2)
     if busy_percent > 10:
         print(f"others keep {busy_percent:.0f} % of the cores busy: no fair run", file=sys.stderr)
@@ -118,7 +118,7 @@ def measure(
 
 
 def _warm_and_run(handle: Running, name: str, shape: Shape, seed: int) -> dict[str, float]:
-    """Warms up with other prompts of the same size; only what is shared is the same."""
+    """Warms up with other prompts of the same size; only shared tokens are the same."""
     warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
     run_load(handle, warm_up, 1000 + shape.clients)
     figures = run_load(handle, shape, seed)
@@ -127,7 +127,7 @@ def _warm_and_run(handle: Running, name: str, shape: Shape, seed: int) -> dict[s
 
 
 def _note_memory(found: dict[str, Any], handle: Running) -> None:
-    """Between loads, for reading PSS walks every page of the server."""
+    """Reads PSS between loads, because it walks every page of the server."""
     found["peak_rss_mb"] = handle.peak_rss_mb()
     found["pss_mb"] = max(found.get("pss_mb", 0.0), handle.pss_mb())
 

@@ -1,4 +1,4 @@
-"""A server under measurement: how it is started, watched and ended. peers.py has the others."""
+"""Starts, watches and ends a server under measurement. peers.py describes the other servers."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ import psutil
 
 FOLDER = Path(__file__).resolve().parent
 WORK = FOLDER / ".work"
-READY_TIMEOUT_S = 600.0  # vLLM compiles for minutes when it starts for the first time
+READY_TIMEOUT_S = 600.0  # vLLM compiles for minutes at its first start
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Server:
     api: str
     """A key of load.APIS."""
     command: tuple[str, ...]
-    """`{port}` and `{folder}` (a fresh temporary one) are filled in."""
+    """`{port}` and `{folder}` (a new temporary one) are filled in."""
     model: str
     """The model's name in requests."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Set on top of the benchmark's own."""
+    """Added to the benchmark's own environment."""
 
 
 def ours(checkpoint: Path | None, *flags: str, name: str = "pytgi") -> Server:
@@ -46,7 +46,7 @@ def ours(checkpoint: Path | None, *flags: str, name: str = "pytgi") -> Server:
 
 
 class Running:
-    """A server process with its children; knows how long it took and how much memory it holds."""
+    """Owns a server process and its children; measures start time and memory."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         with socket.socket() as listener:
@@ -84,7 +84,7 @@ class Running:
     def peak_rss_mb(self) -> dict[str, float]:
         """Largest resident set so far of each process, by the name of its program, in MB.
 
-        What processes share counts for each of them, and peaks need not have come together.
+        Shared memory counts for each process, and the peaks may be at different times.
         """
         peaks: dict[str, float] = {}
         for process in self._family():
@@ -95,7 +95,7 @@ class Running:
         return peaks
 
     def pss_mb(self) -> float:
-        """Memory of all processes now, in MB; what they share counts once."""
+        """Current memory of all processes, in MB; shared memory counts once."""
         total = 0.0
         for process in self._family():
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -107,28 +107,28 @@ class Running:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
 
     def _family(self) -> list[psutil.Process]:
-        """The process and its descendants, none if it has ended; any of them may end any time."""
+        """The process and its descendants; none if it has ended. Any may end at any time."""
         if self._process.poll() is not None:
             return []
         root = psutil.Process(self._process.pid)
         return [root, *root.children(recursive=True)]
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL for whatever is left after 20 seconds."""
+        """SIGTERM, and SIGKILL after 20 seconds."""
         family = self._family()
         self._process.terminate()
         _, alive = psutil.wait_procs(family, timeout=20)
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        with suppress(ProcessLookupError):  # children of a server that died before them
+        with suppress(ProcessLookupError):  # the server may have died before its children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 @contextmanager
 def running(server: Server, folder: Path) -> Iterator[Running]:
-    """The server, ready inside the block and gone after it, also when SIGTERM ends us."""
+    """The server, ready in the block and ended after it, also if SIGTERM ends this process."""
     folder.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -147,7 +147,7 @@ def _leave(number: int, _frame: object) -> None:
 
 
 def _megabytes(file: Path, field: str) -> float:
-    """0 if the field is missing: a process that is ending holds nothing."""
+    """0 if the field is missing, as for a process that is ending."""
     for line in file.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024 / 1e6

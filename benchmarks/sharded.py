@@ -1,12 +1,12 @@
-"""One model on one shard of two threads, and on two shards of one thread: tokens served, in turn.
+"""Compares one shard of two threads with two shards of one thread, in turn.
 
-Both servers are up at the same time and are asked in turn, in short runs, since a host's speed
-changes within minutes; the order changes too. The same is done for one shard with and without
---deterministic, whose sums are taken in parts. A ratio is the second server's tokens per second to
-the first one's; the median over the rounds is printed.
+Both servers run at the same time and are measured in turn, in short runs and alternating order,
+because a host's speed changes within minutes. The same for one shard with and without
+--deterministic, which sums in parts. Prints the median over the rounds of the ratios of the second
+server's tokens per second to the first one's.
 
-Where the time goes: of the two shards' own seconds in steps (/metrics), what they waited for each
-other in operations between them (their logs, when they stop).
+Also prints the two shards' seconds in steps (/metrics) and the part in which they waited for each
+other (their logs at the end).
 """
 
 import argparse
@@ -39,8 +39,7 @@ MODELS = {
 LOADS = ("c1", "c8", "c32")
 # Runs of each server in a round.
 SLICES = 2
-# Both are asked in turn for so long before anything is measured: a server that idles while another
-# one starts is slow at first.
+# Seconds of warm-up in turn: a server that was idle while another one started is slow at first.
 SETTLING_S = 40.0
 _WAITED = re.compile(r"shard (\d+) has waited ([0-9.]+) s")
 _STEPS = re.compile(r'^tgi_batch_shard_duration_sum\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
@@ -48,7 +47,7 @@ _STEPS = re.compile(r'^tgi_batch_shard_duration_sum\{rank="(\d+)"\} (\S+)$', re.
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two servers that are compared."""
+    """Two servers to compare."""
 
     name: str
     first: tuple[str, tuple[str, ...]]
@@ -74,7 +73,7 @@ def main() -> None:
                 for key, values in _round(PAIRS[name], model, options, number).items():
                     found.setdefault(f"{model}, {key}", []).append(values)
                     print(model, key, values, file=sys.stderr)
-                # After every round: what was measured outlives a run that is broken off.
+                # After every round, so that an interrupted run keeps its figures.
                 _write(options.output, found)
     print(table(found))
     print(f"written to {options.output}", file=sys.stderr)
@@ -90,7 +89,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=[*PAIRS])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS])
-    # Even: each server is started first as often as the other.
+    # Even, so that each server starts first equally often.
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument(
@@ -118,7 +117,7 @@ def _write(path: Path, found: dict[str, list[dict[str, float]]]) -> None:
 def _round(
     pair: Pair, model: str, options: argparse.Namespace, number: int
 ) -> dict[str, dict[str, float]]:
-    """Both servers are started anew: what a start finds free, huge pages for one, stays."""
+    """Restarts both servers: they keep what they find at their start, such as huge pages."""
     checkpoint = WORK / model
     if not (checkpoint / "config.json").exists():
         write_checkpoint(checkpoint, shape=MODELS[model])
@@ -136,7 +135,7 @@ def _round(
                 shape = replace(loads.LOADS[load], new_tokens=options.new_tokens)
                 found[f"{pair.name} {load}: tokens/s"] = _rates(handles, shape, seeds)
             shares = {name: _step_seconds(handle) for name, handle in handles.items()}
-        # A shard says when it stops how long it has waited.
+        # A shard logs at its end how long it has waited.
         for name, handle in handles.items():
             if shares[name]:
                 found[f"{name}: seconds"] = _where_time_went(handle, shares[name])
@@ -151,7 +150,7 @@ def _started(stack: ExitStack, servers: Sequence[Server], folder: Path) -> dict[
 
 
 def _settle(handles: dict[str, Running], shape: loads.Shape, seeds: Iterator[int]) -> None:
-    """Asks both in turn, and measures nothing."""
+    """Sends requests to both in turn, without measuring."""
     end = time.monotonic() + SETTLING_S
     while time.monotonic() < end:
         for handle in handles.values():
@@ -161,7 +160,7 @@ def _settle(handles: dict[str, Running], shape: loads.Shape, seeds: Iterator[int
 def _rates(
     handles: dict[str, Running], shape: loads.Shape, seeds: Iterator[int]
 ) -> dict[str, float]:
-    """Tokens per second of each, over several short runs in turn."""
+    """Tokens per second of both, over several short runs in turn."""
     warm_up = replace(shape, requests=shape.clients, new_tokens=WARM_UP_TOKENS)
     for handle in handles.values():
         run_load(handle, warm_up, next(seeds))
@@ -175,13 +174,13 @@ def _rates(
 
 
 def _step_seconds(handle: Running) -> dict[str, float]:
-    """By rank, the time of its steps so far; none of one shard."""
+    """The time of steps so far by rank; empty with one shard."""
     with urllib.request.urlopen(f"{handle.url}/metrics", timeout=10) as answer:
         return {rank: float(value) for rank, value in _STEPS.findall(answer.read().decode())}
 
 
 def _where_time_went(handle: Running, steps: dict[str, float]) -> dict[str, float]:
-    """Of each rank: seconds in steps, and waited for others."""
+    """By rank: seconds in steps, and seconds of waiting for other ranks."""
     waited = dict(_WAITED.findall(handle.log.read_text(errors="replace")))
     return {
         f"shard {rank} {what}": float(value)
@@ -191,7 +190,7 @@ def _where_time_went(handle: Running, steps: dict[str, float]) -> dict[str, floa
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = ["| | figures (median of rounds) | ratio | rounds |", "| --- " * 4 + "|"]
     for name, rounds in found.items():
         names = sorted(rounds[0]) if "seconds" in name else _in_order(rounds[0])
@@ -204,7 +203,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def _in_order(values: dict[str, float]) -> list[str]:
-    """The first server of a pair, then the second, whichever was started first."""
+    """The first server of a pair, then the second, in any order of start."""
     order = [server[0] for pair in PAIRS.values() for server in (pair.first, pair.second)]
     return sorted(values, key=order.index)
 

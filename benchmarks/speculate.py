@@ -1,8 +1,8 @@
-"""What guessing tokens is worth: one client, a text that repeats itself and one that does not.
+"""The gain of speculation: one client, a text that repeats itself and one that does not.
 
-The text that repeats comes from a checkpoint of the same shape whose every answer is one phrase
-over and over; the other is that of serve.py, whose random weights hardly ever say anything twice.
-Servers with and without --speculate take turns; what is printed is the ratio of their medians.
+The repeating text comes from a checkpoint that answers with one phrase again and again. The other
+is the checkpoint of serve.py, whose random text hardly repeats. Servers with and without
+--speculate take turns; prints the ratio of their medians.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(num_guesses: int, seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by text, then by "plain" and "guessing"; who is first changes every round."""
+    """Figures by text, then by "plain" and "guessing"; the order changes every round."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for text, checkpoint in CHECKPOINTS.items():
         flags: dict[str, tuple[str, ...]] = {
@@ -81,7 +81,7 @@ def summarise(rounds: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str,
 
 
 def table(texts: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = ["| text | tokens/s | with --speculate | ratio |", "|---|---|---|---|"]
     for text, one in texts.items():
         lines.append(

@@ -1,11 +1,15 @@
-"""How long the embedded model takes from the command to its first token, and what it holds.
+"""The time from the command to the first token with the embedded model, and its memory.
 
-Starts `text-generation-launcher` as a newcomer would, streams one question the moment it is ready,
-then asks 50 more at 8 clients, and prints the peak memory of each process. Several starts; the
-median counts. With --first each of them is the first one on its machine, which compiles.
+Starts `text-generation-launcher` with its defaults, streams one question as soon as it is ready,
+sends 50 more from 8 clients, and prints the peak memory of each process. Prints medians of several
+starts. With --first each start is a machine's first one, which compiles.
+
+With --beside it starts the 1 B checkpoint instead, in bfloat16 with its file in the page cache, in
+turn with another server with the same weights, and measures both to the first token.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -19,10 +23,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from contestants import CONTESTANTS, OURS
+from load import APIS, Load, events
 from machine import machine
-from servers import FOLDER, ours, running
+from make_checkpoint import write_checkpoint
+from servers import FOLDER, WORK, Server, ours, running
+from sharded import MODELS
 
 QUESTION = "What does textwrap.dedent do?"
+BESIDE = "llama-1b"
 
 
 def main() -> None:
@@ -32,7 +41,11 @@ def main() -> None:
     parser.add_argument("--model-id", type=Path, default=None, help="default: the embedded model")
     parser.add_argument("--first", action="store_true", help="nothing is compiled yet")
     parser.add_argument("--output", type=Path, default=None, help="default: in results")
+    parser.add_argument("--beside", choices=CONTESTANTS, help="another server, in turn with ours")
     options = parser.parse_args()
+    if options.beside is not None:
+        compare(options)
+        return
     starts = [measure(options.model_id, options.first) for _ in range(options.starts)]
     report = {
         "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -53,6 +66,51 @@ def main() -> None:
     output = options.output or FOLDER / "results" / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Starts of both servers in turn; the medians are printed."""
+    checkpoint = options.model_id or WORK / BESIDE
+    if not (checkpoint / "config.json").exists():
+        write_checkpoint(checkpoint, shape=MODELS[BESIDE])
+    names = (OURS, options.beside)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for name in names:
+        CONTESTANTS[name].prepare(checkpoint)
+        first_token(CONTESTANTS[name].server(checkpoint))  # fills the page cache, and compiles
+    for _ in range(options.starts):
+        for name in names:
+            found[name].append(first_token(CONTESTANTS[name].server(checkpoint)))
+    report = {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", "benchmarks/start.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": {name: CONTESTANTS[name].versions() for name in names},
+        "medians": {
+            name: {kind: statistics.median(one[kind] for one in starts) for kind in starts[0]}
+            for name, starts in found.items()
+        },
+        "starts": found,
+    }
+    print(json.dumps(report["medians"], indent=2))
+    output = options.output or FOLDER / "results" / f"start-1b-{datetime.now(UTC):%Y-%m-%d}.json"
+    output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def first_token(server: Server) -> dict[str, float]:
+    """Seconds from the start of a server until it is ready, and until the first token."""
+
+    async def ask(url: str) -> float:
+        api = APIS[server.api]
+        load = Load(url, api, server.model, 1, 1, 1, 1, 0)
+        async for arrived, event in events(load, api.body("abc", 8, server.model)):
+            if api.has_text(event):
+                return arrived
+        raise RuntimeError(f"{server.name} has answered without a token")
+
+    with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+        arrived = asyncio.run(ask(handle.url))
+        return {"ready_s": handle.ready_s, "first_token_s": arrived - handle.started}
 
 
 def measure(model: Path | None, is_first: bool) -> dict[str, Any]:
@@ -81,7 +139,7 @@ def _ask(url: str, path: str, inputs: str) -> urllib.request.Request:
 
 
 def _first_event(url: str) -> None:
-    """Returns when the first event of a stream has come."""
+    """Returns at the first event of a stream."""
     with urllib.request.urlopen(_ask(url, "/generate_stream", QUESTION), timeout=60) as answer:
         line = answer.readline()
         if b'"token"' not in line:
@@ -89,7 +147,7 @@ def _first_event(url: str) -> None:
 
 
 def _ask_many(url: str) -> None:
-    """A little traffic, so that the memory is that of a server at work."""
+    """Some traffic, so that the memory is that of a working server."""
 
     def ask(number: int) -> None:
         with urllib.request.urlopen(

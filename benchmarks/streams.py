@@ -1,7 +1,7 @@
-"""Thousands of streaming clients in one process, cheap enough to leave the other core alone.
+"""Thousands of streaming clients in one process, with little CPU time.
 
-Each keeps one connection and sends one request after another. Events are counted, not read: the
-bytes of a stream are looked at only for where events, answers and errors are.
+Each keeps one connection and sends one request after the other. Events are counted, not parsed:
+only the bytes that mark events, ends of answers and errors are searched.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvloop
 
 OK = b"HTTP/1.1 200 "
-# What an event begins with, and what a chunked body ends with.
+# The start of an event, and the end of a chunked body.
 EVENT = b"data:"
 END = b"\r\n0\r\n\r\n"
 
@@ -40,7 +40,7 @@ def _chat_body(prompt: str, new_tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How one route is asked, and how many events it sends beside one for each token."""
+    """The request of one route, and its number of events in addition to one per token."""
 
     path: str
     body: Callable[[str, int], dict[str, Any]]
@@ -49,7 +49,7 @@ class Api:
 
 APIS = {
     "generate": Api("/generate_stream", _tgi_body, 0),
-    # The reason to finish and [DONE]; with chat the role as well.
+    # The finish reason and [DONE]; for chats also the role.
     "completions": Api("/v1/completions", _completion_body, 2),
     "chat": Api("/v1/chat/completions", _chat_body, 3),
 }
@@ -57,19 +57,19 @@ APIS = {
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """What is asked of the server, by how many at once."""
+    """The load: the requests and the number of concurrent streams."""
 
     port: int
     api: str
     streams: int
     new_tokens: int
-    """On average; each request draws its own number from half of it to one and a half."""
+    """On average; the number of each request is random, from half of it to one and a half."""
     seed: int
 
 
 @dataclass(slots=True)
 class Tally:
-    """What all clients have seen."""
+    """The counters of all clients."""
 
     events: int = 0
     requests: int = 0
@@ -78,7 +78,7 @@ class Tally:
 
 
 class Client(asyncio.Protocol):
-    """One connection, which is closed when `stop` is set and its server has been told so."""
+    """One connection; closed after `stop` is set."""
 
     def __init__(self, load: Streams, number: int, tally: Tally) -> None:
         self._api = APIS[load.api]
@@ -94,7 +94,7 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends the first request."""
-        # uvloop's has all of its methods, but is no instance of it.
+        # uvloop's class has all of its methods, but is not a subclass.
         self._transport = cast(asyncio.Transport, transport)
         self._send()
 
@@ -114,7 +114,7 @@ class Client(asyncio.Protocol):
         self._sent = time.perf_counter()
 
     def data_received(self, data: bytes) -> None:
-        """Counts; what was cut off at the end of the last read is looked at again."""
+        """Counts events; a marker may be split between two reads."""
         data = self._tail + data
         if not self._is_answered:
             self._is_answered = True
@@ -140,7 +140,7 @@ class Client(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """How the clients' process is watched and stopped."""
+    """Controls the clients' process."""
 
     events: "Synchronized[int]"
     first_tokens: "Synchronized[int]"

@@ -1,12 +1,12 @@
-"""What grammars cost the neighbours: 16 clients, half of them constrained, half measured.
+"""What grammars cost other requests: 16 clients, half of them with grammars, half measured.
 
-One server, one run, alternating: each round measures three times, with the other eight clients
-asking for free text, for JSON of one schema, and for JSON of a schema that no request had before.
-Printed is the throughput of the eight clients that never ask for a grammar.
+Each round measures three times on one server: the other eight clients request free text, JSON of
+one schema, or JSON of a new schema each time. Prints the throughput of the eight measured clients,
+which never use a grammar.
 
-The first answers have different lengths, so that requests begin one after another. Without that
-all clients of free text begin and end in the same steps, and their prompts share one prefill, which
-those of JSON, whose grammars are compiled first, can not.
+The first answers have different lengths, so that requests begin at different times. Otherwise all
+clients of free text would begin and end in the same steps and share one prefill, and those of JSON,
+whose grammars are compiled first, could not.
 """
 
 import argparse
@@ -55,10 +55,11 @@ def main() -> None:
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
+        # One round is not counted: a new server first moves its weights to huge pages.
         for kind in KINDS:
-            asyncio.run(measure(handle, 1, schemas[kind]))
+            asyncio.run(measure(handle, options.requests, schemas[kind]))
         for number in range(options.rounds):
-            # The order turns in every other round: what changes slowly hits all alike.
+            # The order alternates, so that slow changes affect all kinds equally.
             for kind in KINDS if number % 2 else reversed(KINDS):
                 print(f"round {number + 1} of {options.rounds}: {kind}", file=sys.stderr)
                 run = measure(handle, options.requests, schemas[kind])
@@ -70,7 +71,7 @@ def main() -> None:
 
 
 def schema(number: int) -> dict[str, Any]:
-    """A schema of its own for each number; strings long enough for the answer's whole length."""
+    """A different schema for each number; its strings are as long as the answer."""
     text = {"type": "string", "minLength": 20, "maxLength": 400}
     item = {
         "type": "object",
@@ -89,7 +90,7 @@ def schema(number: int) -> dict[str, Any]:
 async def measure(
     handle: Running, requests: int, schemas: Iterator[dict[str, Any] | None]
 ) -> dict[str, float]:
-    """Tokens per second of both halves, from the first request to the last of the measured."""
+    """Tokens per second of both halves, from the first to the last measured request."""
     waiting = prompts((MEASURED + OTHERS) * 64, 128, seed=7)
     num_tokens = [0, 0]
     is_over = asyncio.Event()
@@ -136,7 +137,7 @@ def first_length(number: int) -> int:
 
 
 def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians, the median of the rounds' ratios, and what it takes to run it again."""
+    """Medians, the median of the rounds' ratios, and the parameters."""
     medians = {
         kind: {half: statistics.median(one[half] for one in rounds) for half in rounds[0]}
         for kind, rounds in found.items()
@@ -153,13 +154,13 @@ def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def ratio(found: dict[str, list[dict[str, float]]], kind: str) -> float:
-    """The throughput beside one kind to that beside free text: the median of the rounds."""
+    """The ratio of the throughput next to one kind to that next to free text: the median."""
     pairs = zip(found["free"], found[kind], strict=True)
     return statistics.median(one["measured"] / free["measured"] for free, one in pairs)
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [
         "| the other 8 clients ask for | the measured 8, tokens/s | the others, tokens/s |",
         "|---|---|---|",

@@ -1,5 +1,5 @@
 #!/opt/pytgi/bin/python
-"""HEALTHCHECK of the image: exit code 0 once the server that is process 1 answers GET /health."""
+"""HEALTHCHECK of the image: exit code 0 if the server, process 1, answers GET /readyz with 200."""
 
 import os
 import sys
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.option import Mode
-from text_generation_launcher.supervisor import connection_to, reachable_host
+from text_generation_launcher.probe import connection_to, reachable_host
 
 TIMEOUT_S = 4.0
 
 
 def address() -> tuple[str, int, bool] | None:
-    """Where process 1 was told to listen, and whether it speaks TLS, by its flags or the
-    container's environment; None: it is no server, but answers a batch or runs shards alone."""
+    """Host and port of process 1 and whether it uses TLS, from its flags and the container's
+    environment. None: it is not a server, but answers a batch or runs shards alone."""
     words = Path("/proc/1/cmdline").read_bytes().decode().split("\0")[:-1]
     script = next(i for i, word in enumerate(words) if word.endswith("text-generation-launcher"))
     mode, flags = split_mode(words[script + 1 :])
@@ -27,20 +27,20 @@ def address() -> tuple[str, int, bool] | None:
 
 
 def main() -> int:
-    """Returns the exit code, and prints why."""
+    """Returns the exit code, and prints the reason."""
     server = address()
     if server is None:
-        print("process 1 is no server")
+        print("process 1 is not a server")
         return 0
     host, port, has_tls = server
     connection = connection_to(host, port, has_tls, TIMEOUT_S)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", "/readyz")
         status = connection.getresponse().status
     except (OSError, HTTPException) as error:
         print(f"no answer on {host} port {port}: {error}")
         return 1
-    print(f"GET /health on {host} port {port}: {status}")
+    print(f"GET /readyz on {host} port {port}: {status}")
     return 0 if status == 200 else 1
 
 

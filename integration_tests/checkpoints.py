@@ -1,8 +1,8 @@
 """Tiny checkpoints of every supported family: real Hugging Face directories with random weights.
 
-Everything that a family can get wrong is switched on and has a size of its own (head_dim is not
-hidden / heads where the family allows it, windows are shorter than the prompts of the tests, norms
-are not ones, biases are not zeros), so that a forgotten term changes the tokens.
+Every feature of a family is switched on with a distinct size (head_dim is not hidden / heads where
+the family allows it, windows are shorter than the tests' prompts, norms are not ones, biases are
+not zeros), so that a forgotten term changes the tokens.
 """
 
 import json
@@ -28,7 +28,7 @@ _TOKENIZER_TEXT = (
     "the more there is of the other, the less there is of this and that thing.\n"
 )
 
-# The shape all families share unless their entry says otherwise: grouped-query attention.
+# The default shape of all families: grouped-query attention.
 _SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -79,15 +79,15 @@ class Family:
     adds_bos: bool = False
     """The tokenizer puts a BOS token in front of every text."""
     eos_token_ids: tuple[int, ...] = (0,)
-    """What generation_config.json lists; config.json has the first only."""
+    """The end tokens in generation_config.json; config.json has only the first."""
     max_shard_size: str = "1GB"
     """Files larger than this are split and get an index."""
     raw_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Written into config.json as they are, for what transformers itself would not write."""
+    """Written into config.json unchanged, for fields that transformers itself would not write."""
     switch_length: int | None = None
     """Length at which rope changes its frequencies; None: never. No test answer may cross it."""
     flags: tuple[str, ...] = ()
-    """What a server must be told to serve the lengths of the tests."""
+    """The flags of a server for the lengths of the tests."""
 
 
 def _rope(**parameters: Any) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _write_tokenizer(family: Family, directory: Path) -> None:
 
 
 def _respell(config: dict[str, Any]) -> None:
-    """Spells a config.json like transformers 4 did, and so most checkpoints on the hub."""
+    """Writes a config.json like transformers 4 did, the form of most checkpoints on the hub."""
     rope = config.pop("rope_parameters")
     config["torch_dtype"] = config.pop("dtype")
     config["rope_theta"] = rope.pop("rope_theta")
@@ -276,5 +276,5 @@ def _respell(config: dict[str, Any]) -> None:
     kind = rope.pop("rope_type")
     if kind == "default":
         config["rope_scaling"] = None
-    else:  # llama3 was the first kind that was spelled `rope_type`
+    else:  # llama3 was the first kind to use `rope_type`
         config["rope_scaling"] = {"rope_type" if kind == "llama3" else "type": kind, **rope}

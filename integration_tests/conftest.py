@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests: the shared server, servers of one's own, the invariant."""
+"""Fixtures of the integration tests: the shared server, a test's own servers, the invariant."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +12,8 @@ Launch = Callable[..., LauncherHandle]
 
 @pytest.fixture(scope="session")
 def shared_server(tiny_model_path: Path) -> Iterator[LauncherHandle]:
-    """The server most tests ask: the tiny Llama in float32 on the processor, with prompts of up to
-    300 tokens."""
+    """The server of most tests: the tiny Llama in float32 on the CPU, with prompts of up to 300
+    tokens."""
     flags = ("--device", "cpu", "--dtype", "float32", "--max-input-tokens", "300")
     with running(tiny_model_path, *flags) as handle:
         yield handle
@@ -21,14 +21,14 @@ def shared_server(tiny_model_path: Path) -> Iterator[LauncherHandle]:
 
 @pytest.fixture
 def server(shared_server: LauncherHandle) -> Iterator[LauncherHandle]:
-    """The shared server; afterwards it must have got everything back."""
+    """The shared server; asserts afterwards that it is idle and all blocks are free."""
     yield shared_server
     shared_server.assert_idle()
 
 
 @pytest.fixture
 def launch() -> Iterator[Launch]:
-    """Starts launchers of a test's own and kills those that the test did not stop."""
+    """Starts a test's own launchers and kills those that the test did not stop."""
     started: list[LauncherHandle] = []
 
     def start(model: Path | None, *flags: str, **environment: str) -> LauncherHandle:

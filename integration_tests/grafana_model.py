@@ -1,6 +1,6 @@
-"""Runs inside `.venv-clients/deployment`; prints a dashboard as Grafana's own model understood it.
+"""Runs inside `.venv-clients/deployment`; prints a dashboard as Grafana's own model parses it.
 
-What the model does not know is not printed, and what it can not read is an exception.
+Fields that the model does not know are not printed; invalid ones raise an exception.
 
 usage: python grafana_model.py FILE
 """

@@ -1,4 +1,4 @@
-"""A hub on this machine, which serves one repository and remembers what it was asked."""
+"""A local hub that serves one repository and records its requests."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ COMMIT = "c" * 40
 
 @dataclass
 class FakeHub:
-    """The endpoints of the hub that a download uses, for the one repository `some/model`."""
+    """The hub's endpoints for downloads, for the one repository `some/model`."""
 
     files: dict[str, bytes]
     revisions: tuple[str, ...] = ("main", COMMIT, "refs/pr/1")
     refusal: tuple[int, str] | None = None
     """Status and X-Error-Code of every answer."""
     cut_after: int | None = None
-    """The first answer with a file that long or longer is cut there."""
+    """The first answer with a file of at least this length is cut off there."""
     chunk_delay_s: float = 0
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path and Range of every request."""
@@ -53,7 +53,7 @@ class HubHandler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -106,14 +106,14 @@ class HubHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(hub: FakeHub, host: str = "127.0.0.1") -> Iterator[FakeHub]:
-    """Answers on a free port of that address, which `hub.endpoint` names, until the block ends."""
+    """Serves on a free port of that address, see `hub.endpoint`, until the block ends."""
     handler = type("Handler", (HubHandler,), {"hub": hub})
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, *_: object) -> None:
-            """A client that left is what some tests are about."""
+            """Ignores clients that disconnect, as in some tests."""
 
     with Server((host, 0), handler) as server:
         hub.endpoint = f"http://{host}:{server.server_address[1]}"

@@ -33,6 +33,9 @@ CARRIED = (
     *("annotated-doc", "annotated-types", "attrs", "fastapi", "fastapi-offline", "grpcio"),
     *("grpcio-reflection", "httptools", "hypothesis", "jsonschema", "jsonschema-specifications"),
     *("llguidance", "opentelemetry-api", "orjson", "protobuf", "psutil", "pydantic"),
+    *("googleapis-common-protos", "opentelemetry-exporter-otlp-common", "opentelemetry-proto"),
+    *("opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-proto-grpc"),
+    *("opentelemetry-sdk", "opentelemetry-semantic-conventions"),
     *("pydantic-core", "pytest", "pytest-asyncio", "referencing", "rpds-py", "sortedcontainers"),
     *("sse-starlette", "starlette", "typing-inspection", "uvicorn"),
 )

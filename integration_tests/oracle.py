@@ -1,4 +1,4 @@
-"""What `transformers` says: the tokens and log-probabilities the server must reproduce."""
+"""The reference by `transformers`: tokens and log-probabilities that the server must reproduce."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ _TEXT = (
 
 
 def ragged_prompts(model_path: Path) -> list[str]:
-    """Texts of PROMPT_LENGTHS tokens each, no two with the same beginning."""
+    """Texts of PROMPT_LENGTHS tokens each, without common prefixes."""
     tokenizer = Tokenizer.from_file(str(model_path / "tokenizer.json"))
     prompts = []
     for index, length in enumerate(PROMPT_LENGTHS):
@@ -30,8 +30,8 @@ def ragged_prompts(model_path: Path) -> list[str]:
 
 
 class Oracle:
-    """A checkpoint in transformers, one prompt at a time, nothing batched or padded; in float32 on
-    the processor, unless something else is asked for."""
+    """A checkpoint in transformers, one prompt at a time, without batching or padding; by default
+    in float32 on the CPU."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Oracle:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        torch.set_num_threads(1)  # tiny matrices; the servers want the cores
+        torch.set_num_threads(1)  # tiny matrices; the servers need the cores
         self._model_path, self._device, self._dtype = model_path, device, dtype
         # Dynamic rope keeps the largest length it has seen, so such a model serves one prompt.
         self._is_stateful = FAMILIES[family].switch_length is not None

@@ -49,7 +49,7 @@ class PrometheusHandle:
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    # A test run that is killed must not leave it behind.
+                    # It must end with a test run that is killed.
                     *("setpriv", "--pdeathsig", "TERM"),
                     binary("prometheus"),
                     f"--config.file={config_path}",
@@ -75,24 +75,24 @@ class PrometheusHandle:
         wait_until(is_ready, _READY_TIMEOUT_S, "Prometheus answers /-/ready")
 
     def get(self, path: str, **parameters: Any) -> Any:
-        """The `data` of an answer of /api/v1; what Prometheus refuses is an AssertionError."""
+        """The `data` of an answer of /api/v1. Raises AssertionError if Prometheus refuses."""
         response = self.client.get(f"/api/v1/{path}", params=parameters)
         assert response.status_code == 200, f"{parameters}: {response.text}"
         return response.json()["data"]
 
     def values(self, expression: str) -> list[float]:
-        """The present value of every series that a query returns."""
+        """The current value of every series of a query."""
         data = self.get("query", query=expression)
         assert data["resultType"] == "vector", f"{expression} is a {data['resultType']}"
         return [float(series["value"][1]) for series in data["result"]]
 
     def returns_a_number(self, expression: str) -> bool:
-        """Whether a query returns something, and nothing but finite numbers."""
+        """Whether a query returns at least one value, and only finite numbers."""
         values = self.values(expression)
         return bool(values) and all(math.isfinite(value) for value in values)
 
     def stop(self) -> None:
-        """Ends the process; may be repeated."""
+        """Ends the process. Idempotent."""
         self._process.terminate()
         self._process.wait(_STOP_TIMEOUT_S)
         self.client.close()
@@ -100,7 +100,7 @@ class PrometheusHandle:
 
 @contextmanager
 def scraping(server_url: str, folder: Path) -> Iterator[PrometheusHandle]:
-    """A Prometheus with docker/prometheus.yml, but for the address, and a scrape every second."""
+    """A Prometheus with docker/prometheus.yml except the address, and a scrape every second."""
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(DOCKER / name) for name in config["rule_files"]]

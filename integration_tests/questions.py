@@ -1,4 +1,4 @@
-"""Requests that use every part of the HTTP API once, and what two servers must answer alike."""
+"""Requests that use every part of the HTTP API once, to compare the answers of two servers."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import httpx
 
 PROMPT = "the cat sat on the mat and the dog "
 MESSAGES = [{"role": "user", "content": "what is the time, and where is the sun?"}]
-# As long as the servers that are asked allow: three tokens for each character.
+# As long as the servers allow: three tokens per character.
 LONGEST_PROMPT, MOST_PROMPT_TOKENS = "日" * 100, 300
 END_TOKENS = {"0": 100.0, "2": 100.0}
 
@@ -94,15 +94,15 @@ QUESTIONS: Mapping[str, tuple[str, Body]] = {
         for name, body in _COMPLETIONS.items()
     },
 }
-"""Name → path and body. Each is answered with the same tokens whenever it is asked."""
+"""Name → path and body. Each always gets the same tokens."""
 
 WATERMARKED = _generate(watermark=True)
-"""Which tokens are favoured depends on the device."""
+"""The favoured tokens depend on the device."""
 
 
 def ask(client: httpx.Client, path: str, body: Body) -> Answer:
-    """The JSON answer or the events of a stream, flat: see `flat`. An AssertionError where it has
-    no ending, or a log-probability is missing that is not the first of a prompt."""
+    """The JSON answer or the events of a stream, flat: see `flat`. Raises AssertionError without an
+    ending, or if a log-probability other than a prompt's first is missing."""
     response = client.post(path, json=body)
     assert response.status_code == 200, response.text
     whole: Any = None
@@ -122,7 +122,7 @@ def ask(client: httpx.Client, path: str, body: Body) -> Answer:
 
 
 def flat(answer: Any) -> Answer:
-    """Place → value, without what is new in every answer: ids and times."""
+    """Path → value, without ids and times, which change in every answer."""
     return {
         place: value
         for place, value in _leaves(answer, "")

@@ -1,4 +1,4 @@
-"""Runs inside the virtual environment of PyPI's `text-generation`; prints what it got as JSON.
+"""Runs inside the virtual environment of PyPI's `text-generation`; prints the answers as JSON.
 
 usage: python real_client.py URL
 """

@@ -1,4 +1,4 @@
-"""Two hundred JSON schemas for the tests of structured output, and what must come out of them."""
+"""Two hundred JSON schemas for the tests of structured output, and the check of their answers."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A real `text-generation-launcher` under test: started, asked over HTTP, stopped."""
+"""Starts, queries over HTTP and stops a real `text-generation-launcher` under test."""
 
 import asyncio
 import ctypes
@@ -21,28 +21,29 @@ import psutil
 from text_generation_launcher.config import console_script
 
 SCRIPTS = Path(sys.executable).parent
-# Kernels that were never compiled take a minute.
+# The first compilation of kernels takes a minute.
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 REQUEST_TIMEOUT_S = 60.0
-# Everything else the launcher could take from the environment belongs to the developer's shell.
+# No other variable of the developer's shell may reach the launcher.
 _KEPT_ENVIRONMENT = (
     *("PATH", "PYTHONPATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH"),
     *("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"),
+    "COVERAGE_PROCESS_CONFIG",
 )
 
 _METRIC_LINE = re.compile(r"^([a-zA-Z_:][\w:]*(?:\{[^}]*\})?) (\S+)$")
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nothing listens on at the moment."""
+    """A currently free TCP port of 127.0.0.1."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Polls until the condition holds; an AssertionError that says what did not come otherwise."""
+    """Polls until the condition holds. Raises AssertionError, with its description, otherwise."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s still not so: {what}"
@@ -61,15 +62,15 @@ def clean_environment() -> dict[str, str]:
 
 
 def _end_with_parent() -> None:
-    """Runs in the child: a test run that is killed must not leave a server behind."""
+    """Runs in the child: the server must end with a test run that is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 class LauncherHandle:
     """Owns one launcher process with its children, its port, its socket folder and its log file.
 
-    Requests go through `generate`, `stream` and `client`; `assert_idle` is the invariant every
-    test leaves behind; `stop` asserts an orderly end.
+    Requests go through `generate`, `stream` and `client`. `assert_idle` is the invariant after
+    every test; `stop` asserts an orderly end.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class LauncherHandle:
         chooses_sockets: bool = True,
         **environment: str,
     ) -> None:
-        """`in_child` runs in the new process before it becomes the launcher. Unless it
-        `chooses_sockets`, the launcher finds a folder for them by itself."""
+        """`in_child` runs in the new process before it becomes the launcher. Unless
+        `chooses_sockets`, the launcher creates their folder itself."""
         # Not under pytest's tmp_path: a unix socket path has at most 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="pytgi-")
         self.uds_path = Path(self._folder.name) / "shard"
@@ -172,9 +173,9 @@ class LauncherHandle:
             self.kill()
 
     def kill(self) -> None:
-        """Ends whatever is left, without judging, and removes the folder; may be repeated.
+        """Ends all processes without assertions, and removes the folder. Idempotent.
 
-        The log goes to stdout, where pytest shows it beside a failure.
+        The log goes to stdout, where pytest shows it with a failure.
         """
         if self._log_path.exists():
             print(self.log)
@@ -206,7 +207,7 @@ class LauncherHandle:
         return asyncio.run(collect())
 
     def async_client(self) -> httpx.AsyncClient:
-        """A client for tests that ask many things at once."""
+        """A client for tests with many concurrent requests."""
         limits = httpx.Limits(max_connections=None)
         return httpx.AsyncClient(
             base_url=self.url, timeout=REQUEST_TIMEOUT_S, limits=limits, trust_env=False
@@ -225,7 +226,7 @@ class LauncherHandle:
         return all(metrics[name] == 0 for name in busy)
 
     def assert_idle(self) -> None:
-        """The invariant between tests: everything that was taken comes back, soon."""
+        """The invariant between tests: all rows and blocks are freed within seconds."""
         wait_until(self.is_idle, 20, "nothing queued, nothing running, no KV block held")
         assert self.client.get("/health").status_code == 200
 

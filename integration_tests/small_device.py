@@ -1,4 +1,4 @@
-"""A whole device in few lines: what `device.base` asks for, in plain torch, and nothing else."""
+"""A complete device in few lines: only what `device.base` requires, in plain torch."""
 
 import time
 from contextlib import nullcontext
@@ -51,7 +51,7 @@ class Attention:
 
 class Runner(NamedTuple):
     model: Any
-    records_steps: bool = False
+    records_steps = compiles_steps = False
 
     @torch.inference_mode()
     def launch(self, plan: Any) -> Any:

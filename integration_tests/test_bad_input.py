@@ -1,4 +1,4 @@
-"""Whatever a client sends: its status, its error body, nobody else disturbed, nothing leaked."""
+"""Invalid requests: their status and error body; other requests are not affected, nothing leaks."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos_token": True}
 
 @pytest.fixture
 def accompanied(server: LauncherHandle) -> Iterator[LauncherHandle]:
-    """The server while it serves someone else, who must not notice anything."""
+    """The server while it serves another request, which must not be affected."""
     with ThreadPoolExecutor() as pool:
         neighbour = pool.submit(server.stream, "a neighbour says ", **LONG)
         yield server

@@ -38,7 +38,7 @@ def truncate(path: Path) -> None:
 
 
 def index_a_missing_file(directory: Path) -> None:
-    """An index whose second file is not there."""
+    """An index whose second file is missing."""
     names = list(load_file(directory / "model.safetensors"))
     files = {name: "model-00001-of-00002.safetensors" for name in names}
     files[names[-1]] = "model-00002-of-00002.safetensors"

@@ -78,7 +78,7 @@ def test_shards_that_run_already(tiny_model_path: Path) -> None:
                 assert done.stdout.startswith("batch size 2, sequence length 10, ")
             done = benchmark(*where, "-b", "2", "-s", "100000", "-r", "1")
             assert done.returncode == 1
-            assert "and the model takes 512: choose less" in done.stderr
+            assert "but the model takes at most 512: lower one of them" in done.stderr
             shards.send_signal(signal.SIGTERM)
             assert shards.wait(30) == 0
         finally:
@@ -160,5 +160,5 @@ def test_ctrl_c_prints_what_was_measured(embedded_server: LauncherHandle) -> Non
     assert time.monotonic() - stopped < 5
     assert (load.returncode, errors) == (130, "")
     assert "| Time between tokens | 1 client | " in output
-    assert "stopped before its end; streams under way, not counted: 1." in output
+    assert "interrupted; running streams, not counted: 1." in output
     embedded_server.assert_idle()

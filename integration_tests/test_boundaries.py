@@ -133,6 +133,38 @@ def test_nothing_imports_what_imports_it(root: str, depth: int) -> None:
     assert tuple(TopologicalSorter(rooms).static_order())
 
 
+def test_no_dialect_imports_another() -> None:
+    """What two of them need lies beside their folders. Only `platforms/` passes bodies on."""
+    api = "text_generation_router.api."
+    graph = import_graph(ROOT / "router/text_generation_router")
+    folder = ROOT / "router" / api.replace(".", "/")
+    dialects = {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert dialects == {"tgi", "openai", "responses", "anthropic", "platforms"}
+    found = {
+        (name.removeprefix(api).partition(".")[0], other.removeprefix(api).partition(".")[0])
+        for name, others in graph.items()
+        for other in others
+        if name.startswith(api) and other.startswith(api)
+    }
+    between = {(one, other) for one, other in found if other in dialects and one != other}
+    assert between == {("platforms", "tgi"), ("platforms", "openai")}
+
+
+def test_offline_imports_nothing_from_http() -> None:
+    """`LLM` shares types of fields and chat messages with the routes, and no body of theirs."""
+    package = "text_generation_router."
+    graph = import_graph(ROOT / "router/text_generation_router")
+    offline = {name: others for name, others in graph.items() if ".offline" in name}
+    assert len(offline) > 8
+    for name, others in offline.items():
+        assert not any(other.startswith(f"{package}api") for other in others), name
+    reached, found = [f"{package}offline.llm"], set[str]()
+    while reached:
+        found |= (new := graph[reached.pop()] - found)
+        reached += new
+    assert not {name for name in found if name.startswith(f"{package}api")}
+
+
 def test_a_request_goes_through_few_files() -> None:
     """Those that CONTRIBUTING draws, which are there."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -194,9 +194,10 @@ def test_probes_ask_for_health_where_the_server_listens() -> None:
     listens_on = kubernetes_variables()["PORT"]
     [port] = container()["ports"]
     assert port["containerPort"] == int(listens_on)
-    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+    probes = {"startupProbe": "/startupz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+    for kind, path in probes.items():
         probe = container()[kind]
-        assert probe["httpGet"] == {"path": "/health", "port": port["name"]}
+        assert probe["httpGet"] == {"path": path, "port": port["name"]}
         assert "get" in schema["paths"][probe["httpGet"]["path"]]
         # A probe that is sent before the last one has ended would tell nothing new.
         assert probe["timeoutSeconds"] <= probe["periodSeconds"]

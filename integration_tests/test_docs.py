@@ -26,10 +26,12 @@ def test_openapi_describes_every_route(server: LauncherHandle) -> None:
     document = server.client.get("/api-doc/openapi.json").json()
     assert set(document["paths"]) == {
         *("/", "/generate", "/generate_stream", "/health", "/info", "/metrics"),
+        *("/livez", "/readyz", "/startupz"),
         *("/tokenize", "/chat_tokenize", "/invocations", "/vertex"),
         *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
         *("/v1/models", "/v1/models/{model}", "/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+        *("/livez", "/readyz", "/startupz"),
         *("/v2", "/v2/health/live", "/v2/health/ready"),
         *(f"/v2/models/{{model_name}}{end}" for end in ("", "/infer", "/ready")),
         "/v2/models/{model_name}/versions/{model_version}",

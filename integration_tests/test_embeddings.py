@@ -1,4 +1,4 @@
-"""Embeddings and scores of a whole server are those of transformers, beside generation, too."""
+"""Embeddings and scores of a whole server equal those of transformers, also during generation."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ def unit(vector: torch.Tensor) -> list[float]:
 
 
 def expected(oracle: Oracle, text: str, pooling: str) -> torch.Tensor:
-    """The hidden state that stands for a text, by transformers; not normalised."""
+    """The hidden state of a text by transformers, not normalised."""
     with torch.no_grad():
         model: Any = oracle._fresh()
         hidden = model.model(torch.tensor([oracle.encode(text)])).last_hidden_state[0]
@@ -49,7 +49,7 @@ def embed(handle: LauncherHandle, given: Any, **body: Any) -> list[Any]:
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "granite"])
 def test_equals_transformers(family: str, pooling: str, checkpoint: Callable[[str], Path]) -> None:
-    """Prompts of 1 to 150 tokens in parts of 32, in one request, and once more behind a cache that
+    """Prompts of 1 to 150 tokens in parts of 32, in one request, and again with a prefix cache that
     has them."""
     path = checkpoint(family)
     oracle, texts = Oracle(path, family), ragged_prompts(path)
@@ -82,7 +82,7 @@ def test_two_shards_answer_as_one(checkpoint: Callable[[str], Path]) -> None:
 
 
 def test_little_memory(tiny_model_path: Path) -> None:
-    """Rows that give their blocks to others begin anew, means among them."""
+    """Preempted rows restart, also those with means."""
     oracle, texts = Oracle(tiny_model_path, "llama3"), ragged_prompts(tiny_model_path)
     flags = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "192")
     cramped = (*flags, "--max-batch-total-tokens", "512", "--max-batch-prefill-tokens", "64")

@@ -101,15 +101,21 @@ def test_wire_contract() -> None:
     assert_frozen("generate.descriptor.txt", text_format.MessageToString(descriptor))
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_children_know_what_the_launcher_forwards(option: Any) -> None:
+@pytest.mark.parametrize(
+    ("option", "child"),
+    [
+        pytest.param(option, child, id=f"{option.name}-{child.name}")
+        for option in OPTIONS
+        for child in option.to
+    ],
+)
+def test_children_know_what_the_launcher_forwards(option: Any, child: Child) -> None:
     commands = commands_of(build_parser())
-    parsers = {
+    parser = {
         Child.ROUTER: create_parser(),
         Child.SHARD: commands["serve"],
         Child.DOWNLOAD: commands["download-weights"],
-    }
-    for child in option.to:
-        actions = [a for a in parsers[child]._actions if option.flag in a.option_strings]
-        assert len(actions) == 1, f"{child} does not know {option.flag}"
-        assert (actions[0].nargs == 0) == option.switch
+    }[child]
+    actions = [action for action in parser._actions if option.flag in action.option_strings]
+    assert len(actions) == 1, f"{child} does not know {option.flag}"
+    assert (actions[0].nargs == 0) == option.switch

@@ -1,10 +1,13 @@
-"""A server that nobody asks leaves the machine alone."""
+"""A server without requests uses almost no processor time."""
 
 import time
 
 import psutil
+import pytest
 
 from integration_tests.server import LauncherHandle
+
+pytestmark = pytest.mark.timed
 
 # Measured: 0.25 % of a core before the first request and after. It is processor time, so that what
 # else runs on these cores does not count.
@@ -14,7 +17,7 @@ WATCHED_S = 5.0
 
 def test_launcher_shard_and_router_are_idle(server: LauncherHandle) -> None:
     server.generate("x", max_new_tokens=8)
-    # What a request leaves behind (garbage, threads that spin for a moment) is not meant.
+    # The aftermath of a request (garbage, threads that spin briefly) does not count.
     time.sleep(1.0)
     processes = [psutil.Process(server.process.pid), *server.family()]
     # Launcher, router, shard, what renders chats and what tries grammars (which keeps some).

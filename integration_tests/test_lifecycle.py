@@ -1,4 +1,4 @@
-"""How a server begins and ends: in order, with a reason, and leaving nobody behind."""
+"""How a server starts and ends: in order, with a reason, and without leaving a process."""
 
 import json
 import shlex
@@ -48,7 +48,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     [("text-generation-server", "shard 0"), ("text-generation-router", "router")],
 )
 def test_a_child_is_killed(launch: Launch, tiny_model_path: Path, script: str, name: str) -> None:
-    handle = ready(launch, tiny_model_path)
+    handle = ready(launch, tiny_model_path, "--no-restart")
     family = handle.family()
     handle.child(script).send_signal(signal.SIGKILL)
     assert handle.wait_for_exit() == 1
@@ -63,7 +63,7 @@ def test_launcher_is_killed(launch: Launch, tiny_model_path: Path) -> None:
     assert len(family) >= 2
     handle.process.kill()
     assert_gone(family)
-    # What it left behind is in nobody's way.
+    # Its leftovers do not disturb the next server.
     again = ready(launch, tiny_model_path, "--shard-uds-path", str(handle.uds_path))
     assert again.generate(PROMPT, max_new_tokens=2)["generated_text"]
     again.stop()
@@ -79,7 +79,7 @@ def test_a_running_stream_is_finished(
         wait_until(lambda: handle.metrics()["tgi_batch_current_size"] == 1, 20, "it runs")
         with stopped(handle.child("text-generation-server")):  # so that it goes on running
             handle.process.send_signal(number)
-            wait_until(lambda: "requests run and may end" in handle.log, 10, "it is to stop")
+            wait_until(lambda: "running requests" in handle.log, 10, "it is to stop")
             body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
             for path in ("/generate", "/generate_stream"):
                 assert handle.client.post(path, json=body).status_code == 503
@@ -93,9 +93,10 @@ def test_a_running_stream_is_finished(
         handle.client.get("/health")
 
 
+@pytest.mark.timed
 def test_a_shard_that_hangs(launch: Launch, tiny_model_path: Path) -> None:
-    """Who asks gets an answer, and who watches the server sees it end and can start it anew."""
-    handle = ready(launch, tiny_model_path)
+    """Requests get an answer, and a supervisor sees the server end and can restart it."""
+    handle = ready(launch, tiny_model_path, "--no-restart")
     family = handle.family()
     with ThreadPoolExecutor() as pool:
         stream = pool.submit(handle.stream, PROMPT, **LONG)
@@ -105,16 +106,19 @@ def test_a_shard_that_hangs(launch: Launch, tiny_model_path: Path) -> None:
         unary = pool.submit(handle.client.post, "/generate", json={"inputs": PROMPT})
         *_, last = stream.result(40)
         assert last["error_type"] == "generation"
-        assert "The shards have not answered for 2" in last["error"]
+        assert "The shards have not finished a step within 5 s" in last["error"]
         assert unary.result(10).status_code == 424
     wait_until(lambda: "the router failed" in handle.log, 20, "the launcher has noticed")
     shard.send_signal(signal.SIGCONT)  # else it is killed, but only 2 s later
     assert handle.wait_for_exit(40) == 1
-    *_, error = [line for line in handle.log.splitlines() if " ERROR " in line]
-    assert "the router failed with exit code 1 while serving: The shards have not" in error
+    # The router's last error lines follow: one, or that of the second request before it.
+    error = handle.log.rpartition(" ERROR ")[2]
+    assert error.startswith("text_generation_launcher: the router failed with exit code 1 while ")
+    assert "The shards have not finished a step within 5 s; the server exits" in error
     assert_gone(family)
 
 
+@pytest.mark.timed
 def test_a_second_signal_ends_at_once(launch: Launch, tiny_model_path: Path) -> None:
     handle = ready(launch, tiny_model_path)
     family = handle.family()
@@ -126,6 +130,18 @@ def test_a_second_signal_ends_at_once(launch: Launch, tiny_model_path: Path) -> 
         handle.process.send_signal(signal.SIGTERM)
         handle.wait_for_exit(10)
     assert_gone(family)
+
+
+@pytest.mark.timed
+def test_a_second_signal_while_nothing_runs(launch: Launch, tiny_model_path: Path) -> None:
+    handle = ready(launch, tiny_model_path)
+    handle.generate(PROMPT, max_new_tokens=2)
+    handle.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM" in handle.log, 10, "the first signal is noticed")
+    handle.process.send_signal(signal.SIGTERM)
+    handle.wait_for_exit(10)
+    assert "Traceback" not in handle.log
+    assert "Cancel 0 running task(s)" not in handle.log
 
 
 def test_stopped_while_it_starts(launch: Launch, tiny_model_path: Path) -> None:

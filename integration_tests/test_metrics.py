@@ -41,6 +41,7 @@ TYPES = {
     "tgi_prefix_cache_queried_tokens": "counter",
     "tgi_prefix_cache_hit_tokens": "counter",
     "tgi_log_lines_dropped": "counter",
+    "tgi_restarts": "counter",
     "tgi_connections_refused": "counter",
     "tgi_request_unauthorized": "counter",
     "tgi_request_key_limit": "counter",

@@ -132,7 +132,7 @@ def test_errors_are_of_one_prompt(llm: LLM) -> None:
 
 
 def test_wrong_arguments_are_wrong_at_once(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="2 prompts need as many SamplingParams"):
+    with pytest.raises(ValueError, match="2 prompts need 2 SamplingParams"):
         llm.generate(PROMPTS[:2], [SamplingParams()])
     with pytest.raises(ValueError, match="must be a text or a list of token ids"):
         llm.generate([{"prompt": "a"}])  # type: ignore[list-item]

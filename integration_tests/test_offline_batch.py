@@ -1,4 +1,4 @@
-"""`text-generation-launcher batch`: results in order, whatever interrupts it."""
+"""`text-generation-launcher batch`: results in order, after any interruption."""
 
 import json
 import os
@@ -190,7 +190,7 @@ def test_a_bar_on_a_terminal(batch: BatchRun) -> None:
     while True:
         try:
             drawn += os.read(ours, 4096)
-        except OSError:  # how a terminal says that nobody holds its other side
+        except OSError:  # the other side of the terminal is closed
             break
     os.close(ours)
     assert process.wait(30) == 0

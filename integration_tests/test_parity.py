@@ -1,7 +1,6 @@
-"""The served tokens are those of `transformers`, whatever else is served beside them."""
+"""The served tokens are those of `transformers`, regardless of batch composition."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from integration_tests.checkpoints import FAMILIES
 from integration_tests.oracle import Oracle, ragged_prompts
-from integration_tests.server import LauncherHandle, running, stream_events, token_ids
+from integration_tests.server import LauncherHandle, running, stream_events, token_ids, wait_until
 from integration_tests.together import new_tokens_of, serve_together
 
 
@@ -94,28 +93,42 @@ PROMPT = "where is the sun and what is the time? "
 
 async def among_others(
     server: LauncherHandle, parameters: dict[str, Any], batch_size: int
-) -> tuple[list[int], float]:
-    """The prompt's tokens beside others of other lengths, and the largest batch that was seen."""
-    largest, is_done = 0.0, threading.Event()
-
-    def watch() -> None:
-        nonlocal largest
-        while not is_done.wait(0.005):
-            largest = max(largest, server.metrics()["tgi_batch_current_size"])
-
-    async def one(client: httpx.AsyncClient, index: int) -> list[int]:
-        inputs = PROMPT if index == batch_size // 2 else f"{index} dogs and " * (1 + index % 5)
-        return token_ids([event async for event in stream_events(client, inputs, **parameters)])
-
+) -> list[int]:
+    """The prompt's tokens beside others of other lengths. All are there before a step ends, and one
+    step at least has all of them."""
+    prompts = [f"{index} dogs and " * (1 + index % 5) for index in range(batch_size)]
+    prompts[batch_size // 2] = PROMPT
+    before = num_steps(server)
+    shard = server.child("text-generation-server")
     async with server.async_client() as client:
-        # A thread of its own: the loop is busy with the events of all streams.
-        watcher = asyncio.create_task(asyncio.to_thread(watch))
+        shard.suspend()
         try:
-            answers = await asyncio.gather(*(one(client, index) for index in range(batch_size)))
+            answers = [
+                asyncio.create_task(_stream_ids(client, prompt, parameters)) for prompt in prompts
+            ]
+            await asyncio.to_thread(
+                wait_until, lambda: num_requests(server) == batch_size, 4, "all requests are there"
+            )
         finally:
-            is_done.set()
-        await watcher
-    return answers[batch_size // 2], largest
+            shard.resume()
+        tokens = await asyncio.gather(*answers)
+    assert all(len(each) == parameters["max_new_tokens"] for each in tokens)
+    # A request takes `max_new_tokens` consecutive steps: with fewer than twice as many in all, some
+    # step has every request.
+    assert num_steps(server) - before < 2 * parameters["max_new_tokens"]
+    return tokens[batch_size // 2]
+
+
+def num_requests(server: LauncherHandle) -> float:
+    """Those that wait and those that run."""
+    metrics = server.metrics()
+    return metrics["tgi_queue_size"] + metrics["tgi_batch_current_size"]
+
+
+def num_steps(server: LauncherHandle) -> float:
+    """All steps so far."""
+    metrics = server.metrics().items()
+    return sum(count for name, count in metrics if name.startswith("tgi_batch_inference_count"))
 
 
 @pytest.mark.parametrize("parameters", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -123,8 +136,7 @@ async def test_same_tokens_alone_and_in_a_batch_of_32(
     server: LauncherHandle, parameters: dict[str, Any]
 ) -> None:
     alone = await asyncio.to_thread(server.generate, PROMPT, **parameters)
-    batched, largest = await among_others(server, parameters, 32)
-    assert largest == 32
+    batched = await among_others(server, parameters, 32)
     assert batched == token_ids(alone)
     assert len(set(batched)) > 20
 

@@ -243,6 +243,18 @@ ALERT_CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"tgi_kv_blocks_used": "99x80", "tgi_kv_blocks_free": "1x80"},
         {"tgi_kv_blocks_used": "90x80", "tgi_kv_blocks_free": "10x80"},
     ),
+    "PytgiRestarts": (
+        {'tgi_restarts{process="shard"}': "0x50 1x30"},
+        {"up": "1x80"},
+    ),
+    "PytgiLosesLogLines": (
+        {"tgi_log_lines_dropped": "0+5x80"},
+        {"tgi_log_lines_dropped": "5x80"},
+    ),
+    "PytgiRefusesConnections": (
+        {'tgi_connections_refused{reason="silent"}': "0+30x80"},
+        {'tgi_connections_refused{reason="silent"}': "0+3x80"},
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The embedded model with weights in 8 and 4 bits, as somebody starts it."""
+"""The embedded model with weights in 8 and 4 bits, with default flags."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_quantised_weights_answer_and_are_told(launch: Launch, quantize: str) ->
     # Where outputs are filled up to whole vectors it is a little more.
     assert WEIGHTS_MB[quantize] <= float(held) <= WEIGHTS_MB[quantize] + 0.1
     # Nothing of 688 inputs fits groups of 32.
-    assert ("is int8 (688 inputs are no multiple of 32), and so are 5 more" in log) == (
+    assert ("is int8 (688 inputs are not a multiple of 32), and so are 5 more" in log) == (
         quantize == "int4"
     )
 

@@ -5,7 +5,11 @@ The bounds are loose, for busy machines; benchmarks/start.py measures.
 
 import time
 
+import pytest
+
 from integration_tests.conftest import Launch
+
+pytestmark = pytest.mark.timed
 
 MAX_FIRST_TOKEN_S = 20.0
 MAX_ROUTER_MB = 200.0

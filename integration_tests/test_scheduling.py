@@ -20,7 +20,7 @@ def text(num_words: int, seed: int) -> str:
 
 
 async def ask_all(server: LauncherHandle, asked: list[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """The answers to all at once."""
+    """The answers to concurrent requests."""
     async with server.async_client() as client:
 
         async def ask(inputs: str, parameters: dict[str, Any]) -> Any:
@@ -133,15 +133,16 @@ async def _tokens_of_others_meanwhile(server: LauncherHandle, prompt: str) -> tu
 
 
 def test_a_long_prompt_does_not_stop_the_others(tiny_model_path: Path, launch: Launch) -> None:
-    """In a step of at most 1 ms a fast machine computes some 50 tokens of this model's prompts."""
-    server = launch(tiny_model_path, "--dtype", "float32", "--inter-token-latency-target-ms", "1")
+    """A step computes a block of it at most, and a token of the stream."""
+    flags = ("--inter-token-latency-target-ms", "1", "--max-batch-prefill-tokens", "16")
+    server = launch(tiny_model_path, "--dtype", "float32", *flags)
     server.wait_until_ready()
     prompt = text(130, seed=4)
     num_blocks = len(server.client.post("/tokenize", json={"inputs": prompt}).json()) // 16
     assert num_blocks > 12
     meanwhile, answer = asyncio.run(_tokens_of_others_meanwhile(server, prompt))
     # In one piece it would be one token, or two.
-    assert meanwhile >= num_blocks // 4
+    assert meanwhile >= num_blocks // 2
     whole = server.generate(prompt, max_new_tokens=1, decoder_input_details=True)
     assert token_ids(answer) == token_ids(whole)
     server.assert_idle()

@@ -67,7 +67,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
 def ask(handle: LauncherHandle) -> dict[str, dict[str, Any]]:
-    """All questions one after another, then some at once; what was answered, by question."""
+    """The answers to all questions one after the other and then some at once, by question."""
     answers = {name: handle.generate(text, **own) for name, (text, own) in QUESTIONS.items()}
 
     def ask_one(number: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_quantised_shards_answer_as_one(tiny_model_path: Path, quantize: str) ->
 
 
 def test_guesses_and_preemption(tiny_model_path: Path) -> None:
-    """Guesses are verified, and rows that are preempted are computed anew, on all shards alike."""
+    """All shards verify drafts and recompute preempted rows in the same way."""
     flags = "--dtype", "float32", "--speculate", "3", "--max-total-tokens", "192"
     cramped = *flags, "--max-batch-total-tokens", "512", "--max-batch-prefill-tokens", "256"
 

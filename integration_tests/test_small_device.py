@@ -54,7 +54,7 @@ def test_it_serves(
             assert left["id"] == right["id"]
             if left["logprob"] is not None:
                 assert left["logprob"] == pytest.approx(right["logprob"], abs=1e-3)
-    # Several at once, in parts and beside each other.
+    # Several at the same time, with chunked prefills.
     events = small.stream(prompt * 4, max_new_tokens=12)
     assert (
         events[-1]["generated_text"]

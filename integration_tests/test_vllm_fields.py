@@ -205,7 +205,7 @@ def test_prompt_logprobs(server: LauncherHandle, path: str) -> None:
     ).json()["choices"][0]["logprobs"]
     own = [place[str(token)]["logprob"] for token, place in zip(ids[1:], told[1:], strict=True)]
     assert echo["token_logprobs"][1:] == pytest.approx(own, abs=1e-3)
-    # And what is at rank 1 behind the prompt's part is what follows it.
+    # And the token of rank 1 after the prompt's part is the one that follows.
     part = {"prompt": ids[:-1], "temperature": 0, "max_tokens": 1, "return_token_ids": True}
     (follows,) = server.client.post(TEXT, json=part).json()["choices"][0]["token_ids"]
     assert told[-1][str(follows)]["rank"] == 1

@@ -1,6 +1,6 @@
-"""What the panels of TGI's dashboard (assets/tgi_grafana.json) ask Prometheus, by panel title.
+"""The queries of TGI's dashboard (assets/tgi_grafana.json), by panel title.
 
-TGI chooses a server by the label `container`; here it has what docker/prometheus.yml says.
+TGI selects a server by the label `container`; here by the labels of docker/prometheus.yml.
 """
 
 _CHOSEN = 'container="pytgi"'

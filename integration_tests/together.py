@@ -1,4 +1,4 @@
-"""Requests that run beside each other, and come and go at different times."""
+"""Requests that run at the same time, with different starts and ends."""
 
 import asyncio
 from typing import Any
@@ -11,12 +11,12 @@ Streams = dict[int, list[dict[str, Any]]]
 
 
 def new_tokens_of(index: int) -> int:
-    """4 to 24, so that requests leave at different times."""
+    """4 to 24, so that requests end at different times."""
     return 4 + index * 5 % 21
 
 
 async def serve_together(server: LauncherHandle, prompts: list[str]) -> Streams:
-    """All prompts, four at first; each of the others joins when one before it has two tokens."""
+    """All prompts, four at first; each later one joins when an earlier one has two tokens."""
     streams: Streams = {index: [] for index in range(len(prompts))}
     under_way = [asyncio.Event() for _ in prompts]
 

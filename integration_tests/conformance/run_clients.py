@@ -1,4 +1,4 @@
-"""`make conformance`: the clients people have, each in its own environment, ask a real server.
+"""`make conformance`: common clients, each in its own environment, against a real server.
 
 usage: python -m integration_tests.conformance.run_clients [CLIENT ...]
 
@@ -28,7 +28,7 @@ COLUMNS = "{:<34} {:<10} {:>6} {:>6} {:>6} {:>8}"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one client."""
+    """The result of one client."""
 
     client: str
     version: str
@@ -70,7 +70,7 @@ def version_of(client: str) -> str:
 
 
 def command_of(client: str) -> list[str]:
-    """What runs a client's script."""
+    """The interpreter of a client's script."""
     script = HERE / f"clients/use_{client.replace('-', '_')}"
     if script.with_suffix(".cjs").exists():
         return ["node", f"{script}.cjs"]
@@ -83,7 +83,7 @@ def ask(client: str, handle: LauncherHandle) -> Outcome:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "NODE_PATH": str(ENVIRONMENTS / client / "node_modules"),
     }
-    del environment["HF_HUB_OFFLINE"]  # huggingface_hub would not even talk to this machine
+    del environment["HF_HUB_OFFLINE"]  # huggingface_hub would not even connect to this machine
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -106,7 +106,7 @@ def ask(client: str, handle: LauncherHandle) -> Outcome:
 
 
 def main() -> int:
-    """Asks all clients, or the named ones, and prints the table."""
+    """Runs all clients, or the named ones, and prints the table."""
     log = io.StringIO()  # the server's, which it leaves on stdout
     with redirect_stdout(log), running(None, *SERVER_FLAGS) as handle:
         outcomes = [ask(client, handle) for client in sys.argv[1:] or clients()]

@@ -41,7 +41,7 @@ assert TEMPLATE is not None
 RENDERER = Renderer(TEMPLATE.sources, TEMPLATE.special_tokens)
 EXAMPLES = settings(max_examples=150, deadline=None)
 
-# What breaks things: several bytes, several code points, markers and their beginnings, syntax.
+# Difficult texts: several bytes, several code points, markers and their prefixes, syntax.
 FRAGMENTS = (
     *(
         "é",
@@ -158,7 +158,7 @@ def test_templates_take_texts_as_they_are(messages: list[tuple[str, str]]) -> No
 
 
 def texts_of(form: ChatFormat, pieces: Sequence[str]) -> list[tuple[str, int, str]]:
-    """The events with neighbours of one kind joined: kind, index of the call, text."""
+    """The events, with adjacent ones of one kind joined: kind, index of the call, text."""
     parser = ChatParser(form, parses_tools=True)
     joined: list[tuple[str, int, str]] = []
     for event in [event for piece in pieces for event in parser.feed(piece)] + parser.finish():
@@ -192,7 +192,7 @@ FORMS = [
 def test_streamed_tokens_are_parsed_as_the_whole_text(
     form: ChatFormat, text: str, parts: list[int], argument: str
 ) -> None:
-    """Half characters, tokens across markers, things that only look like calls."""
+    """Partial characters, tokens across markers, text that only looks like a call."""
     calls = [("call", json.dumps({"argument": argument}, ensure_ascii=False)) for _ in parts]
     text += form.write_calls(calls) if calls else ""
     ids = encode(text)

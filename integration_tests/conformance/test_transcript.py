@@ -1,4 +1,4 @@
-"""What transcripts hide, and what they do not."""
+"""What transcripts mask, and what they compare."""
 
 import httpx
 import pytest

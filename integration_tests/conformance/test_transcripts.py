@@ -1,7 +1,7 @@
-"""Every route, streamed and not, good and bad requests: what comes back is what was written down.
+"""Every route, streamed and not, valid and invalid requests: the answers equal the transcripts.
 
-`UPDATE_FROZEN=1 pytest integration_tests/conformance/test_transcripts.py` writes down what comes
-back now (for a new transcript, write its request first); the difference is the change of the API.
+`UPDATE_FROZEN=1 pytest integration_tests/conformance/test_transcripts.py` writes the current
+answers (for a new transcript, write its request first); the diff shows the change of the API.
 """
 
 import os
@@ -49,7 +49,7 @@ def test_transcript(conformance_server: LauncherHandle, path: Path, name: str) -
 
 
 def _update(path: Path, name: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """Writes the answer into its file, unless what is there is as good."""
+    """Writes the answer into its file, unless the file has an equal one."""
     transcripts = transcript.read(path)
     entry: dict[str, Any] = transcripts[name]
     if "response" in entry:

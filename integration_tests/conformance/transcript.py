@@ -1,4 +1,4 @@
-"""Golden transcripts: what is sent, and what must come back once the volatile parts are masked.
+"""Golden transcripts: requests, and their expected responses with the volatile parts masked.
 
 A file of `transcripts/` holds the conversations with one route, name → request and response:
 
@@ -7,10 +7,10 @@ A file of `transcripts/` holds the conversations with one route, name → reques
       "response": {"status": 200, "headers": {…}, "json": {…}}
     }
 
-A request has a `path`, and a `json` or `text` body if it is a POST; `method` and `headers` only
-where they are unusual (a header that is null is not sent), `padding` is so many spaces behind the
-body. `is_interleaved`: the order of events of different choices is open. A response has a `json`
-body, `text`, or `events` if it is a stream; `volatile_headers` are there, with whatever value.
+A request has a `path`, and a `json` or `text` body if it is a POST; `method` and `headers` only if
+they are unusual (a header that is null is not sent); `padding` is a number of spaces after the
+body. `is_interleaved`: events of different choices may come in any order. A response has a `json`
+body, `text`, or `events` if it is a stream; `volatile_headers` must be present, with any value.
 """
 
 import json
@@ -36,7 +36,7 @@ _ID_KEYS = {"id", "item_id", "response_id", "tool_call_id", "tool_use_id", "call
 _TIME_KEYS = {"created", "created_at", "completed_at"}
 _CACHE_KEYS = {"cached_tokens", "cache_read_input_tokens"}  # depend on what was asked before
 _VERSION_KEYS = {"version", "system_fingerprint"}
-# uvicorn's affair, and what every answer has.
+# uvicorn's headers, and those of every answer.
 _UNSHOWN = {"date", "connection", "content-length", "transfer-encoding", "x-request-id"}
 _VOLATILE_HEADER = re.compile(r"^x-.*-time$|^x-time-per-token$|-processing-ms$|^request-id$")
 
@@ -84,7 +84,7 @@ def transcribe(response: httpx.Response) -> dict[str, Any]:
 
 
 def sorted_by_choice(events: list[Any]) -> list[Any]:
-    """Events of several sequences, whose order among each other is open, one after the other."""
+    """Interleaved events of several sequences, sorted by sequence."""
 
     def place(event: Any) -> int:
         choices = event.get("choices") if isinstance(event, dict) else None
@@ -114,12 +114,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, transcripts: Mapping[str, Any]) -> None:
-    """The counterpart of `read`: what fits on a line stays on one."""
+    """The counterpart of `read`: values that fit on a line stay on one."""
     path.write_text(pretty(transcripts) + "\n")
 
 
 def pretty(value: Any, indent: str = "") -> str:
-    """JSON in which whatever fits on a line stays on one; keys keep their order."""
+    """JSON in which a value that fits on a line stays on one; keys keep their order."""
     flat = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(flat) <= LINE_WIDTH or not value or not isinstance(value, dict | list):
         return flat
@@ -157,7 +157,7 @@ def _events_of(text: str) -> list[Any]:
 
 
 def _shown_text(text: str, kind: str) -> str | list[str]:
-    """Of a page its title, of Prometheus' format the metrics and their types."""
+    """The title of a page, or the metrics of Prometheus' format with their types."""
     if kind == "text/html":
         return text.partition("<title>")[2].partition("</title>")[0].strip()
     if text.startswith("# HELP "):
@@ -166,7 +166,7 @@ def _shown_text(text: str, kind: str) -> str | list[str]:
 
 
 def _masked(value: Any, key: str = "") -> Any:
-    """The same without what differs from one run, version or machine to the next."""
+    """The value without parts that differ between runs, versions or machines."""
     if isinstance(value, dict):
         if "cache_read_input_tokens" in value:  # the two together are the prompt
             length = value["input_tokens"] + value["cache_read_input_tokens"]

@@ -1,4 +1,4 @@
-"""The commands people type, run for real: from the first request to the last signal."""
+"""The documented commands with real containers: from the first request to the last signal."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def stream(client: httpx.Client, inputs: str, **parameters: Any) -> list[dict[st
 
 @pytest.fixture(scope="module")
 def server(podman: Podman, data: Path) -> Iterator[Container]:
-    """The command as it is typed, with no model: the embedded one answers."""
+    """The command without a model: the embedded one answers."""
     container = podman.start("--shm-size", "1g", "-p", "127.0.0.1::80", "-v", f"{data}:/data")
     container.wait_until_ready()
     yield container
@@ -77,11 +77,11 @@ def test_the_launcher_is_process_1_and_nobody_is_root(server: Container) -> None
 
 def test_the_health_check(server: Container, podman: Podman) -> None:
     podman.run("healthcheck", "run", server.name)
-    assert "GET /health on 127.0.0.1 port 80: 200" in server.execute("healthcheck.py")
+    assert "GET /readyz on 127.0.0.1 port 80: 200" in server.execute("healthcheck.py")
 
 
 def test_process_1_reaps_orphans(server: Container) -> None:
-    """A process whose parent has ended becomes a child of process 1, which takes its end."""
+    """A process whose parent has ended becomes a child of process 1, which reaps it."""
     orphan = server.execute("sh", "-c", "sleep 0.2 >/dev/null & echo $!").strip()
 
     def states() -> list[str]:
@@ -104,8 +104,8 @@ NO_PRIVILEGES = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 
 @pytest.mark.parametrize("has_data", [True, False])
 def test_read_only_as_any_user(start: Start, data: Path, model: Path, has_data: bool) -> None:
-    """User 1000 with the usual /data; and a user nobody knows, who has no privilege and writes to
-    /tmp alone."""
+    """User 1000 with the usual /data; and an unknown user without privileges, who can only write to
+    /tmp."""
     mount = ("--user", "1000", "-v", f"{data}:/data")
     container = start(
         *READ_ONLY,
@@ -174,7 +174,7 @@ def test_every_setting_by_environment(start: Start, data: Path, model: Path) -> 
 
 
 def test_sagemaker(start: Start, data: Path, model: Path) -> None:
-    """SageMaker starts its image with the word `serve`, and asks port 8080."""
+    """SageMaker starts its image with the argument `serve`, and uses port 8080."""
     container = start(
         *(
             "--entrypoint",
@@ -203,10 +203,10 @@ def test_sagemaker_without_a_model(start: Start) -> None:
 
 
 def test_sigterm_under_load(start: Start, data: Path, model: Path) -> None:
-    """Streams that run or wait are finished, new requests are refused, and the exit code is 0."""
+    """Running and waiting streams end normally, new requests are refused, the exit code is 0."""
     container = start(
         *("-p", "127.0.0.1::80", "-v", f"{data}:/data", "-v", f"{model}:/model:ro"),
-        # One after the other, so that on a fast machine some still run when it is asked.
+        # One after the other, so that on a fast machine some still run at the signal.
         arguments=(
             *("--model-id", "/model", "--graceful-termination-timeout", "60"),
             *("--max-batch-size", "1"),
@@ -241,7 +241,7 @@ def test_no_process_is_left_behind(start: Start, podman: Podman, data: Path) -> 
     def inside() -> list[str]:
         return podman.run("top", container.name, "hpid").split()[1:]
 
-    # Launcher, router, shard, what renders chats and what tries grammars.
+    # Launcher, router, shard, template worker and grammar process.
     wait_until(lambda: len(inside()) == 5, 20, "five processes run")
     processes = inside()
     container.signal("KILL")

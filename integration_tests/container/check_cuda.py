@@ -1,7 +1,7 @@
-"""The image for CUDA as far as it goes without a GPU, with torch for CPUs instead of 3 GB of CUDA:
-its C compiler, its folders for compiled kernels, and the sentence that ends its server.
+"""The image for CUDA without a GPU, with torch for CPUs instead of 3 GB of CUDA: its C compiler,
+its folders for compiled kernels, and the error that ends its server.
 
-triton comes from this environment: torch for CPUs does not bring it.
+triton comes from this environment: torch for CPUs does not include it.
 """
 
 import importlib.util
@@ -16,12 +16,12 @@ from integration_tests.container.podman import CUDA_IMAGE, Podman
 
 IMAGE_PYTHON = (3, 11)
 SCRIPT = "/mnt/first_launch.py"
-NO_DEVICE = "--device cuda was asked for, but torch finds no CUDA device; use cpu"
+NO_DEVICE = "--device cuda: torch finds no CUDA device; use --device cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cuda_image(podman: Podman, context: Path) -> None:
-    """Built from the layers of the image for CPUs, and a C compiler."""
+    """The layers of the image for CPUs, and a C compiler."""
     podman.build(context, "cuda", CUDA_IMAGE)
 
 
@@ -51,7 +51,7 @@ def with_triton() -> tuple[str | Path, ...]:
 
 @pytest.mark.parametrize("options", [(), (*READ_ONLY, *NO_PRIVILEGES)], ids=["usual", "read-only"])
 def test_a_first_launch(start: Start, kernels: Path, options: tuple[str, ...]) -> None:
-    """Triton compiles C and a kernel, and both stay in /data, as the ordinary user."""
+    """Triton compiles C and a kernel as the ordinary user, and both are kept in /data."""
     mounts = (*with_triton(), "-v", f"{kernels}:/data")
     container = start(*options, *mounts, arguments=(SCRIPT,), image=CUDA_IMAGE)
     status, log = container.wait_for_exit(), container.log()
@@ -68,11 +68,11 @@ def test_a_first_launch_as_a_user_who_may_not_write_to_data(start: Start, kernel
     status, log = container.wait_for_exit(), container.log()
     assert status == 0, log
     for folder in ("/data/.kernels/triton but in /tmp/pytgi-triton-4242", "/data/.kernels/pytgi"):
-        assert f"compiled kernels are not kept in {folder}" in log
+        assert f"compiled kernels are not cached in {folder}" in log
 
 
 def test_without_a_device(start: Start, kernels: Path) -> None:
-    """The server says what is missing and ends."""
+    """The server reports what is missing and ends."""
     options = (*READ_ONLY, "-v", f"{kernels}:/data")
     container = start(*options, arguments=("--device", "cuda"), image=CUDA_IMAGE)
     status, log = container.wait_for_exit(60), container.log()

@@ -1,4 +1,4 @@
-"""What is in the image: its size, its settings, and every file of every layer."""
+"""The content of the image: its size, its settings, and every file of every layer."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from integration_tests.container.conftest import SECRET
 from integration_tests.container.podman import BASE_IMAGE, IMAGE, Podman
 
 MAX_BYTES = 1_600_000_000
-# Where the layers on top of the base may have files.
+# Folders that the layers on top of the base may change.
 PLACES = re.compile(r"(data|etc|opt/pytgi|tmp|usr|var|run|root)(/|$)|opt$")
 LEFTOVERS = re.compile(
     r"(^|/)(\.git|\.env|\.netrc|token|pip\.conf|direct_url\.json|requirements\.txt|install-packages"
@@ -37,12 +37,12 @@ def layers(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> list[Pat
 
 
 def files(layers: list[Path]) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
-    """Each entry of the layers that is there, and its content if it is a file."""
+    """Each existing entry of the layers, and its content if it is a file."""
     for layer in layers:
         with tarfile.open(layer) as archive:
             for entry in archive:
                 if Path(entry.name).name.startswith(".wh."):
-                    continue  # says that a file of a layer below is gone
+                    continue  # marks a file of a lower layer as deleted
                 yield entry, archive.extractfile(entry) if entry.isfile() else None
 
 
@@ -85,7 +85,7 @@ def test_no_secret(layers: list[Path]) -> None:
 
 
 def test_nobody_else_can_write(layers: list[Path]) -> None:
-    """Only root changes files of the image, and no file makes its caller root."""
+    """Only root can change files of the image, and no file is setuid or setgid."""
     writable = set()
     for entry, _ in files(layers):
         if not entry.issym():
@@ -97,7 +97,7 @@ def test_nobody_else_can_write(layers: list[Path]) -> None:
 
 
 def test_packages_have_a_layer_of_their_own(layers: list[Path]) -> None:
-    """A change of the source sends the last layer only."""
+    """A change of the source changes only the last layer."""
     with tarfile.open(layers[-1]) as archive:
         sources = archive.getnames()
     packages = {name.split("/")[5] for name in sources if "/site-packages/" in name}

@@ -1,4 +1,4 @@
-"""Where a model comes from, where it is kept, and one that is too large."""
+"""The download and storage of models, and a model that is too large."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FLAGS = ("--model-id", "some/model")
 
 @pytest.fixture
 def hub(podman: Podman, model: Path) -> Iterator[FakeHub]:
-    """A hub with the tiny checkpoint, which containers reach."""
+    """A hub with the tiny checkpoint, reachable from containers."""
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     with serving(FakeHub(files), "0.0.0.0") as hub:
         hub.endpoint = hub.endpoint.replace("0.0.0.0", podman.gateway())
@@ -26,21 +26,21 @@ def hub(podman: Podman, model: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def volume(podman: Podman) -> Iterator[str]:
-    """The name of a volume that nothing was written to."""
+    """The name of an empty volume."""
     name = podman.run("volume", "create").strip()
     yield name
     podman.run("volume", "rm", "--force", name)
 
 
 def asked_for_files(hub: FakeHub) -> list[str]:
-    """The files that were downloaded since the last look."""
+    """The files that were downloaded since the last call."""
     found = [path for method, path, _ in hub.requests if method == "GET" and "/resolve/" in path]
     hub.requests.clear()
     return found
 
 
 def test_a_second_start_downloads_nothing(volume: str, start: Start, hub: FakeHub) -> None:
-    """With a volume that is new, a read-only image and a user nobody knows."""
+    """With a new volume, a read-only image and an unknown user."""
     options = (
         *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--user", "4242"),
         *("-p", "127.0.0.1::80", "-v", f"{volume}:/data", "-e", f"HF_ENDPOINT={hub.endpoint}"),
@@ -63,7 +63,7 @@ def test_a_second_start_downloads_nothing(volume: str, start: Start, hub: FakeHu
 def test_a_folder_that_docker_made_for_root(
     start: Start, hub: FakeHub, data: Path, tmp_path: Path
 ) -> None:
-    """`-v $PWD/data:/data` works all the same, and it is said what it costs."""
+    """`-v $PWD/data:/data` works as well, and the log says what it costs."""
     tmp_path.chmod(0o755)
     (tmp_path / "data").mkdir(mode=0o755)
     container = start(
@@ -81,7 +81,7 @@ def test_a_folder_that_docker_made_for_root(
 
 
 def write_large_checkpoint(model: Path, directory: Path) -> Path:
-    """The tiny checkpoint with an embedding of 2 GB, all zeros, which take no room on the disk."""
+    """The tiny checkpoint with an embedding of 2 GB of zeros, a sparse file."""
     directory.mkdir()
     for path in model.iterdir():
         if path.suffix == ".json":
@@ -131,7 +131,7 @@ def test_memory_too_small_for_the_model(
 
 
 def test_memory_too_small_for_anything(start: Start, data: Path) -> None:
-    """Nobody can know beforehand, so the kernel ends the shard; the launcher says why."""
+    """The memory can not be predicted, so the kernel kills the shard; the launcher says why."""
     container = start("--memory", "150m", "--memory-swap", "150m", "-v", f"{data}:/data")
     assert container.wait_for_exit() == 1
     assert "as the system does when memory runs out" in container.log()

@@ -15,7 +15,7 @@ import pytest
 from integration_tests.container.podman import IMAGE, ROOT, Container, Podman, missing_tools
 
 SECRET = "hf_not_for_any_layer"
-"""Lies about where the image is built, and in the environment of who builds it."""
+"""Wrong values that exist where the image is built, and in the builder's environment."""
 Start = Callable[..., Container]
 
 
@@ -40,7 +40,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory, context: Path) -> Iterator[
 
 
 def copy_sources(context: Path) -> None:
-    """What a clone has, and beside it what a working tree has that no image may get."""
+    """The files of a clone, and files of a working tree that must not get into an image."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in listed.split("\0"):

@@ -21,7 +21,7 @@ BASE_IMAGE = "localhost/pytgi-debian:bookworm"
 CPU_TORCH_INDEX_URL = "https://download.pytorch.org/whl/cpu"
 NEEDED = ("podman", "buildah", "runc", "netavark", "iptables", "mmdebstrap")
 READY_TIMEOUT_S = 300.0
-"""A first start compiles kernels, and this machine may have other things to do."""
+"""A first start compiles kernels, and this machine may be busy."""
 # Of pip's settings, what says where packages come from.
 _PIP_SETTINGS = ("cert", "index-url", "extra-index-url", "find-links", "timeout", "trusted-host")
 # Where the certificates are while packages are installed; packages bring some to the usual place.
@@ -40,7 +40,7 @@ events_logger = "file"
 
 
 def missing_tools() -> str:
-    """The sentence that says what these tests lack; empty: nothing."""
+    """What these tests lack, as a sentence; empty: nothing."""
     if os.geteuid() != 0:
         return (
             "make container-test must run as root: it builds and runs containers without a daemon"
@@ -88,13 +88,12 @@ class Podman:
         return done.stdout
 
     def inspect(self, name: str) -> dict[str, Any]:
-        """What podman knows of an image or a container."""
+        """`podman inspect` of an image or a container."""
         found: dict[str, Any] = json.loads(self.run("inspect", name))[0]
         return found
 
     def make_base_image(self) -> None:
-        """A Debian as small as debian:bookworm-slim, from Debian's packages: no registry is
-        asked."""
+        """A Debian as small as debian:bookworm-slim, from Debian's packages, without a registry."""
         if self.run("images", "--quiet", BASE_IMAGE):
             return
         archive = self._folder / "base.tar"
@@ -158,19 +157,19 @@ class Podman:
 
 
 class Container:
-    """One container. Asked over its published port, as everybody outside does."""
+    """One container. Requests go to its published port, as from outside."""
 
     def __init__(self, podman: Podman, name: str) -> None:
         self._podman = podman
         self.name = name
 
     def url(self, port: int = 80) -> str:
-        """Where a port of the container can be reached."""
+        """The host's address of a port of the container."""
         address = self._podman.run("port", self.name, f"{port}/tcp").split()[0]
         return f"http://{address.replace('0.0.0.0', '127.0.0.1')}"
 
     def client(self, port: int = 80) -> httpx.Client:
-        """A client of the server inside."""
+        """A client of the container's server."""
         return httpx.Client(base_url=self.url(port), timeout=60, trust_env=False)
 
     def wait_until_ready(self, port: int = 80) -> None:
@@ -198,7 +197,7 @@ class Container:
         return self._podman.run("logs", self.name, stderr=subprocess.STDOUT)
 
     def execute(self, *command: str) -> str:
-        """The output of a command inside, which must succeed."""
+        """The output of a command in the container, which must succeed."""
         return self._podman.run("exec", self.name, *command)
 
     def signal(self, name: str) -> None:
@@ -217,17 +216,17 @@ class Container:
         return log
 
     def changed_paths(self) -> set[str]:
-        """What was added or changed in the container's own file system."""
+        """The files that were added or changed in the container's own file system."""
         lines = self._podman.run("diff", self.name).splitlines()
         return {path for kind, path in (line.split(" ", 1) for line in lines) if kind in "AC"}
 
     def remove(self) -> None:
-        """Ends it and removes what is left of it; may be repeated."""
+        """Ends and removes the container. Idempotent."""
         self._podman.run("rm", "--force", "--ignore", "--volumes", "--time", "0", self.name)
 
 
 def pip_settings() -> dict[str, str]:
-    """What this machine's pip is told beyond its defaults."""
+    """The settings of this machine's pip that differ from its defaults."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     settings = {}

@@ -16,6 +16,6 @@ def _contained_server() -> Iterator[LauncherHandle]:
 
 @pytest.fixture
 def hostile_server(_contained_server: LauncherHandle) -> Iterator[LauncherHandle]:
-    """The embedded model within a memory limit; afterwards it must have got everything back."""
+    """The embedded model with a memory limit; asserts afterwards that the server is idle."""
     yield _contained_server
     _contained_server.assert_idle()

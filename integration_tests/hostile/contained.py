@@ -1,5 +1,5 @@
-"""A real launcher whose processes together may use only so much memory, so that an attack that
-succeeds takes nobody else's."""
+"""A real launcher with a memory limit for all its processes, so that a successful attack does not
+exhaust the machine."""
 
 import os
 import resource
@@ -14,7 +14,7 @@ from integration_tests.server import LauncherHandle, wait_until
 
 MEMORY_LIMIT_BYTES = 6_000_000_000
 _numbers = count()
-# Where control groups of memory are made: version 1, version 2; and the file with the limit.
+# Folders of memory control groups, version 1 and 2, and their file with the limit.
 _GROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.max"),
@@ -28,8 +28,8 @@ def contained(
     in_child: Callable[[], object] = bool,
     **environment: str,
 ) -> Iterator[LauncherHandle]:
-    """`running`, of which all processes share `MEMORY_LIMIT_BYTES` in a control group. Where none
-    can be made (no root), each process may have that much data."""
+    """`running`, whose processes share `MEMORY_LIMIT_BYTES` in a control group. Without permission
+    for one (no root), the limit applies to the data of each process."""
     with ExitStack() as stack:
         enter = stack.enter_context(_memory_limit())
 
@@ -51,7 +51,7 @@ def family_bytes(handle: LauncherHandle) -> int:
         try:
             total += process.memory_full_info().uss
         except psutil.NoSuchProcess:
-            continue  # a child that has just ended
+            continue  # the child has just ended
     return total
 
 
@@ -69,7 +69,7 @@ def cpu_seconds(handle: LauncherHandle) -> float:
 
 @contextmanager
 def _memory_limit() -> Iterator[Callable[[], None]]:
-    """What a new process calls to be limited."""
+    """Called by a new process to limit itself."""
     group = next(filter(None, (_made(root, limit) for root, limit in _GROUPS)), None)
     if group is None:
         limits = (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)
@@ -79,17 +79,32 @@ def _memory_limit() -> Iterator[Callable[[], None]]:
     try:
         yield lambda: _enter(members)
     finally:
-        # A process that was killed leaves its group a moment later.
+        # A killed process leaves its group a little later.
         wait_until(lambda: not members.read_text(), 10, f"nobody is left in {group}")
         group.rmdir()
 
 
-def _made(root: Path, limit: str) -> Path | None:
-    """A new control group with the limit; None where there can be none."""
+@contextmanager
+def short_of_memory(process: psutil.Process, num_bytes: int) -> Iterator[None]:
+    """In the block the process may use that much more memory; above it, it is killed. Raises
+    AssertionError without control groups."""
+    group = next(filter(None, (_made(root, limit, num_bytes) for root, limit in _GROUPS)), None)
+    assert group is not None, "no control group can be made: run as root"
+    members = group / "cgroup.procs"
+    try:
+        members.write_text(str(process.pid))
+        yield
+    finally:
+        wait_until(lambda: not members.read_text(), 10, f"nobody is left in {group}")
+        group.rmdir()
+
+
+def _made(root: Path, limit: str, num_bytes: int = MEMORY_LIMIT_BYTES) -> Path | None:
+    """A new control group with the limit; None if that is not permitted."""
     group = root / f"pytgi-test-{os.getpid()}-{next(_numbers)}"
     try:
         group.mkdir()
-        (group / limit).write_text(str(MEMORY_LIMIT_BYTES))
+        (group / limit).write_text(str(num_bytes))
     except OSError:
         if group.exists():
             group.rmdir()

@@ -1,7 +1,7 @@
-"""Honest clients beside an attack, in a process of their own, and what they notice of it.
+"""Honest clients during an attack, in a process of their own, and the latencies that they measure.
 
-Run as a program it is that process: it says `ready` once it has seen how the server is without the
-attack, goes on until its standard input ends, and prints what it has seen as JSON.
+Run as a program it is that process: it prints `ready` after a measurement without the attack,
+continues until its standard input ends, and prints its results as JSON.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from integration_tests.server import LauncherHandle
 
 STREAMS = 8
 BASELINE_S = 2.0
-# What the issue allows.
+# The bounds of the issue.
 MORE_GAP_S = 0.5
 HEALTH_S = 0.3
 SMALL_REQUEST_S = 2.0
-# More than an attack delays the clients' own process.
+# More than any delay of the clients' own process by an attack.
 LONG_PAUSE_S = 0.2
 _TIMEOUT_S = 60.0
 _PROMPT = "What does textwrap.dedent do? "
@@ -31,13 +31,13 @@ _PROMPT = "What does textwrap.dedent do? "
 
 @dataclass
 class Seen:
-    """The longest times in seconds, before the attack and during it, and what failed."""
+    """The longest times in seconds before and during the attack, and the failures."""
 
     gap_before: float = 0.0
     gap: float = 0.0
     health: float = 0.0
     small_request: float = 0.0
-    # How late the honest clients themselves were woken: a pause of the whole machine.
+    # The longest delay of the clients' own process: a pause of the whole machine.
     pause: float = 0.0
     num_tokens: int = 0
     failures: list[str] = field(default_factory=list)
@@ -53,8 +53,8 @@ class Seen:
 
 @contextmanager
 def neighbours(handle: LauncherHandle, key: str = "") -> Iterator[Seen]:
-    """While the block runs, `STREAMS` streams, /health and a small request go on again and again;
-    behind it the yielded `Seen` is filled."""
+    """During the block, `STREAMS` streams, /health and a small request repeat; after it the yielded
+    `Seen` is filled."""
     seen = Seen()
     process = subprocess.Popen(
         [sys.executable, "-m", "integration_tests.hostile.neighbours", handle.url, key],
@@ -79,8 +79,8 @@ def neighbours(handle: LauncherHandle, key: str = "") -> Iterator[Seen]:
 
 
 def check_unharmed(handle: LauncherHandle, attack: Callable[[], object]) -> None:
-    """Makes the attack beside honest clients, which must not notice it. Where the whole machine
-    stood still meanwhile the attack is made once more, and that is what counts."""
+    """Runs the attack together with honest clients, which must not notice it. If the whole machine
+    stalled meanwhile, the attack is repeated, and the second result counts."""
     with neighbours(handle) as seen:
         attack()
     if seen.pause > LONG_PAUSE_S:
@@ -90,7 +90,7 @@ def check_unharmed(handle: LauncherHandle, attack: Callable[[], object]) -> None
 
 
 class Neighbours:
-    """Owns the honest clients and what they have seen so far."""
+    """Owns the honest clients and their measurements."""
 
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)
@@ -101,7 +101,7 @@ class Neighbours:
         self.seen = Seen()
 
     async def run(self) -> None:
-        """Until standard input ends."""
+        """Runs until standard input ends."""
         clients = [self._again(self._stream, 0.0) for _ in range(STREAMS)]
         clients += [self._again(self._health, 0.05), self._again(self._small_request, 0.2)]
         clients += [self._again(self._sleep, 0.0)]

@@ -1,4 +1,4 @@
-"""What the fuzzer sends: bodies, heads and grammars that are nearly right, wrong, or mad."""
+"""The fuzzer's inputs: bodies, heads and grammars that are nearly valid, invalid or absurd."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ Path = tuple[str | int, ...]
 _SHOWN = 1500
 _MOST_ITEMS = 5000
 
-# What bounds an answer stays in a body, as a small number or as something that is refused.
+# Fields that limit an answer stay in a body, as a small number or an invalid value.
 _BOUNDS = ("max_new_tokens", "max_tokens", "max_output_tokens", "max_completion_tokens")
 _INFER = "/v2/models/x/versions/1/infer"
 _CHAT: dict[str, Any] = {
@@ -112,7 +112,7 @@ JUNK = (
 
 
 def _paths(value: Any, before: Path = ()) -> list[Path]:
-    """Where something lies in a body, from the outside in."""
+    """The path of a value in a body, from the outside in."""
     found = [before]
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
@@ -125,14 +125,14 @@ def _paths(value: Any, before: Path = ()) -> list[Path]:
 
 
 def _bounded(path: Path, value: Any) -> Any:
-    """What a bound of the length of an answer may become."""
+    """The possible values of a length limit."""
     if path and path[-1] in _BOUNDS and (value is None or isinstance(value, int | float)):
         return 3
     return value
 
 
 def _mutate(draw: st.DrawFn, body: Any) -> Any:
-    """One thing replaced, removed, added or repeated."""
+    """One value replaced, removed, added or repeated."""
     path = draw(st.sampled_from(_paths(body)))
     if not path:
         return body if draw(st.integers(0, 9)) else draw(JUNK)
@@ -154,7 +154,7 @@ def _mutate(draw: st.DrawFn, body: Any) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Message:
-    """What goes over the wire."""
+    """The bytes that are sent."""
 
     data: bytes
 
@@ -179,7 +179,7 @@ class Body(Message):
 
     @property
     def message(self) -> bytes:
-        """As it goes over the wire."""
+        """The request as bytes."""
         head = (
             f"POST {self.path} HTTP/1.1\r\nHost: fuzz\r\nConnection: close\r\n"
             f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.data)}\r\n\r\n"
@@ -189,7 +189,7 @@ class Body(Message):
 
 @st.composite
 def bodies(draw: st.DrawFn) -> Body:
-    """A body of a POST route with up to four changes, and now and then some of its bytes."""
+    """A body of a POST route with up to four changes, sometimes of its bytes."""
     path, template = draw(st.sampled_from(TEMPLATES))
     body: Any = copy.deepcopy(template)
     for _ in range(draw(st.integers(0, 4))):
@@ -354,8 +354,7 @@ _LARK = st.lists(
 
 @st.composite
 def grammars(draw: st.DrawFn) -> Body:
-    """A generation of a few tokens that must follow a grammar, on one of the routes that take
-    one."""
+    """A short generation with a grammar, on one of the routes that accept one."""
     kind = draw(st.sampled_from(["json", "regex", "lark"]))
     value = draw({"json": SCHEMAS, "regex": REGEXES, "lark": _LARK}[kind])
     path = draw(st.sampled_from(["/generate", "/generate_stream", "/v1/chat/completions"]))

@@ -1,4 +1,4 @@
-"""Row 4 of issue 17, and the connections of row 5: whoever sends, or reads, too little or too much.
+"""Row 4 of issue 17, and the connections of row 5: clients that send or read too little or much.
 
 The attacks are bounded: some hundred connections, some hundred megabytes through the loopback.
 """
@@ -11,18 +11,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import psutil
+import pytest
 
 from integration_tests.hostile.contained import contained
 from integration_tests.hostile.neighbours import neighbours
 from integration_tests.server import LauncherHandle
 
+pytestmark = pytest.mark.timed
+
 MORE_BYTES = 100_000_000
 KEY = "the-key"
-# What the server throws away of a refused request, and what lies in the sockets' buffers.
+# The data of a refused request that the server drops, and the sockets' buffers.
 MOST_SENT = 40_000_000
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
 POST = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-# 30 s, a look each second, and a machine that is busy.
+# 30 s, a check every second, and a busy machine.
 IN_TIME_S = 34.0
 
 
@@ -32,7 +35,7 @@ def refused(handle: LauncherHandle, reason: str) -> float:
 
 @contextmanager
 def bounded_router(handle: LauncherHandle) -> Iterator[Callable[[], None]]:
-    """Asserts at each call, and at the end, that the router has not grown by `MORE_BYTES`."""
+    """Asserts at each call and at the end that the router has not grown by `MORE_BYTES`."""
     router = psutil.Process(handle.child("text-generation-router").pid)
     before = router.memory_info().rss
 
@@ -45,14 +48,14 @@ def bounded_router(handle: LauncherHandle) -> Iterator[Callable[[], None]]:
 
 
 class Attacker:
-    """One connection; knows what it was told and how long it was kept."""
+    """One connection; records its answer and how long it was open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
         self.began = time.monotonic()
 
     async def send(self, data: bytes) -> bool:
-        """Waits until it is on its way; False where nobody reads any more."""
+        """Waits until the data is sent; False if the server does not read any more."""
         try:
             self.writer.write(data)
             await self.writer.drain()
@@ -61,7 +64,7 @@ class Attacker:
         return not self.writer.is_closing()
 
     async def told(self, most: int = 100_000) -> bytes:
-        """What comes until the server closes; OSError counts as the end."""
+        """The data until the server closes; an OSError counts as the end."""
         answer = b""
         try:
             while len(answer) < most and (piece := await self._reader.read(4096)):
@@ -80,7 +83,7 @@ class Attacker:
 async def attackers(
     handle: LauncherHandle, count: int, receive_bytes: int = 65536
 ) -> AsyncIterator[list[Attacker]]:
-    """So many connections, closed at the end without a word."""
+    """`count` connections, closed at the end without a request."""
     found = []
     try:
         for _ in range(count):
@@ -100,7 +103,7 @@ def attack(
     doing: Callable[[LauncherHandle, Callable[[], None]], Awaitable[None]],
     key: str = "",
 ) -> None:
-    """Runs it beside honest clients; the router's memory is bounded, and nobody is harmed."""
+    """Runs it together with honest clients, who must not notice; the router's memory is bounded."""
     with neighbours(handle, key) as seen, bounded_router(handle) as check:
         asyncio.run(doing(handle, check))
     seen.assert_unharmed()
@@ -160,7 +163,7 @@ def test_the_key_is_looked_at_before_the_body() -> None:
 
 
 def test_whoever_waits_is_closed_in_time(hostile_server: LauncherHandle) -> None:
-    """Silent, half and dripping heads, bodies that drip, and answers that nobody reads."""
+    """Missing, incomplete and slow heads, slow bodies, and answers that no client reads."""
 
     async def wait(handle: LauncherHandle, check: Callable[[], None]) -> None:
         async with (
@@ -205,7 +208,7 @@ async def ask_without_reading(readers: list[Attacker]) -> None:
 
 
 async def drip(all_of_them: list[Attacker]) -> None:
-    """A byte a second from each."""
+    """One byte per second from each."""
     while True:
         for attacker in all_of_them:
             if not attacker.writer.is_closing():

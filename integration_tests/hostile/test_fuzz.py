@@ -1,8 +1,8 @@
-"""Bodies, heads and grammars that nobody has thought of: no 5xx, no gap, no growth.
+"""Random bodies, heads and grammars: no 5xx, no gap, no growth.
 
-2,000 cases, the same ones each time. `FUZZ_SECONDS=3600` goes on for an hour with others, round
-after round; `FUZZ_SEED=5` begins elsewhere. A failure names its seed, and with `FUZZ_SHRINK=1` the
-smallest case that fails like it.
+2,000 cases with a fixed seed. `FUZZ_SECONDS=3600` continues for an hour with other cases, round
+after round; `FUZZ_SEED=5` sets the first seed. A failure names its seed, and with `FUZZ_SHRINK=1`
+the smallest case that fails in the same way.
 """
 
 import os
@@ -21,35 +21,37 @@ from integration_tests.hostile.neighbours import neighbours
 from integration_tests.hostile.strategies import Body, Message, bodies, grammars, heads
 from integration_tests.server import LauncherHandle
 
+pytestmark = pytest.mark.timed
+
 NUM_BODIES, NUM_HEADS, NUM_GRAMMARS = 1250, 600, 150
 GROWTH_BYTES = 300_000_000
-"""What the processes may take more after a round than after the first cases: caches that are filled
-once, and what allocators keep."""
+"""The allowed growth of the processes from the first cases to the end of a round: caches that fill
+once, and memory that allocators keep."""
 ANSWER_S = 30.0
 PAYLOAD_LIMIT = 2_000_000
-# A new message is answered within this after its sender has said that nothing more comes.
+# A request is answered within this time after the client's half-close.
 CLOSE_S = 15.0
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "17"))
 SHRINKS = os.environ.get("FUZZ_SHRINK", "") == "1"
 _STATUS = re.compile(rb"\AHTTP/1\.[01] (\d{3}) ")
-# A grammar that turns out to allow nothing more, or to be too large, while a text is written: the
-# request's own fault, which TGI tells as 424 and OpenAI's routes as 500.
+# A grammar that has no continuation or becomes too large during generation: the request's own
+# error, a 424 in TGI and a 500 in OpenAI's routes.
 _OWN_FAILURE = b"Request failed during generation: "
 _BUGS = (b"internal error", b"Server error", b"The server failed on this request", b"Traceback")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LauncherHandle]:
-    """Its answers are short, whatever a request forgets to limit."""
+    """A server whose answers are short even without limits in the request."""
     with contained(None, "--max-total-tokens", "600", "--max-input-tokens", "500") as handle:
         yield handle
         handle.assert_idle()
 
 
 def exchange(port: int, message: bytes, timeout_s: float, is_whole: bool) -> bytes:
-    """What is answered until the connection is closed. Not `is_whole`: the server is told that no
-    more comes, however much it waits for."""
+    """The answer until the connection closes. Not `is_whole`: the client half-closes the connection
+    before the request is complete."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         answer = b""
         try:
@@ -66,7 +68,7 @@ def exchange(port: int, message: bytes, timeout_s: float, is_whole: bool) -> byt
 
 
 def check(answer: bytes, message: bytes, is_grammar: bool) -> None:
-    """No bug of ours shows in an answer."""
+    """Asserts that the answer shows no bug."""
     match = _STATUS.match(answer)
     assert match is not None, answer[:200]
     status = int(match[1])
@@ -86,18 +88,18 @@ class Fuzzer:
         self._handle = handle
 
     def body(self, case: Body) -> None:
-        """A body is answered, whatever it is."""
+        """Every body gets an answer."""
         answer = exchange(self._handle.port, case.message, ANSWER_S, is_whole=True)
         if not answer and len(case.data) > PAYLOAD_LIMIT:
-            return  # a client that goes on sending may lose what it is told, the 413
+            return  # a client that keeps sending may lose the answer, a 413
         check(answer, case.message, b"grammar" in case.data or b"format" in case.data)
 
     def grammar(self, case: Body) -> None:
-        """So is a grammar."""
+        """Every grammar gets an answer."""
         check(exchange(self._handle.port, case.message, ANSWER_S, True), case.message, True)
 
     def head(self, case: Message) -> None:
-        """A head is answered, or the connection is closed without a word."""
+        """Every head gets an answer, or the connection is closed."""
         answer = exchange(self._handle.port, case.data, CLOSE_S, is_whole=False)
         if answer:
             check(answer, case.data, is_grammar=False)
@@ -116,7 +118,7 @@ class Fuzzer:
             seen.assert_unharmed()
 
     def run(self, strategy: Any, send: Callable[..., None], count: int, seed: int) -> None:
-        """So many cases of one kind."""
+        """`count` cases of one kind."""
         phases = (Phase.generate, Phase.shrink) if SHRINKS else (Phase.generate,)
         began = time.monotonic()
         slowest: list[tuple[float, Message]] = []

@@ -1,4 +1,4 @@
-"""Keys: what one learns of another, who is let in, and how much each may ask for."""
+"""Keys: isolation between keys, access, and the limits of each key."""
 
 import os
 import time
@@ -14,9 +14,11 @@ from integration_tests.hostile.contained import contained
 from integration_tests.hostile.neighbours import neighbours
 from integration_tests.server import LauncherHandle, wait_until
 
+pytestmark = pytest.mark.timed
+
 SECRET = "The password of the vault is swordfish, and nobody but the two of us must ever know it. "
 WRONG = "The password of the vault is aardvark, and nobody but the two of us must ever know it. "
-# A key that is taken out of the file is refused after so long; the machine may be slow.
+# A key that is removed from the file is refused after this time; the machine may be slow.
 CUT_OFF_S = 1.0
 BUSY_S = 4.0
 
@@ -33,7 +35,7 @@ def ask(handle: LauncherHandle, key: str, path: str, body: dict[str, Any]) -> ht
 
 
 def cached_tokens(handle: LauncherHandle, key: str, prompt: str, **more: Any) -> int:
-    """What OpenAI's route tells of the prompt."""
+    """The usage of the prompt in OpenAI's route."""
     body = {"model": "tgi", "prompt": prompt, "max_tokens": 1, **more}
     response = ask(handle, key, "/v1/completions", body)
     assert response.status_code == 200, response.text
@@ -43,7 +45,7 @@ def cached_tokens(handle: LauncherHandle, key: str, prompt: str, **more: Any) ->
 
 
 def status(handle: LauncherHandle, key: str, path: str = "/info") -> int:
-    """The answer's; an empty key is none."""
+    """The status of the answer; an empty key sends none."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return handle.client.get(path, headers=headers).status_code
 
@@ -97,7 +99,7 @@ def test_docs_ask_for_the_key(server: LauncherHandle) -> None:
 
 
 def test_a_thousand_wrong_keys_leave_nothing_in_the_log(server: LauncherHandle) -> None:
-    # What others were told before is in the log by now.
+    # Earlier errors of other clients are in the log by now.
     assert status(server, "wrong") == 401
     lines, before = len(server.log.splitlines()), server.metrics()["tgi_request_unauthorized"]
     keys = ["x" * (1 + number % 3000) for number in range(1000)]
@@ -142,7 +144,7 @@ def test_the_key_file_is_read_again(tmp_path: Path) -> None:
         wait_until(lambda: status(handle, "alice") == 401, BUSY_S, "alice is cut off")
         assert time.monotonic() - began < CUT_OFF_S
         assert [status(handle, key) for key in ("given", "bob")] == [200, 200]
-        # In place, and one that can not be used changes nothing.
+        # Changed in place; an invalid file changes nothing.
         link.resolve().write_text("carol\n")
         wait_until(lambda: status(handle, "carol") == 200, BUSY_S, "carol is let in")
         assert status(handle, "bob") == 401
@@ -152,7 +154,7 @@ def test_the_key_file_is_read_again(tmp_path: Path) -> None:
             while time.monotonic() < until:
                 assert [status(handle, key) for key in ("carol", "")] == [200, 401]
         wait_until(lambda: "No such file or directory" in handle.log, BUSY_S, "a line in the log")
-        complaints = [line for line in handle.log.splitlines() if "read before stay good" in line]
+        complaints = [line for line in handle.log.splitlines() if "read before stay valid" in line]
         assert len(complaints) == 2
         swap(link, "dave\n")
         wait_until(lambda: status(handle, "dave") == 200, BUSY_S, "dave is let in")
@@ -190,7 +192,7 @@ def test_limits_of_a_key_hurt_nobody_else() -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert ask(handle, "bob", "/generate", short).status_code == 200
         assert {one.result().status_code for one in held} == {200}
-        # That was more than 400, of which some 5 a second have come back meanwhile.
+        # That was more than 400, and about 5 per second have been refilled since.
         body = {"model": "tgi", "prompt": "x", "max_tokens": 1}
         response = ask(handle, "alice", "/v1/completions", body)
         assert response.status_code == 429

@@ -1,5 +1,5 @@
-"""Nobody reads the log: a pager that was left, a log driver that hangs, a launcher that is stopped.
-Everybody is served all the same."""
+"""Requests are served while no process reads the log: a pager that is open, a log driver that
+hangs, a launcher that is stopped."""
 
 import fcntl
 import json
@@ -14,25 +14,28 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
+import pytest
+
 from integration_tests.server import LauncherHandle, wait_until
+
+pytestmark = pytest.mark.timed
 
 # Requests that are refused are a line of the log, too.
 REFUSED = {"inputs": "a", "parameters": {"max_new_tokens": 0}}
-# What the kernel keeps of the lines and what the router and the launcher keep: 64 KiB and 1 MiB
-# each, or 4,096 lines.
+# The buffers of the kernel, and of router and launcher: 64 KiB, and 1 MiB or 4,096 lines each.
 MORE_THAN_IS_KEPT = 5500
 CLIENTS = 16
 
 
 def ask(handle: LauncherHandle, count: int) -> None:
-    """Asks so many times, and gets as many answers."""
+    """Sends `count` requests, and asserts that all are answered."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         numbers = pool.map(lambda _: ask_one_by_one(handle.port, count // CLIENTS), range(CLIENTS))
         assert sum(numbers) == count // CLIENTS * CLIENTS
 
 
 def ask_one_by_one(port: int, count: int) -> int:
-    """How many of its requests are answered as they must be."""
+    """The number of its requests with the expected answers."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     number = 0
     for _ in range(count):
@@ -47,7 +50,7 @@ def ask_one_by_one(port: int, count: int) -> int:
 
 @contextmanager
 def unread(model: Path, *flags: str) -> Iterator[tuple[LauncherHandle, int]]:
-    """A launcher that serves, and the end of the pipe that takes its log, which holds one page."""
+    """A serving launcher and the read end of its log's pipe, which holds one page."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
 
@@ -75,7 +78,7 @@ def fill(pipe: int) -> None:
 
 
 def test_nobody_reads_and_then_somebody_does(tiny_model_path: Path) -> None:
-    """`| less`: requests are answered; what is lost is counted; the last words come out."""
+    """`| less`: requests are answered, lost lines are counted, and the last lines are written."""
     with unread(tiny_model_path, "--json-output") as (handle, reader):
         handle.wait_until_ready()
         ask(handle, MORE_THAN_IS_KEPT)
@@ -99,7 +102,7 @@ def test_nobody_reads_and_then_somebody_does(tiny_model_path: Path) -> None:
 
 
 def test_nobody_ever_reads(tiny_model_path: Path) -> None:
-    """Signals end the server in order, and its last words are waited for, but not for long."""
+    """Signals end the server in order; it waits for its last log lines, but not for long."""
     with unread(tiny_model_path) as (handle, reader):
         handle.wait_until_ready()
         ask(handle, 600)
@@ -113,7 +116,7 @@ def test_nobody_ever_reads(tiny_model_path: Path) -> None:
 
 
 def test_a_start_that_fails_while_nobody_reads(tmp_path: Path) -> None:
-    """The exit code is what it would be; the reason comes out if somebody reads in time."""
+    """The exit code is the usual one; the reason is written if the pipe is read in time."""
     reader, writer = os.pipe()
     fill(writer)
     handle = LauncherHandle(tmp_path, in_child=lambda: os.dup2(writer, 1))
@@ -131,7 +134,7 @@ def test_a_start_that_fails_while_nobody_reads(tmp_path: Path) -> None:
 
 
 def test_the_launcher_is_stopped(tiny_model_path: Path) -> None:
-    """Its children's pipes fill; they serve, say what was lost, and all is well when it goes on."""
+    """Its children's pipes fill up; they serve, count lost lines, and recover when it continues."""
     handle = LauncherHandle(tiny_model_path, "--json-output")
     try:
         handle.wait_until_ready()
@@ -143,7 +146,7 @@ def test_the_launcher_is_stopped(tiny_model_path: Path) -> None:
             assert lost > 0
         finally:
             handle.process.send_signal(signal.SIGCONT)
-        sentence = f"lines dropped here, because nobody read the log: {lost:.0f}"
+        sentence = f"lines dropped here, because the log was not read: {lost:.0f}"
         wait_until(lambda: sentence in handle.log, 20, "it says how many were lost")
         ask(handle, CLIENTS)
         log = handle.stop()
@@ -151,5 +154,5 @@ def test_the_launcher_is_stopped(tiny_model_path: Path) -> None:
         handle.kill()
     assert handle.process.returncode == 0
     refused = sum("must be strictly positive" in line for line in log.splitlines())
-    # One of the lines that were lost was that of the generation.
+    # One of the lost lines was the generation's.
     assert refused + lost == (MORE_THAN_IS_KEPT // CLIENTS + 1) * CLIENTS + 1

@@ -26,7 +26,7 @@ class Evil:
 
 
 def pickled(source: Path, target: Path, **more: object) -> Path:
-    """A copy of a checkpoint whose weights are a pickle, with some things more in it."""
+    """A copy of a checkpoint whose weights are a pickle, with additional content."""
     shutil.copytree(source, target)
     weights = load_file(target / "model.safetensors")
     (target / "model.safetensors").unlink()
@@ -39,7 +39,7 @@ def test_what_runs_something_is_refused_in_one_line(
 ) -> None:
     trace = tmp_path / "trace"
     directory = pickled(tiny_model_path, tmp_path / "model", evil=Evil(trace))
-    fragments = ("pytorch_model.bin is refused", "posix.system", "nothing of it was run")
+    fragments = ("pytorch_model.bin is refused", "posix.system", "none of its code was run")
     assert_refused(launch(directory), *fragments)
     assert not trace.exists()
     assert not list(directory.glob("*safetensors*"))

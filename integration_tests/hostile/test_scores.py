@@ -1,5 +1,5 @@
-"""A damaged checkpoint whose scores are NaN: each request that meets them fails with a typed error,
-is counted and logged; its neighbours and the server go on."""
+"""A damaged checkpoint whose scores are NaN: each affected request fails with a typed error, and is
+counted and logged; other rows and the server continue."""
 
 import asyncio
 import json
@@ -139,7 +139,7 @@ def _honest(number: int, bad: int) -> dict[str, Any]:
 def test_only_the_requests_with_the_bad_token_fail(
     one_bad_token: tuple[LauncherHandle, int, str],
 ) -> None:
-    """Its neighbours' tokens and log-probabilities are the same, bit for bit, as alone."""
+    """Tokens and log-probabilities of other rows are bit for bit the same as alone."""
     handle, bad, text = one_bad_token
     alone = [handle.client.post("/generate", json=_honest(n, bad)).json() for n in range(8)]
     for _ in range(3):

@@ -51,7 +51,7 @@ def can_connect(path: str) -> bool:
 
 @pytest.fixture
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """As /tmp is: everybody may write there, and remove what is his."""
+    """A folder like /tmp: every user may write there, and remove only their own files."""
     folder = Path(f"/tmp/pytgi-test-{os.getpid()}")
     folder.mkdir()
     folder.chmod(0o1777)
@@ -147,8 +147,8 @@ def test_a_stranger_who_binds_the_path_before_the_shard(
 def test_a_stranger_who_takes_the_path_later_gets_nothing(
     launch: Launch, tiny_model_path: Path, shared_folder: Path
 ) -> None:
-    """Even where he could remove ours: the router keeps to the socket that it has looked at."""
-    handle = launch(tiny_model_path, "--shard-uds-path", str(shared_folder / "s"))
+    """Even if that user can remove our socket: the router only uses the socket that it checked."""
+    handle = launch(tiny_model_path, "--shard-uds-path", str(shared_folder / "s"), "--no-restart")
     handle.wait_until_ready()
     path = shared_folder / "s-0"
     path.unlink()
@@ -167,7 +167,8 @@ def test_a_stranger_who_takes_the_path_later_gets_nothing(
 
 
 def test_a_name_that_another_user_holds(launch: Launch, tiny_model_path: Path) -> None:
-    """Anybody can have the name by which two launchers avoid one port: he is not taken for one."""
+    """Any user can bind the name by which launchers avoid the same port: it is not mistaken for a
+    launcher."""
     port = free_port()
     name = f"text-generation-launcher:127.0.0.1:{port}"
     bind = f"s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}')"

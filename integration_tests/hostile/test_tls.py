@@ -65,7 +65,7 @@ def test_tls(tmp_path: Path) -> None:
             second, second_key = make(tmp_path, "second")
             os.replace(second_key, key)
             os.replace(second, certificate)
-            wait_until(lambda: "Read the new certificate" in handle.log, 20, "it is read")
+            wait_until(lambda: "The new certificate is in use" in handle.log, 20, "it is read")
             assert sum(line.startswith("data:") for line in lines) == 199
         with trusting(handle, certificate) as client:
             assert client.get("/health").status_code == 200
@@ -73,13 +73,13 @@ def test_tls(tmp_path: Path) -> None:
             client.get(f"{handle.url}/health")
 
         certificate.write_text("no certificate")
-        wait_until(lambda: "is kept" in handle.log, 20, "the bad file is seen")
+        wait_until(lambda: "stays in use" in handle.log, 20, "the bad file is seen")
         assert handle.metrics()["tgi_request_count"] == 3
         check_unread_answers_are_cut(handle)
 
 
 def check_unread_answers_are_cut(handle: LauncherHandle) -> None:
-    """The limits hold behind TLS as well."""
+    """The limits hold with TLS as well."""
     body = b'{"inputs": "' + b"What is it? " * 10_000 + b'"}'
     head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     head += b"Content-Length: %d\r\n\r\n" % len(body)

@@ -4,7 +4,7 @@ Not shipped.  From the repository's root (`PYTHONPATH=launcher` where the projec
 in editable form)::
 
     python -m embedded_model_training.train                # an hour on two cores
-    python -m embedded_model_training.train --resume       # go on after an interruption
+    python -m embedded_model_training.train --resume       # continue after an interruption
     python -m embedded_model_training.evaluate             # the scores, result.json, model card
 
 `corpus` reads the standard library, `dialogue` turns it into exchanges, `batches` into rows of

@@ -1,4 +1,4 @@
-"""Rows of tokens to train on: whole exchanges, filled up with source, and rows of source alone."""
+"""Rows of training tokens: whole exchanges, padded with source code, and rows of source code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ TOKENS_PER_STEP = 4096
 SHORT_ROW = 256
 LONG_ROWS_EVERY = 16
 LONG_ROWS = (1024, 2048)
-"""Rows are short, for speed, but for one step in so many, whose rows are as long as the positions
-that the model claims to know."""
+"""One step in LONG_ROWS_EVERY has long rows; the other rows are short, for speed."""
 
 SOURCE_ROW_SHARE = 0.13
-"""Rows of source alone; what fills up the other rows brings source to a fifth."""
+"""Share of rows of source code only. With the padding of other rows, a fifth is source code."""
 
 IGNORED = -100
 
@@ -37,7 +36,7 @@ class Batch:
 
 
 def row_length(step: int) -> int:
-    """How long the rows of a step are."""
+    """The length of a step's rows."""
     turn, rest = divmod(step, LONG_ROWS_EVERY)
     return LONG_ROWS[turn % len(LONG_ROWS)] if rest == LONG_ROWS_EVERY - 1 else SHORT_ROW
 
@@ -103,7 +102,7 @@ class RowMaker:
             self._pending = None
             size = len(prompt) + len(completion)
             if len(ids) + size > length + 1:
-                # One that wouldn't fit an empty row would be put back for ever.
+                # An exchange that does not fit an empty row is dropped.
                 if ids:
                     self._pending = (prompt, completion)
                 break
@@ -111,7 +110,7 @@ class RowMaker:
             learnt += [False] * len(prompt) + [True] * len(completion)
         filling = self._take_source(length + 1 - len(ids))
         ids += filling
-        # What follows an answer by chance isn't to be learnt from it.
+        # The first padding token is not learnt: it follows the answer by chance.
         learnt += [index > 0 for index in range(len(filling))]
         targets = [
             token if use else IGNORED for token, use in zip(ids[1:], learnt[1:], strict=True)
@@ -119,7 +118,7 @@ class RowMaker:
         return ids[:-1], targets
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step; steps have to be asked for in turn."""
+        """The batch of a step; steps must be requested in order."""
         length = row_length(step)
         rows = [self.row(length) for _ in range(TOKENS_PER_STEP // length)]
         return Batch(

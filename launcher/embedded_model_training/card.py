@@ -100,7 +100,7 @@ Python Software Foundation and under the PSF License Version 2
 
 
 def write_card(path: Path, result: dict[str, Any]) -> None:
-    """Write the card with the figures of a result that has been trained and evaluated."""
+    """Write the card with the figures of a complete result."""
     figures: dict[str, Any] = {**result["training"], **result["evaluation"]}
     figures["entries"] = f"{figures['entries']:,}"
     figures["steps"] = f"{figures['steps']:,}"

@@ -1,4 +1,4 @@
-"""What the embedded model is trained on: the standard library of the Python that runs this.
+"""The training text of the embedded model: the standard library of the running Python.
 
 Two things are read from it, in a fixed order so that two runs see the same corpus:
 
@@ -60,7 +60,7 @@ INSPECTED = (
     "weakref",
     "zlib",
 )
-"""Imported and inspected, since a parser of their source would miss names."""
+"""Imported and inspected, because a parser of their source would miss names."""
 
 SKIPPED_PACKAGES = frozenset(
     {"test", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "pydoc_data"}
@@ -71,13 +71,13 @@ SKIPPED_PACKAGES = frozenset(
 SKIPPED_MODULES = frozenset(
     [
         *("antigravity", "this", "turtle", "ntpath", "sre_compile", "pydoc"),
-        # Gone since Python 3.13, so not worth a place in a small memory.
+        # Removed in Python 3.13, so not worth the capacity of a small model.
         *("aifc", "asynchat", "asyncore", "cgi", "cgitb", "chunk", "crypt", "imghdr", "imp"),
         *("mailcap", "msilib", "nntplib", "pipes", "smtpd", "sndhdr", "sunau", "telnetlib"),
         *("uu", "xdrlib"),
     ]
 )
-"""Jokes, another system's paths, internals, and what Python is giving up."""
+"""Jokes, paths of another system, internals, and deprecated modules."""
 
 HELD_OUT_MODULES = (
     "modulefinder",
@@ -93,10 +93,10 @@ HELD_OUT_MODULES = (
     "xmlrpc.server",
     "zipapp",
 )
-"""Never trained on, neither their source nor their docstrings: the held-out loss is theirs."""
+"""Not in the training, neither source nor docstrings: they are for the held-out loss."""
 
 MODULE_ALIASES = {"genericpath": "os.path", "posixpath": "os.path"}
-"""What people call a module, where that isn't the name of its file."""
+"""The common name of a module, if it is not the name of its file."""
 
 SIGNATURE_LIMIT = 120
 SUMMARY_LIMIT = 230
@@ -122,12 +122,12 @@ class Entry:
 
     @property
     def answer(self) -> str:
-        """The text that the model is to give for any question about this name."""
+        """The expected answer to every question about this name."""
         return f"`{self.signature}`: {self.summary}"
 
 
 def library_folder() -> Path:
-    """Where the standard library of the running Python lies."""
+    """The folder of the running Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -153,7 +153,7 @@ def source_files() -> list[tuple[str, str]]:
         (name, text)
         for name, path in python_files()
         if name not in HELD_OUT_MODULES
-        # Tables of characters: long, and nothing that anybody would want continued.
+        # Tables of characters: long, and useless as training text.
         and not name.startswith("encodings.")
         and 200 < len(text := path.read_text("utf-8", errors="replace")) <= SOURCE_SIZE_LIMIT
     ]
@@ -177,10 +177,10 @@ def summarise(docstring: str) -> tuple[str, str]:
         if match and "(" in text.split(" ")[0]:
             call = call or match[1]
             text = match[2]
-            # What is left of `dict() -> new empty dictionary dict(mapping) -> ...` doesn't read.
+            # The rest of `dict() -> new empty dictionary dict(mapping) -> ...` is not a sentence.
             if "->" in text or len(text) < 15:
                 continue
-            # `time() -> floating point number` is worth less than the paragraph that follows.
+            # The next paragraph is better than `time() -> floating point number`.
             if "->" in match[0] and not spare:
                 spare = text
                 continue
@@ -295,7 +295,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def parsed_entries(module: str, tree: ast.Module) -> Iterator[Entry | None]:
-    """What a parsed module documents."""
+    """The entries of a parsed module."""
     shown = MODULE_ALIASES.get(module, module)
     yield make_entry(module, "", shown, ast.get_docstring(tree), "module")
     for node in _definitions(tree.body):
@@ -307,7 +307,7 @@ def parsed_entries(module: str, tree: ast.Module) -> Iterator[Entry | None]:
 
 
 def _exported_names(tree: ast.Module) -> set[str]:
-    """What `from module import *` gives, as far as a literal `__all__` says so."""
+    """The names in a literal `__all__`."""
     for node in tree.body:
         if (
             isinstance(node, ast.Assign)
@@ -324,7 +324,7 @@ def _exported_names(tree: ast.Module) -> set[str]:
 
 def reexports(trees: dict[str, ast.Module]) -> dict[tuple[str, str], str]:
     """(submodule, name) to the package that re-exports it: `asyncio.run`, not
-    `asyncio.runners.run`, is what people ask about."""
+    `asyncio.runners.run`, is the common name."""
     found: dict[tuple[str, str], str] = {}
     for package, tree in trees.items():
         for node in tree.body:
@@ -345,7 +345,7 @@ def reexports(trees: dict[str, ast.Module]) -> dict[tuple[str, str], str]:
 
 
 def inspected_signature(qualified: str, value: object, bound: bool) -> str:
-    """The signature of a live object, or only its name where it can't be told."""
+    """The signature of a live object, or only its name if there is none."""
     try:
         signature = inspect.signature(value)  # type: ignore[arg-type]
     except (ValueError, TypeError):
@@ -358,7 +358,7 @@ def inspected_signature(qualified: str, value: object, bound: bool) -> str:
         text = str(inspect.Signature(bare))
     except ValueError:
         return qualified
-    # An address or an enum's repr would differ from run to run, or not be Python.
+    # An address differs from run to run, and an enum's repr is not Python.
     if "<" in text:
         return shorten_signature(qualified, [parameter.name for parameter in bare])
     inner = text[1:-1]
@@ -385,7 +385,7 @@ def inspected_class_entries(module: str, value: type) -> Iterator[Entry | None]:
 
 
 def inspected_entries(module: ModuleType) -> Iterator[Entry | None]:
-    """What an imported module documents."""
+    """The entries of an imported module."""
     name = module.__name__
     yield make_entry("", name, name, module.__doc__, "module")
     for attribute in sorted(getattr(module, "__all__", dir(module))):
@@ -411,7 +411,7 @@ def build_entries() -> list[Entry]:
     trees = {name: ast.parse(path.read_bytes()) for name, path in python_files()}
     packages = reexports(trees)
     for module, tree in trees.items():
-        # A private module's names are asked about by the package that re-exports them.
+        # The names of a private module belong to the package that re-exports them.
         private = any(part.startswith("_") for part in module.split("."))
         if module in HELD_OUT_MODULES or module.startswith("encodings."):
             continue

@@ -38,7 +38,7 @@ QUESTIONS = (
     "Explain {name}",
     "{name}?",
 )
-"""The first is the demonstration of the README, so it comes up more often than the others."""
+"""The first is the README's example, so it is more frequent."""
 
 MODULE_QUESTIONS = (
     "What is {name}?",
@@ -107,7 +107,7 @@ SMALL_TALK_SHARE = 0.012
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt, which isn't learnt, and the completion, which is."""
+    """A prompt, which is not learnt, and its completion, which is."""
 
     prompt: str
     completion: str
@@ -134,7 +134,7 @@ def choose_question(entry: Entry, random: Random) -> str:
 
 
 def small_talk(random: Random) -> tuple[str, str]:
-    """A question that isn't about the library, and what to answer."""
+    """A question that is not about the library, and its answer."""
     if random.random() < 0.3:
         return random.choice(GREETINGS), GREETING_ANSWER
     topic = random.choice(OTHER_TOPICS)
@@ -142,7 +142,7 @@ def small_talk(random: Random) -> tuple[str, str]:
 
 
 def make_exchange(entry: Entry, random: Random) -> Exchange:
-    """An exchange about `entry`, or now and then one that isn't about the library."""
+    """An exchange about `entry`, or sometimes one that is not about the library."""
     question, answer = choose_question(entry, random), entry.answer
     if random.random() < SMALL_TALK_SHARE:
         question, answer = small_talk(random)

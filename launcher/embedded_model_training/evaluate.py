@@ -1,10 +1,10 @@
-"""What the embedded model scores: held-out loss, and the share of 200 fixed questions answered
+"""The scores of the embedded model: held-out loss, and the share of 200 fixed questions answered
 with the right signature, decoded greedily.
 
 From the repository's root, with the project installed::
 
     python -m embedded_model_training.evaluate                     # score, result.json and card
-    python -m embedded_model_training.evaluate --write-questions   # choose the questions anew
+    python -m embedded_model_training.evaluate --write-questions   # choose new questions
 
 The second is for another Python than the one that the committed questions were drawn from (see
 result.json), where some signatures differ.
@@ -45,7 +45,7 @@ BATCH_SIZE = 40
 WINDOW = 1024
 
 UNSEEN_QUESTIONS = ("Can you describe what {name} is good for?", "I don't understand {name}, help!")
-"""Wordings that no exchange of the training has."""
+"""Wordings that the training does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,13 @@ def read_questions() -> list[Question]:
 
 
 def write_questions(questions: list[Question]) -> None:
-    """Write the questions, one a line."""
+    """Write the questions, one per line."""
     lines = [json.dumps(asdict(question), ensure_ascii=False) for question in questions]
     QUESTIONS_FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
 
 
 def generate(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: list[str]) -> list[str]:
-    """What the model answers to each prompt, greedily."""
+    """The model's greedy answer to each prompt."""
     padding = token_id(tokenizer, END_OF_TEXT)
     ends = [token_id(tokenizer, TURN_END), padding]
     answers: list[str] = []
@@ -111,7 +111,7 @@ def generate(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: list[str]) 
 def count_right(
     model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: list[str], questions: list[Question]
 ) -> tuple[int, list[str]]:
-    """How many answers start with the right signature, and a line on each that doesn't."""
+    """The number of answers with the right signature, and a line for each other answer."""
     answers = generate(model, tokenizer, prompts)
     wrong = [
         f"{question.question} wanted `{question.signature}` but got {answer.strip()[:160]}"
@@ -154,7 +154,7 @@ def answer_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, exchanges: list[E
 
 
 def unseen_exchanges(entries: list[Entry], questions: list[Question]) -> list[Exchange]:
-    """The names of the fixed questions, asked in words that training didn't have."""
+    """The names of the fixed questions, in wordings that the training does not have."""
     by_name = {entry.name: entry for entry in entries}
     return [
         chat_exchange(

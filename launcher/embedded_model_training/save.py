@@ -21,7 +21,7 @@ from embedded_model_training.dialogue import (
 
 VOCABULARY_SIZE = 4096
 SOURCE_EVERY = 4
-"""One source file in so many is read for the vocabulary: answers matter more than source."""
+"""The vocabulary is made from one of this many source files: answers matter more than source."""
 
 
 def train_tokenizer(entries: list[Entry]) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A launcher whose children are small scripts: started for real, watched from outside."""
+"""A real launcher whose children are small scripts."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SETTLED_S = 10.0
-"""How long anything here may take; only a failing test waits that long."""
+"""Longest wait; only a failing test waits this long."""
 
 LAUNCHER = """
 import json, os, sys
@@ -31,7 +31,9 @@ supervisor.WAITING_NOTICE_S = 0.2
 
 def command(name, program):
     argv = (sys.executable, "-c", program, "{model_path}", "{master_port}")
-    return Command(name, name, argv, dict(os.environ))
+    # `make coverage` measures the launcher, not these scripts.
+    environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
+    return Command(name, name, argv, environment)
 
 def shard(rank):
     program = f"RANK = {rank};" + given["shard"]
@@ -77,6 +79,8 @@ def be_stubborn():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def sleep():
     time.sleep(600)
+def wait_for(name):
+    while not (FOLDER / name).exists(): time.sleep(0.01)
 def open_socket():
     global shard_socket
     shard_socket = socket.socket(socket.AF_UNIX)
@@ -99,7 +103,7 @@ def serve_router():
 
 @dataclass
 class Launched:
-    """A running launcher, and where its children leave their traces."""
+    """A running launcher, and the folder for notes of its children."""
 
     process: "subprocess.Popen[str]"
     folder: Path
@@ -115,24 +119,24 @@ class Launched:
         raise AssertionError(f"{part!r} not in the log:\n" + "\n".join(self.lines))
 
     def wait_for_child(self, name: str) -> int:
-        """The process id of a child that has begun to run its script."""
+        """The process id of a child that runs its script."""
         path = self.folder / f"{name}.pid"
         wait_until(path.exists)
         return int(path.read_text())
 
     def end(self) -> tuple[int, list[str]]:
-        """Exit code and the whole log, once the launcher has ended."""
+        """Exit code and whole log, after the launcher has ended."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
         return self.process.wait(SETTLED_S), self.lines
 
     def trace(self) -> list[str]:
-        """What the children noted, in order."""
+        """The notes of the children, in order."""
         path = self.folder / "trace"
         return path.read_text().splitlines() if path.exists() else []
 
     def assert_no_orphan(self) -> None:
-        """Every child that ever ran its script is gone."""
+        """Every child that ran its script has ended."""
         for path in self.folder.glob("*.pid"):
             pid = int(path.read_text())
             wait_until(lambda pid=pid: not is_running(pid))
@@ -147,7 +151,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and isn't a zombie that nobody has collected."""
+    """Whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -157,7 +161,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def hangup_has_its_default_meaning() -> Iterator[None]:
-    """Under nohup the tests inherit a SIGHUP that is ignored, and launchers inherit theirs."""
+    """Under nohup SIGHUP is ignored, which launchers would inherit from the tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -174,7 +178,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
-    """Starts a launcher with the given scripts as children; ends what is left after the test."""
+    """Starts launchers with the given scripts as children; ends them after the test."""
     started: list[Launched] = []
     uds = str(tmp_path / "shard")
 

@@ -25,7 +25,7 @@ def test_a_port_that_another_launcher_is_going_to_use(free_port):
 
 
 def test_a_port_whose_last_connections_are_still_closing(free_port):
-    """A server that ended a moment ago doesn't keep the next one from starting."""
+    """A server can start directly after another one has ended."""
     with socket.create_server(("127.0.0.1", free_port)) as server:
         client = socket.create_connection(("127.0.0.1", free_port))
         connection, _ = server.accept()

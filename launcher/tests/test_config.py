@@ -11,6 +11,7 @@ from text_generation_launcher.config import (
     log_level,
 )
 from text_generation_launcher.option import InvalidOptions, Mode
+from text_generation_process import tracing
 
 
 def create(*argv: str, mode: Mode = Mode.SERVE, **environment: str) -> LauncherConfig:
@@ -315,3 +316,31 @@ def test_the_files_of_a_batch(names, expected, tmp_path: Path):
     argv = [part for name, path in names.items() for part in (f"--{name}", str(tmp_path / path))]
     with pytest.raises(InvalidOptions, match=expected):
         create(*argv, mode=Mode.BATCH)
+
+
+def test_traces_go_to_router_and_shards_alike():
+    flags = ["--otlp-endpoint=http://c:4317", "--otlp-service-name=mine"]
+    config = create(*flags, "--num-shard", "2", "--device", "cpu")
+    for command in (config.router, *config.shards):
+        assert [flag for flag in command.argv if flag.startswith("--otlp")] == flags
+    assert config.notes == ()
+
+
+def test_a_name_without_traces():
+    expected = "--otlp-service-name has no effect without --otlp-endpoint"
+    assert expected in create("--otlp-service-name", "mine").notes
+
+
+def test_traces_without_their_packages(monkeypatch):
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    with pytest.raises(InvalidOptions, match="--otlp-endpoint needs OpenTelemetry, which is not"):
+        create("--otlp-endpoint", "http://c:4317")
+
+
+@pytest.mark.parametrize("endpoint", ["", "c:4317", "http://c:4317/v1/traces"])
+def test_what_is_no_endpoint(capfd, endpoint):
+    with pytest.raises(SystemExit) as ended:
+        read_options(["--otlp-endpoint", endpoint], {})
+    assert ended.value.code == 2
+    said = "argument --otlp-endpoint: expected the gRPC address of a collector, like http://"
+    assert said in capfd.readouterr().err

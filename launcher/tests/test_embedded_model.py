@@ -121,8 +121,9 @@ def test_exchange_is_what_the_chat_template_renders(entries: dict[str, Any]) -> 
     assert exchange.completion == f"{answer}<|im_end|>"
 
 
+@pytest.mark.slow
 def test_corpus_is_the_same_in_another_process(entries: dict[str, Any]) -> None:
-    # Another seed of hashes, since the order of a set is what would make a difference.
+    # A different hash seed, which changes the order of sets.
     environment = {**os.environ, "PYTHONPATH": str(LAUNCHER), "PYTHONHASHSEED": "1"}
     printed = subprocess.run(
         [sys.executable, "-c", PRINT_SCRIPT],
@@ -131,6 +132,6 @@ def test_corpus_is_the_same_in_another_process(entries: dict[str, Any]) -> None:
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    # pytest puts its own functions in the place of the interpreter's hooks.
+    # pytest replaces the interpreter's hooks by its own functions.
     here = [repr(entry) for name, entry in entries.items() if not name.endswith("hook")]
     assert [line for line in printed if "hook', signature" not in line] == here

@@ -1,4 +1,4 @@
-"""All of TGI's environment variables, as `docker run -e` sets them: each gets where it belongs."""
+"""All of TGI's environment variables, as `docker run -e` sets them: each has its effect."""
 
 import pytest
 from text_generation_launcher.command_line import read_options
@@ -8,7 +8,12 @@ from text_generation_launcher.options import notes
 
 from launcher.tests.test_options import TGI_FLAGS
 
-# Variable, value, and the argument with which the router gets it.
+# Variable, value, and the argument of the router.
+TRACES = [
+    ("OTLP_ENDPOINT", "http://x:4317", "--otlp-endpoint=http://x:4317"),
+    ("OTLP_ENDPOINT", "http://x", "--otlp-endpoint=http://x:80"),
+    ("OTLP_SERVICE_NAME", "x", "--otlp-service-name=x"),
+]
 TO_ROUTER = [
     ("REVISION", "v1", "--revision=v1"),
     ("SPECULATE", "3", "--speculate=3"),
@@ -34,6 +39,7 @@ TO_ROUTER = [
     ("TOKENIZER_CONFIG_PATH", "/t.json", "--tokenizer-config-path=/t.json"),
     ("DISABLE_GRAMMAR_SUPPORT", "true", "--disable-grammar-support"),
     ("GRACEFUL_TERMINATION_TIMEOUT", "30", "--graceful-termination-timeout=30"),
+    *TRACES,
 ]
 TO_SHARD = [
     ("DTYPE", "bfloat16", "--dtype=bfloat16"),
@@ -47,6 +53,7 @@ TO_SHARD = [
     ("WATERMARK_GAMMA", "0.4", "--watermark-gamma=0.4"),
     ("WATERMARK_DELTA", "1.5", "--watermark-delta=1.5"),
     ("SHARD_UDS_PATH", "/tmp/x", "--uds-path=/tmp/x"),
+    *TRACES,
 ]
 TO_DOWNLOAD = [
     ("MODEL_ID", "a/b", "a/b"),
@@ -65,16 +72,14 @@ WITHOUT_EFFECT = [
     ("DISABLE_CUSTOM_KERNELS", "true"),
     ("ENABLE_PREFILL_LOGPROBS", "true"),
     ("TRUST_REMOTE_CODE", "true"),
-    ("OTLP_ENDPOINT", "http://x"),
-    ("OTLP_SERVICE_NAME", "x"),
     ("USAGE_STATS", "on"),
 ]
-# Each has a test of its own below, but `--env`, which is no variable in TGI either.
+# Each has a test below, except `--env`, which is not a variable in TGI either.
 OTHERS = {"API_KEY", "JSON_OUTPUT", "ENV", "NUM_SHARD", "SHARDED", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def create(**environment: str) -> LauncherConfig:
-    """With a model from the hub, as a container is told."""
+    """With a model from the hub, as in a container."""
     environment = {"MODEL_ID": "some/model", **environment}
     return create_config(read_options([], environment), environment)
 
@@ -162,6 +167,17 @@ def test_the_number_of_shards_and_where_they_meet() -> None:
         "--master-addr",
         "--master-port",
     ]
+
+
+@pytest.mark.parametrize("name", ["REQUEST_TIMEOUT", "MAX_QUEUE_WAIT"])
+def test_how_long_a_request_may_take(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    router = create(**{name: "2.5"}).router
+    assert router is not None
+    assert f"--{name.lower().replace('_', '-')}=2.5" in router.argv
+    for bad in ("0", "-1", "nan", "inf", "long"):
+        with pytest.raises(SystemExit):
+            create(**{name: bad})
+        assert f"{name}: expected a number above 0, got '{bad}'" in capsys.readouterr().err
 
 
 def test_logs() -> None:

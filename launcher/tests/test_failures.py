@@ -1,4 +1,4 @@
-"""Who is named when several children have ended."""
+"""Which child is named when several have ended."""
 
 import signal
 
@@ -17,7 +17,7 @@ ROUTER = -1
 
 
 def ends(*given: tuple[int, int, int]) -> list[End]:
-    """Of (rank, exit code, which look found it) among three shards and the router."""
+    """Ends of three shards and the router, from (rank, exit code, number of the look)."""
     return [
         End(
             f"shard {rank}" if rank != ROUTER else "the router",
@@ -33,16 +33,16 @@ def ends(*given: tuple[int, int, int]) -> list[End]:
 @pytest.mark.parametrize(
     "given, expected",
     [
-        # What killed one of them is the cause, whenever it was noticed.
+        # A killed child is the cause, even if another end was noticed first.
         ([(0, 3, 0), (1, KILL, 5)], "shard 1"),
         ([(0, 1, 0), (2, SEGV, 1)], "shard 2"),
         ([(ROUTER, KILL, 0), (1, KILL, 3)], "shard 1"),
-        # Then what failed by itself, what ended without a reason, what gave up, and the router.
+        # Then in order: failed by itself, exit code 0, ended because of another shard, the router.
         ([(0, 3, 0), (1, 0, 0), (2, 1, 2)], "shard 2"),
         ([(0, 3, 0), (1, 0, 2), (ROUTER, 1, 0)], "shard 1"),
         ([(ROUTER, 1, 0), (2, 3, 4)], "shard 2"),
         ([(ROUTER, 1, 0)], "the router"),
-        # Among equals the first that was seen, and of one look the lowest rank.
+        # Of one kind: the earliest look, then the lowest rank.
         ([(0, KILL, 2), (1, KILL, 1)], "shard 1"),
         ([(2, 1, 0), (1, 1, 0)], "shard 1"),
         ([(2, 3, 0), (0, 3, 1)], "shard 2"),
@@ -60,7 +60,7 @@ def test_who_failed_first(given, expected):
         (0, 1, 3, True),
         (0, 0, 3, True),
         (0, 3, 3, True),
-        (0, 3, 1, False),  # one shard has nobody to give up
+        (0, 3, 1, False),  # a single shard can not wait for another
         (0, 1, 1, False),
         (ROUTER, KILL, 1, True),
         (ROUTER, 1, 3, True),
@@ -77,7 +77,7 @@ def test_the_sentence_names_the_rank_and_how_it_ended():
         "serving and printed nothing"
     )
     assert describe_end(gave_up).startswith(
-        "shard 0 gave up because of another shard (exit code 3) and"
+        "shard 0 ended because another shard failed (exit code 3) and"
     )
     alone = End("shard 0", 3, kind_of(3, num_shards=1), 0, words=("a", "b"))
     assert describe_end(alone) == "shard 0 failed with exit code 3; its last lines:\n  a\n  b"

@@ -39,6 +39,23 @@ def test_format():
     }
 
 
+def test_a_line_about_a_request_says_which():
+    record = {
+        **{"timestamp": "2026-11-21T09:45:49.123456Z", "level": "INFO", "target": "router"},
+        **{"message": "Success", "route": "/generate", "request_id": "r-1", "trace_id": "0a1b"},
+    }
+    line = parse_line(json.dumps(record), "child")
+    assert isinstance(line, LogLine)
+    assert json.loads(line.format(json_output=True)) == record
+    assert line.format(json_output=False) == (
+        "2026-11-21T09:45:49.123456Z  INFO router: Success route=/generate id=r-1 trace=0a1b"
+    )
+    del record["trace_id"]
+    line = parse_line(json.dumps(record), "child")
+    assert isinstance(line, LogLine)
+    assert line.format(json_output=False).endswith("Success route=/generate id=r-1")
+
+
 def test_own_lines_are_filtered_by_level(capfd):
     log = Log("WARN", json_output=False)
     log.info("not said")

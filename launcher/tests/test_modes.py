@@ -1,4 +1,4 @@
-"""Shards alone, and batches: what a launcher does that serves nothing over HTTP."""
+"""Shards alone, and batches: the modes without HTTP."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How many shards, by TGI's table."""
+"""The number of shards, by TGI's rules."""
 
 import os
 import stat
@@ -25,14 +25,14 @@ def has(num: int) -> Callable[[], int]:
 @pytest.mark.parametrize(
     "sharded, num_shard, device, environment, gpus, expected",
     [
-        # What was asked for, wherever it is to run.
+        # The requested number, on any device.
         (None, 3, None, {}, never, 3),
         (None, 1, None, {CUDA: "0,1"}, never, 1),
         (True, 2, "cpu", {}, never, 2),
         (True, 4, None, {CUDA: "0"}, never, 4),
         (False, 2, None, {CUDA: "0"}, never, 2),
         (False, None, None, {CUDA: "0,1"}, never, 1),
-        # Nothing is asked for: what the variables say, if there is a GPU at all.
+        # No flag: the variables count, if there is a GPU.
         (None, None, None, {}, never, 1),
         (None, None, None, {CUDA: "0"}, never, 1),
         (None, None, None, {CUDA: "0,1"}, has(2), 2),
@@ -53,12 +53,12 @@ def has(num: int) -> Callable[[], int]:
         (None, None, None, {NVIDIA: "void"}, has(2), 2),
         (None, None, None, {NVIDIA: "none"}, has(0), 1),
         (None, None, None, {NVIDIA: ""}, has(2), 2),
-        # All GPUs are asked for.
+        # All GPUs are requested.
         (True, None, None, {CUDA: "0,1"}, has(2), 2),
         (True, None, None, {NVIDIA: "all"}, has(2), 2),
         (True, None, None, {}, has(8), 8),
         (True, None, "cuda", {CUDA: "0,1"}, has(0), 2),
-        # And can not be had.
+        # All GPUs are requested, and there are not enough.
         (True, 1, None, {CUDA: "0,1"}, never, "--sharded true and --num-shard 1 contradict"),
         (True, None, "cpu", {CUDA: "0,1"}, never, "needs --num-shard on a CPU"),
         (True, None, None, {}, has(0), "needs --num-shard on a CPU"),
@@ -83,7 +83,7 @@ def test_the_number(sharded, num_shard, device, environment, gpus, expected):
     [
         ("echo GPU-1; echo GPU-2", 2),
         ("exit 0", 0),
-        ("echo 'No devices were found'; exit 6", 3),  # what the driver shows
+        ("echo 'No devices were found'; exit 6", 3),  # the device files of the driver count
         (None, 3),
     ],
 )

@@ -1,15 +1,7 @@
 import pytest
 from text_generation_launcher.command_line import read_options, split_mode
-from text_generation_launcher.options import (
-    OPTIONS,
-    Child,
-    InvalidOptions,
-    Mode,
-    describe,
-    forward,
-    notes,
-    refuse,
-)
+from text_generation_launcher.option import Child, InvalidOptions, Mode
+from text_generation_launcher.options import OPTIONS, describe, forward, notes, refuse
 
 # fmt: off
 TGI_FLAGS = [
@@ -30,7 +22,7 @@ TGI_FLAGS = [
 # fmt: on
 
 
-# Variables of TGI's that are flags as well here.
+# Variables of TGI that are also flags here.
 VERTEX_FLAGS = ["aip-http-port", "aip-predict-route", "aip-health-route"]
 
 
@@ -40,7 +32,9 @@ OUR_FLAGS = [
     "disable-prefix-caching", "disable-prefill-chunking", "inter-token-latency-target-ms",
     "api-key-file", "max-concurrent-requests-per-key", "max-tokens-per-minute-per-key",
     "public-docs", "ssl-certfile", "ssl-keyfile", "enable-reflection", "step-deadline",
-    "served-model-name", "any-model-name", "pooling", "reranker",
+    "served-model-name", "any-model-name", "pooling", "reranker", "request-timeout",
+    "max-queue-wait",
+    "restart", "no-restart", "resume-streams",
 ]  # fmt: skip
 
 
@@ -50,7 +44,7 @@ def test_every_flag_of_tgi_is_known_and_few_are_ours():
 
 
 def test_every_option_does_something():
-    """Nothing is accepted and ignored: it goes to a child, is refused, is said to have no effect,
+    """No option is silently ignored: it goes to a child, is refused, is logged as having no effect,
     or is the launcher's own."""
     own = {
         "model-id",
@@ -66,9 +60,11 @@ def test_every_option_does_something():
         "input",
         "output",
         "end-with-stdin",
+        "restart",
+        "no-restart",
     }
     for option in OPTIONS:
-        # Of some, only the values that are not served are refused.
+        # Of some options only unsupported values are refused.
         is_refused = bool(option.refusal) and not (option.to and option.plain)
         ways = [bool(option.to), is_refused, bool(option.note), option.name in own]
         assert ways.count(True) == 1, option.name
@@ -76,6 +72,7 @@ def test_every_option_does_something():
 
 def test_defaults_are_those_of_the_launcher_alone():
     assert dict(read_options([], {})) == {
+        "restart": ("true",),
         "waiting-served-ratio": ("0.3",),
         "hostname": ("0.0.0.0",),
         "port": ("3000",),
@@ -102,6 +99,10 @@ def test_defaults_are_those_of_the_launcher_alone():
         ([], {"JSON_OUTPUT": "false"}, "json-output", None),
         (["--json-output"], {"JSON_OUTPUT": "false"}, "json-output", ("true",)),
         (["-e"], {}, "env", ("true",)),
+        ([], {"RESTART": "false"}, "restart", None),
+        (["--restart"], {"RESTART": "false"}, "restart", ("true",)),
+        ([], {"RESUME_STREAMS": "0"}, "resume-streams", ("false",)),
+        (["--resume-streams=false"], {}, "resume-streams", ("false",)),
         ([], {"ENV": "true"}, "env", None),
         ([], {"HOSTNAME": "4f2a1b"}, "hostname", ("0.0.0.0",)),
         ([], {"HOSTNAME": "127.0.0.1"}, "hostname", ("127.0.0.1",)),

@@ -110,7 +110,7 @@ def test_a_folder_of_another_user(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["s-0", "s.lock"])
 def test_what_another_user_left_in_our_place(tmp_path: Path, name: str):
-    """A dead socket, and a lock that was never ours."""
+    """A stale socket, and a lock of another user."""
     tmp_path.chmod(0o1777)
     for parent in tmp_path.parents[:-1]:
         parent.chmod(parent.stat().st_mode | 0o011)

@@ -1,7 +1,8 @@
-"""Several shards, started and watched together: who is waited for, who is named, who is left."""
+"""Several shards: which are waited for, which is named, and that all end."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from text_generation_launcher.supervisor import describe_waiting
 
 from launcher.tests.conftest import SETTLED_S
 
-# Shards other than 1 give up when it is told that they do.
+# A shard that ends because shard 1 does not come, once the file `give_up` exists.
 GIVES_UP = """
 serve_shard()
 while not (FOLDER / "give_up").exists(): time.sleep(0.01)
@@ -33,12 +34,12 @@ def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
     launched.wait_for_line("Ready on")
     assert any("Splitting the model over 3 shards" in line for line in launched.lines)
     assert all((tmp_path / f"shard-{rank}").exists() for rank in range(3))
-    # Each line says whose it is, and all meet at one port, which rank 0 can listen on.
+    # Each line has its rank. All meet at one port, on which rank 0 can listen.
     met = sorted(line.partition("child ")[2] for line in launched.lines if "meets at" in line)
     port = int(met[0].rpartition(" ")[2])
     assert met == [f"rank={rank}: meets at {port}" for rank in range(3)]
     socket.create_server(("localhost", port)).close()
-    # Another launcher can't have it, and the system gives it to nobody who asks for any port.
+    # No other launcher gets it, and the system does not choose it as a free port.
     with pytest.raises(AddressError, match=f"port {port} on localhost is already in use: another"):
         MeetingPort("localhost", port)
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
@@ -83,7 +84,7 @@ def test_a_meeting_port_in_use_is_said_before_anything_starts(free_port):
 
 
 def test_the_shard_that_failed_first_is_named_last(launch):
-    """Its end is noticed after those of the shards and the router that have lost it."""
+    """Its end is noticed after the ends of the shards and the router that it caused."""
     shard = f"""
 if RANK != 1:
     {GIVES_UP.strip().replace(chr(10), chr(10) + "    ")}
@@ -113,7 +114,7 @@ serve_router()
         "shard 1 was killed by signal 11 (Segmentation fault) while serving: the last step of"
     )
     assert expected in lines[-1]
-    told = [line for line in lines if "shard 0 gave up because of another shard" in line]
+    told = [line for line in lines if "shard 0 ended because another shard failed" in line]
     assert len(told) == 1 and "did not come within 20 s in message 7" in told[0]
     launched.assert_no_orphan()
 
@@ -131,8 +132,8 @@ def test_a_shard_that_is_stopped_is_named_and_killed(launch):
     [last] = errors(lines)
     assert last == lines[-1]
     assert last.endswith(
-        "shard 0 gave up because of another shard (exit code 3) while serving: shard 1 did not "
-        "come within 20 s in message 7 (shard 1 was stopped, as SIGSTOP does, and does not run)"
+        "shard 0 ended because another shard failed (exit code 3) while serving: shard 1 did not "
+        "come within 20 s in message 7 (shard 1 is stopped, as by SIGSTOP)"
     )
     launched.assert_no_orphan()
 
@@ -142,8 +143,9 @@ def test_of_ranks_that_say_the_same_one_is_enough(launch):
     code, lines = launch(shard=shard, num_shards=3).end()
     assert code == 1
     assert sum("can not split" in line for line in lines) == 1
-    assert lines[-1].endswith(
-        "shard 0 failed with exit code 1: num_shard 3 can not split this model"
+    # Any rank may be the first.
+    assert re.search(
+        r"shard [0-2] failed with exit code 1: num_shard 3 can not split this model$", lines[-1]
     )
 
 
@@ -174,7 +176,7 @@ def test_those_that_say_the_same_are_named_together():
 
 
 def test_a_batch_that_has_lost_its_shard_is_not_to_blame(launch):
-    """It notices by the socket, which is closed before the process has ended."""
+    """It notices the closed socket before the process has ended."""
     shard = """
 serve_shard()
 while not (FOLDER / "batch.pid").exists(): time.sleep(0.01)

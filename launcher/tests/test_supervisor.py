@@ -42,7 +42,7 @@ def test_starts_the_children_and_stops_them_router_first(launch, free_port):
     launched.process.send_signal(signal.SIGTERM)
     code, lines = launched.end()
     assert code == 0
-    # The router loads while the shard does, and so may be there first.
+    # The router loads at the same time as the shard, so either may be first.
     trace = launched.trace()
     assert [*sorted(trace[:2], reverse=True), *trace[2:]] == [
         "shard started with /models/downloaded",
@@ -151,8 +151,7 @@ def test_an_error_is_logged_at_once_while_serving(launch):
     router = """
 import threading
 def fail():
-    while not (FOLDER / "is_ready").exists():
-        time.sleep(0.01)
+    wait_for("is_ready")
     log("ERROR", "a step failed")
 log("ERROR", "slow start")
 threading.Thread(target=fail, daemon=True).start()
@@ -160,7 +159,7 @@ serve_router()
 """
     launched = launch(router=router)
     launched.wait_for_line("Ready on")
-    # What a child says and what the launcher sees of it come in any order.
+    # Lines of a child and of the launcher may be in any order.
     if not any("slow start" in line for line in launched.lines):
         launched.wait_for_line("slow start")
     (launched.folder / "is_ready").touch()
@@ -168,9 +167,10 @@ serve_router()
 
 
 def test_the_last_error_alone_is_reported_while_serving(launch):
-    shard = "serve_shard(); time.sleep(0.7); log('INFO', 'a'); log('ERROR', 'b'); sys.exit(1)"
+    shard = "serve_shard(); wait_for('is_ready'); log('INFO', 'a'); log('ERROR', 'b'); sys.exit(1)"
     launched = launch(shard=shard)
     launched.wait_for_line("Ready on")
+    (launched.folder / "is_ready").touch()
     _, lines = launched.end()
     assert errors(lines)[-1].endswith("shard 0 failed with exit code 1 while serving: b")
     assert sum(line.endswith("ERROR child: b") for line in lines) == 1
@@ -188,7 +188,7 @@ def test_plain_last_words_are_limited_and_kept_in_order(launch):
 def test_a_child_that_ends_with_0_is_a_failure_as_well(launch):
     code, lines = launch(shard="sys.exit(0)").end()
     assert code == 1
-    assert "shard 0 ended unasked with exit code 0 and printed nothing" in lines[-1]
+    assert "shard 0 ended unexpectedly with exit code 0 and printed nothing" in lines[-1]
 
 
 def test_the_router_dying_ends_the_shard(launch):
@@ -206,7 +206,7 @@ def test_the_router_dying_ends_the_shard(launch):
 def test_the_child_that_died_first_is_the_one_reported(launch):
     router = """
 import threading
-while not (FOLDER / "shard.pid").exists(): time.sleep(0.01)
+wait_for("shard.pid")
 stat = Path("/proc", (FOLDER / "shard.pid").read_text(), "stat")
 def watch():
     while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z": time.sleep(0.01)
@@ -214,9 +214,10 @@ def watch():
 threading.Thread(target=watch).start()
 serve_router()
 """
-    shard = "serve_shard(); time.sleep(1); print('out of cheese', flush=True); os._exit(7)"
+    shard = "serve_shard(); wait_for('is_ready'); print('out of cheese', flush=True); os._exit(7)"
     launched = launch(shard=shard, router=router)
     launched.wait_for_line("Ready on")
+    (launched.folder / "is_ready").touch()
     code, lines = launched.end()
     assert code == 1
     reported = [line for line in errors(lines) if "text_generation_launcher" in line]
@@ -298,7 +299,7 @@ def test_a_second_launcher_on_the_same_sockets_is_refused(launch, tmp_path):
 
 
 def test_a_signal_that_nobody_sent_stops_nothing(monkeypatch, tmp_path: Path):
-    """Stopped for longer than it waits, and continued, CPython reports what memory held: 0."""
+    """After a stop that is longer than its wait CPython reports the signal 0."""
     config = LauncherConfig(
         download=None,
         model_path=tmp_path,
@@ -332,7 +333,7 @@ def test_what_a_child_started_ends_with_it(launch):
 
 
 def test_what_is_left_to_the_launcher_does_not_stay_as_a_zombie(launch):
-    """As the first process of a container it gets everybody whose parent has ended."""
+    """As the first process of a container it adopts all orphans."""
     orphan = (
         "import subprocess\n"
         "command = ['sh', '-c', 'sleep 0.3 >/dev/null & echo $!']\n"
@@ -355,7 +356,7 @@ def test_what_is_left_to_the_launcher_does_not_stay_as_a_zombie(launch):
 
 
 def test_a_second_launcher_that_starts_at_the_same_time_is_refused(launch, free_port):
-    """Its router would find the port taken only when the model is loaded."""
+    """Without the claim its router would fail only after the model is loaded."""
     first = launch(shard="begin('shard'); sleep()")
     first.wait_for_child("shard")
     with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
@@ -366,7 +367,7 @@ def test_a_second_launcher_that_starts_at_the_same_time_is_refused(launch, free_
 
 
 def test_a_closed_standard_output(tmp_path: Path):
-    """`>&-`: no pipe of a child may take the number of the log."""
+    """`>&-`: no pipe of a child may get the descriptor of the log."""
     script = (
         "import os, sys; os.close(1); os.close(0)\n"
         "from text_generation_launcher.cli import main\n"

@@ -1,4 +1,4 @@
-"""The addresses the server takes, checked before minutes are spent on weights."""
+"""The addresses of the server, checked before weights are loaded."""
 
 import errno
 import fcntl
@@ -8,16 +8,17 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from text_generation_process import ports
+from text_generation_process.defaults import SOCKET_NAME
+from text_generation_process.ports import bind_port
+
 from text_generation_launcher.private_folder import PrivateFolder, is_private, make_in_one_of
 
 MAX_SOCKET_PATH_BYTES = 107
-"""`sun_path` of Linux holds 108 bytes, of which one ends the string."""
+"""`sun_path` of Linux has 108 bytes, one of which ends the string."""
 
-SOCKET_NAME = "text-generation-server"
-"""What the sockets in a folder of their own are called, as those of TGI in /tmp."""
-
-# Of the names with which launchers keep ports from each other.
-_CLAIM = "text-generation-launcher"
+_OWNER = "text-generation-launcher"
+"""Of the claims with which launchers exclude each other from a port."""
 
 
 class AddressError(Exception):
@@ -27,87 +28,69 @@ class AddressError(Exception):
 def claim_port(hostname: str, port: int, flag: str) -> socket.socket:
     """Raises AddressError if the port can't be listened on; `flag` is what would change it.
 
-    Until the socket is closed no other launcher gets the port. The port itself can't be held for
-    the router: the system would let several launchers have it until one of their routers listens,
-    which is when its model is loaded. A name can.
+    Until the returned socket is closed, no other launcher gets the port. The port itself can't be
+    held for the router: the system would give it to several launchers until one of their routers
+    listens, which is when its model is loaded.
     """
-    probe, address = _bind(hostname, port, flag, "--hostname")
-    with probe:
-        return _claim_name(f"{_CLAIM}:{address}:{port}", hostname, port, flag)
+    with _bind(hostname, port, flag, "--hostname") as bound:
+        return _claim(bound, hostname, flag)
 
 
 class MeetingPort:
     """Holds the port where shards meet for those of this launcher alone, until closed.
 
-    It is bound and not listened on, so that the system gives it to nobody who asks for any free
-    port; rank 0 can listen on it all the same, with SO_REUSEADDR. A name keeps other launchers away
-    who could do that, too.
+    It is bound and does not listen, so the system gives it to no process that asks for any free
+    port. Rank 0 can still listen on it, with SO_REUSEADDR. The claim excludes other launchers.
     """
 
     def __init__(self, address: str, port: int | None) -> None:
-        """None: one that is free. Raises AddressError."""
-        flag, address_flag = "--master-port", "--master-addr"
-        self._held, self._address = _bind(address, port or 0, flag, address_flag)
+        """None: any free port. Raises AddressError."""
+        flag = "--master-port"
+        self._held = _bind(address, port or 0, flag, "--master-addr")
         self.number: int = self._held.getsockname()[1]
         """The port."""
         try:
-            name = f"{_CLAIM}:{self._address}:{self.number}"
-            self._claim = _claim_name(name, address, self.number, flag)
+            self._claim = _claim(self._held, address, flag)
         except AddressError:
             self._held.close()
             raise
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Releases the port."""
         self._claim.close()
         self._held.close()
 
 
-def _bind(hostname: str, port: int, flag: str, address_flag: str) -> tuple[socket.socket, str]:
-    """A bound socket and the address of `hostname`. Raises AddressError, naming the flags that
-    would help."""
+def _bind(hostname: str, port: int, flag: str, address_flag: str) -> socket.socket:
+    """Raises AddressError, naming the flags that would help."""
     try:
-        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Shards that meet use an address of version 4 where a name has both.
+        return bind_port(hostname, port, prefers_ipv4=address_flag == "--master-addr")
     except socket.gaierror:
         everywhere = ", 0.0.0.0 for all" if address_flag == "--hostname" else ""
         raise AddressError(
             f"{hostname} is not an address of this machine: give {address_flag} an IP address"
             f"{everywhere}"
         ) from None
-    # Shards that meet take an address of version 4 where a name has both.
-    prefers_4 = address_flag == "--master-addr"
-    family, kind, protocol, _, address = (
-        min(found, key=lambda one: one[0]) if prefers_4 else found[0]
-    )
-    bound = socket.socket(family, kind, protocol)
-    # connections of an earlier server that are still closing don't matter
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
     except OSError as error:
-        bound.close()
         raise AddressError(_why_not(error, hostname, port, flag, address_flag)) from error
-    return bound, str(address[0])
 
 
-def _claim_name(name: str, hostname: str, port: int, flag: str) -> socket.socket:
-    claim = socket.socket(socket.AF_UNIX)
+def _claim(bound: socket.socket, hostname: str, flag: str) -> socket.socket:
     try:
-        claim.bind(f"\0{name}")
-    except OSError as error:
-        claim.close()
+        return ports.claim_port(_OWNER, bound)
+    except ports.NameHeldError as error:
         raise AddressError(
-            f"port {port} on {hostname} is already in use: another launcher that is starting, or "
-            f"some program of this machine, holds the socket name @{name}: choose another port "
-            f"with {flag}"
+            f"port {bound.getsockname()[1]} on {hostname} is already in use: another launcher that "
+            f"is starting, or some program of this machine, holds the socket name @{error.name}: "
+            f"choose another port with {flag}"
         ) from error
-    return claim
 
 
 def private_folder(
     runtime_folder: Path | None, others: Sequence[Path], world_size: int = 1
 ) -> PrivateFolder:
-    """Where sockets go for which no place was chosen. Raises AddressError if there is none."""
+    """A folder for sockets if --shard-uds-path is not given. Raises AddressError."""
     is_usable = runtime_folder is not None and is_private(runtime_folder)
     candidates = [*((runtime_folder,) if runtime_folder and is_usable else ()), *others]
     longest = MAX_SOCKET_PATH_BYTES - len(f"/{SOCKET_NAME}-{world_size - 1}")
@@ -131,14 +114,15 @@ def _why_not(error: OSError, hostname: str, port: int, flag: str, address_flag: 
 
 
 class SocketClaim:
-    """Holds the shard socket prefix for this launcher alone, until closed or until it dies.
+    """Holds the prefix of the shards' sockets for this launcher alone, until closed or until this
+    process ends.
 
-    The lock is on the file `<prefix>.lock`, which stays: removing it would let two launchers
-    hold locks on two files of the same name.
+    The lock is on the file `<prefix>.lock`, which remains: without it two launchers could lock two
+    files of the same name.
     """
 
     def __init__(self, prefix: str, world_size: int) -> None:
-        """Raises AddressError; afterwards no socket of an earlier server is left."""
+        """Removes the sockets of an earlier server. Raises AddressError."""
         self.prefix = prefix
         self.paths = tuple(f"{prefix}-{rank}" for rank in range(world_size))
         length = max(len(os.fsencode(path)) for path in self.paths)
@@ -196,17 +180,21 @@ class SocketClaim:
             try:
                 probe.connect(path)
             except OSError:
-                _unlink(path)  # nobody listens: it was left by a server that was killed
+                _unlink(path)  # no process listens: a killed server left it
                 return
         raise AddressError(_in_use(path.rsplit("-", 1)[0]))
 
-    def close(self) -> None:
-        """Removes the sockets that were left, and lets another launcher have the prefix."""
+    def remove_sockets(self) -> None:
+        """Removes the sockets that killed shards left."""
         for path in self.paths:
             try:
                 os.unlink(path)
             except OSError:
                 continue  # the shard removed it
+
+    def close(self) -> None:
+        """Removes remaining sockets, and releases the prefix."""
+        self.remove_sockets()
         os.close(self._descriptor)
 
 
@@ -221,7 +209,7 @@ def _unlink(path: str) -> None:
 
 
 def _check_owner(path: str) -> None:
-    """Nothing of another user's is used, whatever it is; neither is root's."""
+    """A file of another user is never used, root's neither. Raises AddressError."""
     try:
         owner = os.lstat(path).st_uid
     except OSError:
@@ -234,19 +222,19 @@ def _check_owner(path: str) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """In it nobody else may put another socket in the place of ours. In /tmp nobody can: there
-    everybody may only remove what is his."""
+    """No other user may replace a socket in `folder`. In /tmp this holds by its sticky bit: users
+    remove only their own files. Raises AddressError."""
     try:
         state = folder.stat()
     except OSError:
-        return  # it is said when something is written there
+        return  # the first write there reports the reason
     instead = "or choose another place with --shard-uds-path"
     if state.st_uid not in (0, os.geteuid()):
         raise AddressError(
             f"{folder} belongs to user {state.st_uid}, who could replace the shards' sockets in "
             f"it, and this launcher runs as user {os.geteuid()}: `chown` it {instead}"
         )
-    # A group that has the user's own number is the user's alone.
+    # A group with the number of the user has this user only.
     is_own_group = state.st_gid == os.geteuid() != 0
     others = state.st_mode & (0o002 if is_own_group else 0o022)
     if others and not state.st_mode & stat.S_ISVTX:

@@ -16,8 +16,8 @@ from text_generation_launcher.supervisor import Supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop. Exit code 0 after a signal, 1 after a failure or for
-    options that don't fit together, 2 for an option that can't be read; a batch has its own."""
+    """Serves until a stop signal. Exit code 0 after a signal, 1 after a failure or for options that
+    contradict each other, 2 for an option that can't be read; a batch has its own."""
     if argv is None:
         _insist_on_utf8()
     fill_standard_descriptors()
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _insist_on_utf8() -> None:
-    """Begins anew where names of files are not UTF-8 (LC_ALL=C and PYTHONUTF8=0): what the children
-    read and say is, and a model's directory has one name for all of them."""
+    """Executes the program again with UTF-8, if names of files use another encoding (LC_ALL=C and
+    PYTHONUTF8=0): all processes then have the same name for a model's directory."""
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         environment = {**os.environ, "PYTHONUTF8": "1"}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

@@ -9,14 +9,14 @@ from text_generation_launcher.options import OPTIONS
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors: fifty flags of usage would hide them."""
+    """argparse with one-line errors, without the usage of all flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when it is asked for."""
+    """Looks up the version only on demand."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
@@ -28,7 +28,7 @@ class _Version(argparse.Action):
 _ABOUT = {
     Mode.SERVE: "Serve a language model over HTTP. Other modes, each with a --help of its own: "
     "`shards` runs the model's shards alone, `batch` answers the requests in a file.",
-    Mode.SHARDS: "Run the shards alone, for a router or a benchmark that is started by itself.",
+    Mode.SHARDS: "Run the shards alone, for a router or a benchmark that is started separately.",
     Mode.BATCH: "Answer the requests in a file: --input and --output in OpenAI's batch format.",
 }
 
@@ -68,7 +68,7 @@ def _create_parser(mode: Mode) -> _Parser:
 
 
 def split_mode(argv: Sequence[str]) -> tuple[Mode, Sequence[str]]:
-    """The mode that the first argument names, and the arguments that are left."""
+    """The mode that the first argument names, and the remaining arguments."""
     if argv and argv[0] in {mode.value for mode in Mode}:
         return Mode(argv[0]), argv[1:]
     return Mode.SERVE, argv

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from text_generation_process import defaults
+from text_generation_process.tracing import check_tracing
+
 from text_generation_launcher import options
 from text_generation_launcher.gpus import count_gpus
 from text_generation_launcher.log import LEVELS, normalize_level
@@ -17,62 +20,62 @@ from text_generation_launcher.process import Command
 EMBEDDED_MODEL_ID = "pytgi/embedded"
 EMBEDDED_MODEL_PATH = Path(__file__).parent / "embedded_model"
 MODEL_PATH = "{model_path}"
-"""Stands in a command for the model's directory, which the download step finds out."""
+"""Placeholder in a command for the model's directory, which the download returns."""
 SOCKETS = "{shard_uds_path}"
-"""Stands in a command for the prefix of the shards' sockets, where nobody has chosen one."""
+"""Placeholder in a command for the prefix of the shards' sockets, without --shard-uds-path."""
 MEETING_PORT = "{master_port}"
-"""Stands in a command for the port where several shards meet."""
-MASTER_ADDR = "localhost"
-"""Where they meet, if nobody has chosen an address."""
+"""Placeholder in a command for the port where several shards meet."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
 _SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherConfig:
-    """Everything the supervisor needs to know; it knows processes, not models."""
+    """The input of the supervisor, which knows processes and not models."""
 
     download: Command | None
-    """Prints the model's directory; None where `model_path` is known."""
+    """Prints the model's directory; None if `model_path` is known."""
     model_path: Path | None
     shards: tuple[Command, ...]
     """One per rank, started together."""
     router: Command | None
-    """None in the mode `shards`; in the mode `batch` what answers the file, and ends."""
+    """None in the mode `shards`; in the mode `batch` the process that answers the file."""
     mode: Mode = Mode.SERVE
     model_id: str = EMBEDDED_MODEL_ID
-    """The name that was asked for."""
+    """The requested name."""
     shard_uds_path: str | None = None
-    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready. None: it is
-    `text-generation-server` in a private folder of this launcher's own."""
+    """Prefix of the sockets: rank 0 listens on this + `-0` once it is ready. None:
+    `text-generation-server` in a private folder of this launcher."""
     runtime_folder: Path | None = None
-    """Of this user's session, where there is one: the first choice for that folder."""
+    """The folder of this user's session, if any: the first choice for the private folder."""
     temporary_folders: tuple[Path, ...] = (Path("/tmp"),)
-    """The other ones, in order."""
-    master_addr: str = MASTER_ADDR
+    """The further choices, in order."""
+    master_addr: str = defaults.MASTER_ADDR
     """Where several shards meet."""
     master_port: int | None = None
-    """None: one that is free."""
+    """None: any free port."""
     notes: tuple[str, ...] = ()
-    """Sentences about options that were given and change nothing here."""
-    hostname: str = "0.0.0.0"
-    port: int = 3000
+    """Sentences about given options that have no effect here."""
+    hostname: str = defaults.HOSTNAME
+    port: int = defaults.PORT
     prometheus_port: int | None = None
     example_request: str = '{"inputs": "Once upon a time"}'
     """Body of the request that the ready line suggests."""
     has_api_key: bool = False
     has_tls: bool = False
     """Whether the router speaks https instead of http."""
-    termination_timeout_s: float = 90.0
+    restarts: bool = False
+    """Whether shards and router that end while they serve are replaced."""
+    termination_timeout_s: float = defaults.TERMINATION_TIMEOUT_S
     """How long the router, then the shards, may take to end."""
 
 
-# What TGI takes in ATTENTION.
+# TGI's values of ATTENTION.
 _ATTENTIONS = ("paged", "flashdecoding", "flashdecoding-ipex", "flashinfer")
 
 
 def console_script(name: str, module: str) -> tuple[str, ...]:
-    """How to run a program of this installation, whether or not PATH knows it."""
+    """The command of a program of this installation, also if PATH does not have it."""
     script = Path(sys.executable).with_name(name)
     if script.is_file():
         return (sys.executable, str(script))
@@ -95,7 +98,7 @@ def create_config(
     mode: Mode = Mode.SERVE,
     count_gpus: Callable[[], int] = count_gpus,
 ) -> LauncherConfig:
-    """Raises InvalidOptions for what isn't supported and for what doesn't fit together."""
+    """Raises InvalidOptions for options that are not supported or contradict each other."""
     options.refuse(values)
     attention_notes = _attention_notes(environment)
     values = {**_switched_off(environment), **values}
@@ -105,6 +108,7 @@ def create_config(
         _check_files(values)
     _check_limits(values)
     _check_tls(values)
+    _check_tracing(values)
     model_id = _model_id(values)
     num_shards = _num_shards(values, environment, count_gpus)
     inherited = _inherited(environment)
@@ -128,7 +132,11 @@ def create_config(
         temporary_folders=tuple(Path(folder) for folder in temporary if folder),
         master_addr=_master_addr(values),
         master_port=int(values["master-port"][0]) if "master-port" in values else None,
-        notes=attention_notes + (_without_effect(values) if num_shards == 1 else ()),
+        notes=(
+            *attention_notes,
+            *_without_effect(values, num_shards),
+            *_without_restarts(mode, values),
+        ),
     )
     return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
 
@@ -143,8 +151,13 @@ def _http(values: Values, model_id: str) -> dict[str, Any]:
         "example_request": _example_request(is_embedded=not model_id),
         "has_api_key": _has_api_key(values),
         "has_tls": "ssl-certfile" in values,
+        "restarts": _restarts(values),
         "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
     }
+
+
+def _restarts(values: Values) -> bool:
+    return "restart" in values and "no-restart" not in values
 
 
 def _num_shards(
@@ -164,13 +177,22 @@ def _num_shards(
 
 
 def _master_addr(values: Values) -> str:
-    return values["master-addr"][0] if "master-addr" in values else MASTER_ADDR
+    return values["master-addr"][0] if "master-addr" in values else defaults.MASTER_ADDR
 
 
-def _without_effect(values: Values) -> tuple[str, ...]:
-    """What only several shards have a use for."""
-    names = ("master-addr", "master-port")
-    return tuple(f"--{name} has no effect with one shard" for name in names if name in values)
+def _without_effect(values: Values, num_shards: int) -> tuple[str, ...]:
+    """Notes about flags that have no effect with one shard or without another flag."""
+    names = ("master-addr", "master-port") if num_shards == 1 else ()
+    notes = [f"--{name} has no effect with one shard" for name in names if name in values]
+    if "otlp-service-name" in values and "otlp-endpoint" not in values:
+        notes.append("--otlp-service-name has no effect without --otlp-endpoint")
+    return tuple(notes)
+
+
+def _without_restarts(mode: Mode, values: Values) -> tuple[str, ...]:
+    if mode is not Mode.SERVE or _restarts(values) or "resume-streams" not in values:
+        return ()
+    return ("--resume-streams has no effect with --no-restart: the server ends with its shards",)
 
 
 def _has_api_key(values: Values) -> bool:
@@ -178,7 +200,7 @@ def _has_api_key(values: Values) -> bool:
 
 
 def _check_files(values: Values) -> None:
-    """What can be said about the files of a batch before a model is loaded."""
+    """Checks the files of a batch before a model is loaded."""
     for name in ("input", "output"):
         if name not in values:
             raise InvalidOptions(
@@ -192,11 +214,11 @@ def _check_files(values: Values) -> None:
     if target.is_dir():
         raise InvalidOptions(f"--output {target} is a directory: give the name of a file")
     if target.exists() and target.samefile(source):
-        raise InvalidOptions(f"--output {target} is the --input: give the results a file of theirs")
+        raise InvalidOptions(f"--output {target} is the --input: give the results another file")
 
 
 def _check_tls(values: Values) -> None:
-    """What can be said about certificate and key before a model is loaded."""
+    """Checks certificate and key before a model is loaded."""
     names = ("ssl-certfile", "ssl-keyfile")
     if sum(name in values for name in names) == 1:
         raise InvalidOptions(
@@ -207,12 +229,20 @@ def _check_tls(values: Values) -> None:
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise InvalidOptions(
                 f"--{name} {path} is not a file that can be read: give a PEM file that this user "
-                "may read"
+                "can read"
             )
 
 
+def _check_tracing(values: Values) -> None:
+    """Checks --otlp-endpoint. Raises InvalidOptions."""
+    try:
+        check_tracing(*values.get("otlp-endpoint", (None,)))
+    except ValueError as error:
+        raise InvalidOptions(str(error)) from error
+
+
 def _attention_notes(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What is said where a variable chooses one of TGI's kernels."""
+    """The note about ATTENTION, which chooses one of TGI's kernels."""
     attention = environment.get("ATTENTION", "")
     if attention and attention not in _ATTENTIONS:
         raise InvalidOptions(
@@ -222,7 +252,7 @@ def _attention_notes(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _switched_off(environment: Mapping[str, str]) -> Values:
-    """The flags for what TGI's variables turn off; they are on by default, here as there."""
+    """The flags for what TGI's variables turn off. Both are on by default, as in TGI."""
     variables = {
         "PREFIX_CACHING": "disable-prefix-caching",
         "USE_PREFIX_CACHING": "disable-prefix-caching",
@@ -241,7 +271,7 @@ def _switched_off(environment: Mapping[str, str]) -> Values:
 
 
 def _check_limits(values: Values) -> None:
-    """The rules between options that can be checked before a model is loaded."""
+    """Checks the rules between options before a model is loaded."""
 
     def limit(name: str) -> int | None:
         return int(values[name][0]) if name in values else None
@@ -270,8 +300,8 @@ def _check_limits(values: Values) -> None:
     for name in ("port", "prometheus-port"):
         if "master-port" in values and values.get(name) == values["master-port"]:
             raise InvalidOptions(
-                f"--master-port and --{name} are both {values[name][0]}: leave --master-port away, "
-                "and the shards meet on a free one"
+                f"--master-port and --{name} are both {values[name][0]}: leave out --master-port, "
+                "and the shards meet on a free port"
             )
     for name in ("max-concurrent-requests-per-key", "max-tokens-per-minute-per-key"):
         if name in values and not _has_api_key(values):
@@ -281,12 +311,12 @@ def _check_limits(values: Values) -> None:
 
 
 def _model_id(values: Values) -> str:
-    """The directory or hub id that was asked for; empty for the embedded model."""
+    """The requested directory or hub id; empty for the embedded model."""
     if "model-id" not in values:
         if "revision" in values:
             raise InvalidOptions(
                 "--revision is given without --model-id, and the embedded model has no revisions: "
-                "add --model-id or leave --revision away"
+                "add --model-id or leave out --revision"
             )
         return ""
     given = values["model-id"][0]
@@ -303,7 +333,7 @@ def _model_id(values: Values) -> str:
 
 
 def _inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """What every child gets: configuration comes as flags, secrets go only where needed."""
+    """The environment of every child, without configuration and secrets."""
     kept = {name: value for name, value in environment.items() if name not in _SECRETS}
     kept.pop("LOG_LEVEL", None)
     kept["PYTHONUNBUFFERED"] = "1"
@@ -341,7 +371,10 @@ def _shard(
     scaling, factor = values.get("rope-scaling"), values.get("rope-factor")
     rope: Values = {}
     if scaling or factor:
-        rope = {"rope-scaling": scaling or ("linear",), "rope-factor": factor or ("1.0",)}
+        rope = {
+            "rope-scaling": scaling or ("linear",),
+            "rope-factor": factor or (str(defaults.ROPE_FACTOR),),
+        }
     meeting = (f"--master-addr={_master_addr(values)}", f"--master-port={MEETING_PORT}")
     return Command(
         name=f"shard {rank}",
@@ -357,9 +390,8 @@ def _shard(
             *options.forward({**values, **rope}, Child.SHARD),
             *logging,
         ),
-        # glibc reads it when the process starts: weights and activations on huge pages, so that a
-        # step does not wait for address translation. The layers of the 125 M checkpoint at one row
-        # took 5.6 ms instead of 7.6; systems without huge pages on demand lose nothing.
+        # Weights and activations on huge pages, so that a step waits less for address translation.
+        # glibc reads the variable when the process starts.
         environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **environment},
         rank=rank if num_shards > 1 else None,
     )
@@ -373,7 +405,7 @@ def _with_router(
     environment: Mapping[str, str],
     logging: tuple[str, ...],
 ) -> Command | None:
-    """The router, or what works on top of the shards in its place."""
+    """The router, or in the mode `batch` the process in its place."""
     if mode is Mode.SHARDS:
         return None
     limits: Values = {}
@@ -393,7 +425,8 @@ def _with_router(
         return Command("the batch", target, (*batch, *files, *argv), environment, draws=True)
     router = console_script("text-generation-router", "text_generation_router.cli")
     secrets = options.forward_secrets(values, Child.ROUTER)
-    argv = (*router, "--await-shards", *argv)
+    restart = ("--restart",) if _restarts(values) else ()
+    argv = (*router, "--await-shards", *restart, *argv)
     return Command("the router", target, argv, {**environment, **secrets})
 
 

@@ -1,4 +1,4 @@
-"""What `--env` prints: the facts that a bug report needs."""
+"""The output of `--env`: what a bug report needs."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def describe_environment() -> str:
-    """Several lines: Python, system, package versions, the NVIDIA cards where there are any."""
+    """Several lines: Python, system, package versions, NVIDIA GPUs."""
     lines = [
         "Runtime environment:",
         f"Python: {sys.version.split()[0]} ({sys.executable})",

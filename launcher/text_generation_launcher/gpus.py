@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, as far as they can be seen without CUDA."""
+"""The NVIDIA GPUs of this machine, found without CUDA."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ _DEVICES = Path("/dev")
 
 
 def count_gpus(command: str = "nvidia-smi", devices: Path = _DEVICES) -> int:
-    """How many GPUs nvidia-smi lists; where it does not run, how many devices the driver shows."""
+    """The number of GPUs that nvidia-smi lists; if it does not run, the driver's device files."""
     try:
         listed = subprocess.run(
             [command, "--query-gpu=uuid", "--format=csv,noheader"],

@@ -1,10 +1,10 @@
-"""How many shards there are, by TGI's rules: from two flags and the GPUs that are visible."""
+"""The number of shards by TGI's rules, from two flags and the visible GPUs."""
 
 from collections.abc import Callable, Mapping
 
 from text_generation_launcher.option import InvalidOptions
 
-# Of NVIDIA_VISIBLE_DEVICES: it names none, but a container may have some.
+# Values of NVIDIA_VISIBLE_DEVICES that list no GPU, although a container may have some.
 _NO_LIST = ("", "all", "void", "none")
 _BY_NAME = ("GPU-", "MIG-")
 
@@ -18,14 +18,14 @@ def find_num_shards(
 ) -> int:
     """At least 1. Raises InvalidOptions.
 
-    None is "not given". `count_gpus` says how many GPUs this machine has; it is asked only where
-    the answer counts, because that may take a second. On a CPU nothing is counted.
+    None means "not given". `count_gpus` returns the number of GPUs of this machine. It is called
+    only if the result matters, because it may take a second. On a CPU nothing is counted.
     """
     if num_shard is not None:
         if sharded and num_shard <= 1:
             raise InvalidOptions(
                 f"--sharded true and --num-shard {num_shard} contradict each other: give "
-                "--num-shard 2 or more, or leave --sharded away"
+                "--num-shard 2 or more, or leave out --sharded"
             )
         return num_shard
     if sharded is False:
@@ -40,7 +40,7 @@ def find_num_shards(
 
 
 def _num_named(environment: Mapping[str, str], count_gpus: Callable[[], int]) -> int | None:
-    """How many GPUs the environment gives us; None: it says nothing about them."""
+    """The number of GPUs in the environment's variables; None without these variables."""
     if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return _num_visible(chosen)
     if (chosen := environment.get("NVIDIA_VISIBLE_DEVICES")) is not None:
@@ -51,7 +51,7 @@ def _num_named(environment: Mapping[str, str], count_gpus: Callable[[], int]) ->
 
 
 def _num_visible(chosen: str) -> int:
-    """CUDA takes the GPUs in front of the first that is none: `-1` hides all behind it."""
+    """CUDA stops at the first name that is not a GPU: `-1` hides all names after it."""
     num = 0
     for name in chosen.split(","):
         if not (name.strip().isdigit() or name.strip().startswith(_BY_NAME)):
@@ -72,7 +72,7 @@ def _num_for_all(named: int | None, device: str | None, count_gpus: Callable[[],
     if num <= 1:
         raise InvalidOptions(
             f"--sharded true needs more than one GPU, and {num} can be seen: make more visible "
-            "(CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES), give --num-shard, or leave --sharded "
-            "away"
+            "(CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES), give --num-shard, or leave out "
+            "--sharded"
         )
     return num

@@ -1,4 +1,4 @@
-"""What an option of the launcher is, and who gets it."""
+"""What an option of the launcher is, and which child gets it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ Values = Mapping[str, tuple[str, ...]]
 
 
 class InvalidOptions(ValueError):
-    """One sentence: what was asked, why it can't be had, what to do. The launcher exits with 1."""
+    """One sentence: what was asked, why it is not possible, what to do. The exit code is 1."""
 
 
 class Mode(Enum):
-    """What the launcher is asked to do: the first word on its command line, or none for `serve`."""
+    """What the launcher does: the first word on its command line, or none for `serve`."""
 
     SERVE = "serve"
     SHARDS = "shards"
@@ -23,7 +23,7 @@ class Mode(Enum):
 
 
 class Child(Enum):
-    """Who gets a flag."""
+    """A process that gets flags from the launcher."""
 
     DOWNLOAD = "download"
     SHARD = "shard"
@@ -32,7 +32,7 @@ class Child(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One flag: its spelling, who gets it, and what is said when it is given."""
+    """One flag: its spelling, the children that get it, and what is logged when it is given."""
 
     name: str
     """Without the dashes; the environment variable is this in capitals, with underscores."""
@@ -42,16 +42,16 @@ class Option:
     to: tuple[Child, ...] = ()
     """The children that get the flag under the same name; the launcher's own have none."""
     default: str | None = None
-    """Only for what the launcher itself owns or always passes on."""
+    """Only of flags that the launcher itself owns or always passes on."""
     short: str = ""
     switch: bool = False
     """Takes no value on the command line; true or false in the environment."""
     repeat: bool = False
     secret: bool = False
-    """Never printed, and handed to a child by its environment, since command lines are for all to
-    see; and empty is an error, so that a lost secret can't open the server."""
+    """Never printed, and passed to a child in its environment, because every user can read command
+    lines. Empty is an error, so that a lost secret can't open the server."""
     guards: bool = False
-    """No secret, but empty is an error for the same reason."""
+    """Not a secret, but empty is an error for the same reason."""
     has_environment: bool = True
     environment_applies: Callable[[str], bool] = always
     refusal: str = ""
@@ -60,7 +60,7 @@ class Option:
     """The sentence that is logged for every value outside `plain`."""
     plain: tuple[str, ...] = ()
     modes: tuple[Mode, ...] | None = None
-    """Where it is an option; None: where somebody is started who gets it."""
+    """The modes that have the option; None: those that start a child that gets it."""
 
     @property
     def flag(self) -> str:
@@ -73,7 +73,18 @@ class Option:
         return self.name.upper().replace("-", "_") if self.has_environment else ""
 
     def applies_in(self, mode: Mode) -> bool:
-        """Whether it is an option of this mode."""
+        """Whether this mode has the option."""
         if self.modes is None:
             return mode is not Mode.SHARDS or self.to != (Child.ROUTER,)
         return mode in self.modes
+
+
+SHARD, ROUTER, DOWNLOAD = (Child.SHARD,), (Child.ROUTER,), (Child.DOWNLOAD,)
+HTTP = (Mode.SERVE,)
+WITH_ROUTER = (Mode.SERVE, Mode.BATCH)
+
+
+def refused(name: str, what: str, instead: str, **rest: object) -> Option:
+    """An option of TGI that is known here, but not supported."""
+    sentence = f"--{name} is not supported yet ({what}): {instead}"
+    return Option(name, f"not supported yet: {what}", refusal=sentence, **rest)  # type: ignore[arg-type]

@@ -9,20 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "pytgi-sockets-"
-# Another launcher that clears up can take a folder for a dead one's, in the moment before it is
-# locked.
+# Another launcher may remove a new folder as stale, just before it is locked.
 _TRIES = 5
 
 
 class PrivateFolder:
     """Owns a fresh folder of mode 0700, until closed or until this process dies.
 
-    It is locked: one that is not was left by a launcher that was killed, and is removed by the next
-    one of the same user that looks there.
+    The folder is locked. One without a lock was left by a killed launcher; the next launcher of
+    the same user removes it.
     """
 
     def __init__(self, parent: Path) -> None:
-        """Raises OSError if there can be none in `parent`."""
+        """Raises OSError if no folder can be made in `parent`."""
         _remove_dead(parent)
         for _ in range(_TRIES):
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -30,16 +29,16 @@ class PrivateFolder:
             if descriptor is not None:
                 self._descriptor = descriptor
                 return
-        raise OSError(0, "every folder that was made there vanished")
+        raise OSError(0, "each new folder there was removed at once")
 
     def close(self) -> None:
-        """Removes it with the sockets in it."""
+        """Removes the folder and its sockets."""
         _remove(self.path, self._descriptor)
         os.close(self._descriptor)
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is ours and nobody else may look into it, as the folder of a session should be."""
+    """Whether this user owns the folder and no other user may open it."""
     try:
         state = folder.lstat()
     except OSError:
@@ -49,8 +48,8 @@ def is_private(folder: Path) -> bool:
 
 
 def make_in_one_of(candidates: Sequence[Path], longest: int) -> tuple[PrivateFolder | None, str]:
-    """A folder in the first of `candidates` that takes one whose path has at most `longest` bytes;
-    else None, and why each of them did not."""
+    """A folder in the first of `candidates` where its path has at most `longest` bytes; else None
+    and the reasons."""
     reasons = []
     for parent in dict.fromkeys(candidate.absolute() for candidate in candidates):
         try:
@@ -74,13 +73,13 @@ def _remove_dead(parent: Path) -> None:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the folder, if it is there, ours, and nobody else's."""
+    """A descriptor that locks the folder; None if it is missing, another user's, or locked."""
     try:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags)
     except OSError:
         return None
-    with suppress(OSError):  # held by its launcher, or removed meanwhile
+    with suppress(OSError):  # locked by its launcher, or already removed
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         there, locked = path.lstat(), os.fstat(descriptor)
         if os.path.samestat(there, locked) and locked.st_uid == os.geteuid():
@@ -90,7 +89,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(path: Path, descriptor: int) -> None:
-    """What can not be removed stays: somebody has put it there."""
+    """Removes the sockets and the folder, except what this user can not remove."""
     with suppress(OSError):
         for name in os.listdir(descriptor):
             os.unlink(name, dir_fd=descriptor)

@@ -1,4 +1,4 @@
-"""One child process: started so that it can't outlive the launcher, its lines relayed."""
+"""One child process, which can't outlive the launcher; its lines are relayed."""
 
 import contextlib
 import ctypes
@@ -40,12 +40,14 @@ class Command:
     draws: bool = False
     """Its standard error is the launcher's, on which it draws a progress bar."""
     rank: int | None = None
-    """Said in each of its log lines; None: it is the only one of its kind."""
+    """In each of its log lines; None: there is one process of its kind."""
+    descriptors: tuple[int, ...] = ()
+    """Inherited descriptors besides the standard ones."""
 
 
 def block_signals() -> None:
-    """From here on signals wait to be taken by `Supervisor`, which sees every one, in order, at a
-    moment of its choice. Called once, in the main thread, before any other thread starts."""
+    """Blocks the signals that `Supervisor` waits for, so that none interrupts other code or is
+    lost. Called once, in the main thread, before any other thread starts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
 
 
@@ -65,12 +67,11 @@ def conceal(secrets: Collection[str]) -> None:
 
 
 def end_with_stdin() -> None:
-    """Asks this process to end, as SIGTERM does, once nobody holds the other end of its standard
-    input. Called after `block_signals()`."""
+    """Sends SIGTERM to this process when its standard input ends. Call `block_signals()` first."""
 
     def watch() -> None:
         while os.read(0, 4096):
-            continue  # whatever is said there, only the end of it counts
+            continue  # only the end counts
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="stdin", daemon=True).start()
@@ -78,7 +79,7 @@ def end_with_stdin() -> None:
 
 def _bind_to_parent(prctl: Callable[..., int], parent: int) -> None:
     """Runs in the child between fork and exec: the kernel kills the child when the launcher's
-    main thread ends, however it ends, also when that has happened already."""
+    main thread ends, even if it has ended already."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -88,10 +89,10 @@ def _bind_to_parent(prctl: Callable[..., int], parent: int) -> None:
 class ManagedProcess:
     """Owns one running child and its two pipes.
 
-    Must be created by the main thread: the kernel ends the child together with the thread that
-    forked it. Every line is handed to `on_line` from a reader thread. While the child starts, an
-    ERROR line is held until the next line: if it was the child's last word, the launcher takes
-    it and says it once, as the reason why everything ends.
+    Must be created by the main thread: the kernel kills the child when the thread that forked it
+    ends. A reader thread passes every line to `on_line`. While the child starts, an ERROR line is
+    held until the next line. If it is the last line, the launcher logs it once, as the reason of
+    its own end.
     """
 
     def __init__(self, command: Command, on_line: Callable[[LogLine], None]) -> None:
@@ -126,6 +127,7 @@ class ManagedProcess:
                 stdout=subprocess.PIPE,
                 stderr=None if command.draws else subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=command.descriptors,
                 preexec_fn=lambda: _bind_to_parent(prctl, parent),
             )
         except OSError as error:
@@ -146,13 +148,13 @@ class ManagedProcess:
 
     @property
     def last_message(self) -> str:
-        """What it said last, empty if nothing yet."""
+        """Its last log message, empty if there is none."""
         with self._lock:
             return self._recent[-1].message if self._recent else ""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it: it does nothing, and has not ended."""
+        """Whether a signal or a debugger has stopped it."""
         try:
             state = Path(f"/proc/{self._popen.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
@@ -160,10 +162,9 @@ class ManagedProcess:
         return state in ("T", "t")
 
     def last_words(self) -> tuple[str, ...]:
-        """Its last ERROR lines if it said nothing after them, the first of them first; else its
-        last RECENT_LINES lines.
+        """The ERROR lines at its end in order, if there are any; else its last RECENT_LINES lines.
 
-        Whoever takes them says them: a line that was held isn't logged any more.
+        The caller logs them: a held line is not passed to `on_line` any more.
         """
         with self._lock:
             self._held = None
@@ -178,7 +179,7 @@ class ManagedProcess:
         return self._popen.pid
 
     def settle(self) -> None:
-        """The child has started: nothing is held back any more."""
+        """The child has started: no line is held any more."""
         with self._lock:
             self._is_starting = False
             held, self._held = self._held, None
@@ -190,21 +191,21 @@ class ManagedProcess:
         self._popen.terminate()
 
     def kill(self) -> None:
-        """Ends the child and what it has started, and returns when its last lines are read."""
-        with contextlib.suppress(ProcessLookupError):  # nobody is left in its process group
+        """Kills the child and its process group, and returns when the last lines are read."""
+        with contextlib.suppress(ProcessLookupError):  # its process group is empty
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         self.drain()
 
     def drain(self) -> None:
-        """Waits, at most a second, until the lines that an ended child left are read."""
+        """Waits, at most a second for each pipe, until the lines of an ended child are read."""
         for reader in self._readers:
             reader.join(timeout=1)
 
     def _relay(self, pipe: IO[bytes]) -> None:
         with pipe:
             for data in iter(lambda: pipe.readline(MAX_LINE_BYTES), b""):
-                # a progress bar rewrites its line: what it shows last counts
+                # A progress bar rewrites its line: only the last state counts.
                 text = data.decode("utf-8", "replace").rstrip().rsplit("\r", 1)[-1]
                 if text:
                     self._take(text)
@@ -227,21 +228,21 @@ class ManagedProcess:
 
 
 def reap_orphans(children: Collection[ManagedProcess]) -> None:
-    """Takes leave of ended processes that are no children of ours but were left to us, as all of a
-    container's are left to its first process: nobody else would, and they would stay as zombies.
+    """Waits for ended processes that this process has adopted but not started. Otherwise they stay
+    as zombies: the first process of a container adopts all orphans.
 
     `children` are all that were started here.
     """
-    # Another process may have the number of one that has ended.
+    # The process id of an ended child may be reused.
     own = {child.pid: child for child in children if child.is_alive}
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return  # there is nobody, not even a child of ours
+            return  # no child and no orphan
         if ended is None:
             return
         if (child := own.pop(ended.si_pid, None)) is not None:
-            assert not child.is_alive  # which also takes leave of it
+            assert not child.is_alive  # which also waits for it
         else:
             os.waitpid(ended.si_pid, 0)

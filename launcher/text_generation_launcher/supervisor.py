@@ -1,44 +1,32 @@
-"""What the launcher does, from the first check to the last child's end.
+"""What the launcher does, from the first check to the end of the last child.
 
     check -> download -> shards and router -> ready -> watch -> shut down
 
-In the mode `shards` nothing follows the shards, in the mode `batch` the file's requests do, and the
-end of those is the launcher's.
+While the server runs, shards and router that end are replaced, except with --no-restart. The mode
+`shards` has no router. In the mode `batch` the requests of a file take its place, and the launcher
+ends with them.
 
-Every wait goes through `Supervisor._pause`, which ends it early: by StopRequested when a signal
-asks the launcher to stop, by ChildDied when a child that should run has ended.
+Every wait goes through `Supervisor._pause`. It raises StopRequested when a signal stops the
+launcher, and ChildDied when a child that should run has ended.
 """
 
 import shlex
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from text_generation_launcher.address import (
-    SOCKET_NAME,
-    AddressError,
-    MeetingPort,
-    SocketClaim,
-    claim_port,
-    private_folder,
-)
+from text_generation_launcher.address import AddressError, SocketClaim
+from text_generation_launcher.addresses import Addresses
 from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
-from text_generation_launcher.failures import (
-    End,
-    Kind,
-    describe_end,
-    describe_how,
-    first_failure,
-    kind_of,
-    may_follow_another,
-)
+from text_generation_launcher.diagnosis import CAUSE_S, describe_stopped, diagnose, end_of
+from text_generation_launcher.failures import ChildDied
+from text_generation_launcher.heartbeat import Heartbeat
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
-from text_generation_launcher.private_folder import PrivateFolder
+from text_generation_launcher.probe import is_healthy
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -46,40 +34,34 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
-
-if TYPE_CHECKING:
-    from http.client import HTTPConnection
+from text_generation_launcher.ready_line import how_to_ask
+from text_generation_launcher.replacements import Part, Replacements
 
 STARTUP_POLL_S = 0.02
 WATCH_POLL_S = 1.0
-"""Only a safety net: a child's end and a signal are noticed at once."""
+"""Only a fallback: the end of a child and a signal are noticed at once."""
+LISTEN_POLL_S = 0.25
+"""How often the router's heartbeat is read."""
 WAITING_NOTICE_S = 5.0
 DOWNLOAD_TERMINATION_S = 10.0
-"""Nobody waits for what a download, or a batch, does: both go on where they stopped."""
+"""Short, because a download or a batch continues later where it stopped."""
 FAILURE_TERMINATION_S = 10.0
-"""After a failure running requests can't end well, so nobody waits long for them."""
+"""Short, because after a failure running requests can't finish."""
 SHARD_FAILURE_TERMINATION_S = 2.0
-"""Then shards may wait for one that is gone, or be stopped and see no SIGTERM."""
-CULPRIT_S = 0.5
-"""How long after a child's end that of another one may be noticed which is its cause."""
+"""Shorter, because shards may wait for one that is gone, or be stopped and not handle SIGTERM."""
 PROBE_TIMEOUT_S = 2.0
+REPLACED_PROBE_TIMEOUT_S = 0.5
+"""Short, because the heartbeat is not read during a probe."""
+LAST_EVENTS_S = 1.5
+"""After a second signal the router sends last events for a second, and then ends."""
 
 
 class StopRequested(Exception):
-    """The signal `number` asked the launcher to stop."""
+    """The launcher has received the stop signal `number`."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"received {number.name}")
         self.number = number
-
-
-class ChildDied(Exception):
-    """A child that should run has ended; says which, how, and its last words."""
-
-    def __init__(self, end: End, was_ready: bool = False, cause: str = "") -> None:
-        super().__init__(describe_end(end, was_ready) + cause)
-        self.how = describe_how(end, was_ready) + cause
-        """The same without the words."""
 
 
 class Supervisor:
@@ -93,36 +75,32 @@ class Supervisor:
         self._shards: list[ManagedProcess] = []
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
-        self._claim: SocketClaim | None = None
-        self._meeting: MeetingPort | None = None
-        self._folder: PrivateFolder | None = None
-        self._ports: list[socket.socket] = []
+        self._addresses: Addresses | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._is_socket_awaited = False
         self._is_ready = False
-        # nohup asks for a server that outlives its terminal
+        # With nohup the server outlives its terminal.
         ignored = {s for s in STOP_SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
         self._stop_signals = STOP_SIGNALS - (ignored & {signal.SIGHUP})
 
     def run(self) -> int:
-        """Serves until a signal or a failure, or answers a batch; returns the exit code. No child
-        outlives it."""
+        """Serves until a signal or a failure, or answers a batch; returns the exit code. All
+        children have ended then."""
         try:
             return self._run()
         finally:
             for child in self._children():
                 child.kill()
-            for port in self._ports:
-                port.close()
-            if self._meeting:
-                self._meeting.close()
-            if self._claim:
-                self._claim.close()
-            if self._folder:
-                self._folder.close()
+            if self._heartbeat:
+                self._heartbeat.close()
+            if self._addresses:
+                self._addresses.close()
 
     def _run(self) -> int:
         try:
-            self._check_addresses()
+            self._addresses = Addresses(self._config)
             model_path = self._find_model()
+            begun_at = time.monotonic()
             self._start_shards(model_path)
             if self._config.mode is Mode.SERVE:
                 self._start_router(model_path)
@@ -134,46 +112,29 @@ class Supervisor:
             else:
                 self._wait_for_router()
                 self._announce()
+                if self._config.restarts:
+                    self._serve(model_path, time.monotonic() - begun_at)
             while True:
                 self._pause(WATCH_POLL_S)
         except StopRequested as request:
             self._log.info(f"{request}: stopping, a second signal ends everything at once")
             is_orderly = self._shut_down(self._config.termination_timeout_s)
             if self._config.mode is Mode.BATCH:
-                return 128 + request.number  # a batch that was interrupted has not succeeded
+                return 128 + request.number  # an interrupted batch is a failure
             return 0 if is_orderly else 1
         except (AddressError, ProcessError) as error:
             self._log.error(str(error))
             self._shut_down(FAILURE_TERMINATION_S, SHARD_FAILURE_TERMINATION_S)
             return 1
         except ChildDied as error:
-            self._log.info(f"{error.how}: stopping the others")
+            self._log.info(f"{error.how}: stopping the other processes")
             self._shut_down(FAILURE_TERMINATION_S, SHARD_FAILURE_TERMINATION_S)
-            # Behind what the others said while they ended: the last line tells why all did.
+            # After the last lines of the others: the last line of the log is the reason.
             self._log.error(str(error))
             return 1
 
-    def _check_addresses(self) -> None:
-        config = self._config
-        if config.mode is Mode.SERVE:
-            self._ports.append(claim_port(config.hostname, config.port, "--port"))
-        if config.prometheus_port is not None:
-            flag = "--prometheus-port"
-            self._ports.append(claim_port(config.hostname, config.prometheus_port, flag))
-        if len(config.shards) > 1:
-            self._meeting = MeetingPort(config.master_addr, config.master_port)
-        self._claim = self._claim_sockets()
-
-    def _claim_sockets(self) -> SocketClaim:
-        config = self._config
-        if config.shard_uds_path is not None:
-            return SocketClaim(config.shard_uds_path, len(config.shards))
-        num_shards = len(config.shards)
-        self._folder = private_folder(config.runtime_folder, config.temporary_folders, num_shards)
-        return SocketClaim(str(self._folder.path / SOCKET_NAME), num_shards)
-
     def _find_model(self) -> Path:
-        """The model's directory; for a hub model this is where it is downloaded."""
+        """The model's directory, after the download of a hub model."""
         if self._config.model_path is not None:
             return self._config.model_path
         assert self._config.download is not None
@@ -182,7 +143,7 @@ class Supervisor:
             self._pause(STARTUP_POLL_S)
         download.drain()
         if download.returncode != 0:
-            raise ChildDied(_end_of(download))
+            raise ChildDied.of(end_of(download))
         download.settle()
         path = (download.answer or {}).get("model_path")
         if not isinstance(path, str):
@@ -193,6 +154,12 @@ class Supervisor:
         self._download = None
         return Path(path)
 
+    @property
+    def _sockets(self) -> SocketClaim:
+        """The sockets on which shards listen."""
+        assert self._addresses is not None
+        return self._addresses.sockets
+
     def _start_shards(self, model_path: Path) -> None:
         if len(self._config.shards) > 1:
             self._log.info(f"Splitting the model over {len(self._config.shards)} shards")
@@ -200,14 +167,12 @@ class Supervisor:
             self._shards.append(self._start(command, model_path))
 
     def _wait_for_shards(self) -> None:
-        assert self._claim is not None
-        pairs = zip(self._shards, self._claim.paths, strict=True)
+        pairs = zip(self._shards, self._sockets.paths, strict=True)
         self._wait_for({shard: Path(path).exists for shard, path in pairs})
 
     def _announce_shards(self, model_path: Path) -> None:
-        assert self._claim is not None
         self._is_ready = True
-        socket_path = self._claim.paths[0]
+        socket_path = self._sockets.paths[0]
         elapsed_s = time.monotonic() - self._started_at
         self._log.info(
             f"Ready on unix:{socket_path} after {elapsed_s:.1f} s - try: "
@@ -222,7 +187,7 @@ class Supervisor:
         )
 
     def _answer_batch(self, model_path: Path) -> int:
-        """Returns what the batch exits with, once it and the shards have ended."""
+        """Returns the exit code of the batch, after it and the shards have ended."""
         assert self._config.router is not None
         self._is_ready = True
         self._batch = batch = self._start(self._config.router, model_path)
@@ -232,26 +197,33 @@ class Supervisor:
         batch.drain()
         code = batch.returncode or 0
         if code < 0:
-            raise ChildDied(_end_of(batch))
+            raise ChildDied.of(end_of(batch))
         if code:
-            self._pause(CULPRIT_S)  # it may have failed because a shard has
+            self._pause(CAUSE_S)  # it may have failed because a shard failed
         self._shut_down(self._config.termination_timeout_s)
         return code
 
-    def _start_router(self, model_path: Path) -> None:
-        """At once, for it has half a second of work before it needs the shards."""
-        assert self._config.router is not None
-        self._router = self._start(self._config.router, model_path)
+    def _start_router(self, model_path: Path, num_restarts: int = 0) -> None:
+        """Does not wait for the shards: the router has work to do before it needs them."""
+        command = self._config.router
+        assert command is not None
+        if not self._config.restarts:
+            self._router = self._start(command, model_path)
+            return
+        self._heartbeat = heartbeat = Heartbeat()
+        more = f"--launcher-fd={heartbeat.writer}", f"--num-restarts={num_restarts}"
+        command = replace(command, argv=(*command.argv, *more), descriptors=(heartbeat.writer,))
+        self._router = self._start(command, model_path)
+        heartbeat.hand_over()
 
     def _wait_for_router(self) -> None:
         assert self._router is not None
         self._wait_for({self._router: self._is_healthy})
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
-        assert self._claim is not None
-        known = {MODEL_PATH: str(model_path), SOCKETS: self._claim.prefix}
-        if self._meeting:
-            known[MEETING_PORT] = str(self._meeting.number)
+        known = {MODEL_PATH: str(model_path), SOCKETS: self._sockets.prefix}
+        if self._addresses and self._addresses.meeting:
+            known[MEETING_PORT] = str(self._addresses.meeting.number)
         argv = command.argv
         for name, value in known.items():
             argv = tuple(part.replace(name, value) for part in argv)
@@ -259,8 +231,7 @@ class Supervisor:
         return ManagedProcess(replace(command, argv=argv), self._log.write)
 
     def _wait_for(self, waiting: dict[ManagedProcess, Callable[[], bool]]) -> None:
-        """Returns when all of the children are ready; says what they are doing as long as they
-        aren't."""
+        """Returns when all of these children are ready; until then logs what they do."""
         notice_at = time.monotonic() + WAITING_NOTICE_S
         while True:
             for child in [child for child, is_ready in waiting.items() if is_ready()]:
@@ -270,105 +241,146 @@ class Supervisor:
                 return
             self._pause(STARTUP_POLL_S)
             if time.monotonic() >= notice_at:
-                said = [(child.name, child.last_message) for child in waiting]
-                self._log.info(f"Waiting for {describe_waiting(said)}")
+                messages = [(child.name, child.last_message) for child in waiting]
+                self._log.info(f"Waiting for {describe_waiting(messages)}")
                 notice_at += WAITING_NOTICE_S
 
-    def _is_healthy(self) -> bool:
-        # imported here because it takes as long as all the rest, and the children load meanwhile
-        from http.client import HTTPException
-
-        host, port = reachable_host(self._config.hostname), self._config.port
-        connection = connection_to(host, port, self._config.has_tls, PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False  # it doesn't listen yet, or not as HTTP
-        finally:
-            connection.close()
+    def _is_healthy(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+        config = self._config
+        return is_healthy(config.hostname, config.port, config.has_tls, timeout_s)
 
     def _announce(self) -> None:
         self._is_ready = True
-        host = reachable_host(self._config.hostname)
-        scheme = "https" if self._config.has_tls else "http"
-        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._config.port}"
-        # The certificate has the name that others call this machine by.
-        insecure = ["--insecure"] if self._config.has_tls else []
-        command = ["curl", *insecure, f"{url}/generate", "-H", "Content-Type: application/json"]
-        if self._config.has_api_key:
-            command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
-        command += ["-d", self._config.example_request]
         elapsed_s = time.monotonic() - self._started_at
-        self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {shlex.join(command)}")
+        url, example = how_to_ask(self._config)
+        self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {example}")
+
+    def _serve(self, model_path: Path, first_start_s: float) -> NoReturn:
+        """Replaces processes that end, until a stop signal or too many ends."""
+        replacements = Replacements(
+            (
+                Part(
+                    *(("all shards", "are") if len(self._shards) > 1 else ("shard 0", "is")),
+                    has_ended=lambda: not all(shard.is_alive for shard in self._shards),
+                    end=self._end_shards,
+                    start=lambda _: self._start_shards(model_path),
+                ),
+                Part(
+                    *("the router", "is"),
+                    has_ended=lambda: self._router is not None and not self._router.is_alive,
+                    end=self._end_router,
+                    start=lambda total: self._start_router(model_path, total),
+                ),
+            ),
+            self._is_ready_again,
+            self._log,
+            first_start_s,
+        )
+        self._note_serving()
+        while True:
+            try:
+                self._pause(LISTEN_POLL_S if replacements.is_whole else STARTUP_POLL_S)
+                self._listen()
+                replacements.bring_back(time.monotonic())
+                if replacements.is_late(time.monotonic()):
+                    self._end_late(replacements.patience_s)
+            except ChildDied as died:
+                replacements.take_away(died, time.monotonic())
+
+    def _end_late(self, patience_s: float) -> NoReturn:
+        """Ends all processes, because any of them may be the cause. Raises ChildDied."""
+        children = self._watched()
+        stopped = describe_stopped(children)
+        how = f"the replaced processes do not serve after {patience_s:g} s{stopped}"
+        for child in children:
+            child.kill()
+        raise ChildDied(how, how)
+
+    def _end_shards(self) -> None:
+        """Kills the remaining shards: they may wait for one that is gone."""
+        for shard in self._shards:
+            shard.kill()
+        self._shards = []
+        self._is_socket_awaited = True
+        self._sockets.remove_sockets()
+
+    def _end_router(self) -> None:
+        assert self._router is not None and self._heartbeat is not None
+        self._router.kill()
+        self._heartbeat.close()
+        self._router = self._heartbeat = None
+
+    def _is_ready_again(self) -> bool:
+        if not self._have_sockets() or not self._is_healthy(REPLACED_PROBE_TIMEOUT_S):
+            return False
+        for child in self._watched():
+            child.settle()
+        self._note_serving()
+        return True
+
+    def _note_serving(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.note_serving()
+
+    def _have_sockets(self) -> bool:
+        return all(Path(path).exists() for path in self._sockets.paths)
+
+    def _listen(self) -> None:
+        """Ends a router that no longer answers, or shards that it has declared lost, and then
+        raises ChildDied."""
+        heartbeat, router = self._heartbeat, self._router
+        if heartbeat is None or router is None:
+            return
+        if heartbeat.is_silent(time.monotonic()):
+            stopped = describe_stopped([router])
+            how = f"the router has not answered for {heartbeat.patience_s:g} s{stopped}"
+            router.kill()
+            raise ChildDied(how, how)
+        losses = list(heartbeat.losses)
+        heartbeat.losses.clear()
+        if self._is_socket_awaited:
+            # The losses are of the shards before. The router finds the new ones by their first
+            # socket, and may declare them lost while their other sockets do not exist yet.
+            self._is_socket_awaited = not Path(self._sockets.paths[0]).exists()
+        elif losses:
+            stopped = describe_stopped(self._shards)
+            how = f"the router has declared the shards lost: {losses[-1]}{stopped}"
+            for shard in self._shards:
+                shard.kill()
+            raise ChildDied(how, how)
 
     def _pause(self, seconds: float) -> None:
-        """Waits that long, less if something happens; every wait of the launcher is here."""
-        if stop := self._next_stop_signal(seconds):
-            raise StopRequested(stop)
+        """Waits, until a signal or the end of a child at most. Raises StopRequested, ChildDied."""
+        self._wait(seconds)
         if any(not child.is_alive for child in self._watched()):
-            self._fail()
+            raise diagnose(self._shards, self._router, self._wait, self._log, self._is_ready)
 
     def _watched(self) -> list[ManagedProcess]:
-        """Those whose end is a failure."""
+        """The children whose end is a failure."""
         return [*self._shards, *([self._router] if self._router else [])]
 
-    def _fail(self) -> NoReturn:
-        """Raises ChildDied for the child that failed first."""
-        ends: dict[ManagedProcess, End] = {}
-        deadline = time.monotonic() + CULPRIT_S
-        look = 0
-        while True:
-            for child in self._watched():
-                if child not in ends and not child.is_alive:
-                    ends[child] = self._end_of_watched(child, look)
-            first = first_failure(tuple(ends.values()))
-            remaining_s = deadline - time.monotonic()
-            is_last = all(not shard.is_alive for shard in self._shards)
-            if is_last or remaining_s <= 0 or not may_follow_another(first, len(self._shards)):
-                break
-            if stop := self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
-                raise StopRequested(stop)
-            look += 1
-        told = {child: _with_words(child, end) for child, end in ends.items()}
-        [culprit] = [child for child, end in ends.items() if end is first]
-        blamed = told.pop(culprit)
-        for end in told.values():
-            if end.words != blamed.words:  # of the ranks that say the same one is enough
-                self._log.info(describe_end(end, self._is_ready))
-        raise ChildDied(blamed, self._is_ready, self._who_is_stopped(blamed))
-
-    def _end_of_watched(self, child: ManagedProcess, look: int) -> End:
-        code = child.returncode or 0
-        if child is self._router:
-            return End(child.name, code, seen=look)
-        rank = self._shards.index(child)
-        return End(child.name, code, kind_of(code, len(self._shards)), rank, look)
-
-    def _who_is_stopped(self, first: End) -> str:
-        """When a shard was given up without having ended, why it does not answer."""
-        stopped = [shard.name for shard in self._shards if shard.is_stopped]
-        if not stopped or first.kind not in (Kind.GAVE_UP, Kind.NOT_A_SHARD):
-            return ""
-        return f" ({', '.join(stopped)} was stopped, as SIGSTOP does, and does not run)"
+    def _wait(self, seconds: float) -> None:
+        """Raises StopRequested."""
+        if stop := self._next_stop_signal(seconds):
+            raise StopRequested(stop)
 
     def _next_stop_signal(self, seconds: float) -> signal.Signals | None:
-        """Waits for a signal; the one that asks to stop, None for any other end."""
+        """Waits for a stop signal; None after the time or another signal."""
         received = signal.sigtimedwait(self._stop_signals | {signal.SIGCHLD}, seconds)
-        # Stopped and continued, CPython reports a signal 0 that nobody sent.
+        # After SIGSTOP and SIGCONT CPython reports a signal 0.
         if received is None or received.si_signo not in self._stop_signals:
             reap_orphans(self._children())
             return None
         return signal.Signals(received.si_signo)
 
     def _children(self) -> list[ManagedProcess]:
-        """Those that were started, in the order in which they are stopped."""
+        """The started children, in the order in which they are stopped."""
         children = (self._download, self._batch, self._router, *self._shards)
         return [child for child in children if child is not None]
 
     def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
-        """Ends the router, then the shards, each within the timeout (the shards' is the same, if
-        none is given); False if a second signal cut it short (`run` then kills what is left)."""
+        """Ends the router, then the shards, each within its timeout (`timeout_s` by default).
+        False after a second signal; `run` then kills the remaining children."""
         download = [self._download] if self._download else []
         batch = [self._batch] if self._batch else []
         router = [self._router] if self._router else []
@@ -392,48 +404,29 @@ class Supervisor:
                 break
             if stop := self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
                 self._log.info(f"received {stop.name} again: killing everything")
+                self._hasten_router()
                 return False
         for child in children:
             child.kill()
         return True
 
-
-def reachable_host(hostname: str) -> str:
-    """An address under which a server that listens on `hostname` answers on this machine."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)
-
-
-def connection_to(host: str, port: int, has_tls: bool, timeout_s: float) -> "HTTPConnection":
-    """To a server on this machine, whose certificate bears another name: it is not verified."""
-    from http.client import HTTPConnection, HTTPSConnection
-
-    if not has_tls:
-        return HTTPConnection(host, port, timeout=timeout_s)
-    import ssl
-
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    def _hasten_router(self) -> None:
+        """Gives the router a moment to end running requests; a third signal skips it."""
+        if self._router is None:
+            return
+        self._router.terminate()
+        deadline = time.monotonic() + LAST_EVENTS_S
+        while self._router.is_alive and (remaining_s := deadline - time.monotonic()) > 0:
+            if self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
+                return
 
 
-def describe_waiting(said: Sequence[tuple[str, str]]) -> str:
-    """Names and what each said last, those together that say the same."""
+def describe_waiting(messages: Sequence[tuple[str, str]]) -> str:
+    """Names with their last messages, grouped by message."""
     names: dict[str, list[str]] = {}
-    for name, message in said:
+    for name, message in messages:
         names.setdefault(message, []).append(name)
     return "; ".join(
         f"{', '.join(group)} to be ready" + (f": {message}" if message else "")
         for message, group in names.items()
     )
-
-
-def _with_words(child: ManagedProcess, end: End) -> End:
-    """The end, with what the child said last: it is not said by anyone else any more."""
-    child.drain()
-    return replace(end, words=child.last_words())
-
-
-def _end_of(child: ManagedProcess) -> End:
-    """Of one that is no shard."""
-    return _with_words(child, End(child.name, child.returncode or 0))

@@ -1,7 +1,5 @@
-"""What a flag takes: functions that return a value in its canonical spelling.
-
-Their ValueError names what was expected.
-"""
+"""Parsers of flag values. Each returns the canonical spelling; its ValueError names what was
+expected."""
 
 import ipaddress
 import sys
@@ -9,14 +7,14 @@ from collections.abc import Callable
 
 
 def text(value: str) -> str:
-    """Any text but the empty one."""
+    """Any text that is not empty."""
     if not value:
         raise ValueError("a value that isn't empty")
     return value
 
 
 def true_or_false(value: str) -> str:
-    """`true` or `false`; `1` and `0` are taken for them."""
+    """`true` or `false`; also from `1` or `0`."""
     canonical = {"true": "true", "1": "true", "false": "false", "0": "false"}.get(value.lower())
     if canonical is None:
         raise ValueError("true or false")
@@ -46,6 +44,9 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], str]:
         return str(number)
 
     return parse
+
+
+PORT = whole(1, 65535)
 
 
 def sizes(value: str) -> str:
@@ -85,14 +86,14 @@ def not_negative(value: str) -> str:
 
 
 def path(value: str) -> str:
-    """Where a route is."""
+    """The path of a route."""
     if not value.startswith("/"):
         raise ValueError("a path that starts with /")
     return value
 
 
 def is_address(value: str) -> bool:
-    """Whether HOSTNAME says where to listen: containers set it to their own name instead."""
+    """Whether HOSTNAME is an address: containers set it to their own name."""
     try:
         ipaddress.ip_address(value)
     except ValueError:
@@ -101,5 +102,5 @@ def is_address(value: str) -> bool:
 
 
 def always(value: str) -> bool:
-    """For variables that mean what they say, whatever they say."""
+    """For variables whose values always count."""
     return True

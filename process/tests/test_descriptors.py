@@ -20,7 +20,7 @@ def describe(count: int) -> str:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe of one page, whose reader is not in a hurry."""
+    """A pipe of one page with a slow reader."""
     ends = os.pipe()
     fcntl.fcntl(ends[1], fcntl.F_SETPIPE_SZ, 4096)
     yield ends
@@ -29,7 +29,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def read_until(end: int, last: bytes) -> list[bytes]:
-    """All lines up to one that is `last`."""
+    """All lines up to the line `last`."""
     data = b""
     while not data.endswith(last + b"\n"):
         data += os.read(end, 1 << 16)
@@ -173,7 +173,7 @@ def test_what_is_printed(pipe):
 
 
 def test_a_process_ends_while_nobody_reads():
-    """And within the second that it waits for somebody."""
+    """And within the second that it waits for its reader."""
     script = (
         "import atexit\n"
         "from text_generation_process.descriptors import Output\n"

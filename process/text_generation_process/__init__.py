@@ -1,1 +1,1 @@
-"""What every process of the server needs of its system; the standard library only."""
+"""What every process of the server needs of the system; the standard library only."""

@@ -1,4 +1,4 @@
-"""Processes that do a part of a server's work, since they can be killed."""
+"""Child processes for work that may have to be killed."""
 
 import os
 import socket
@@ -10,8 +10,8 @@ from contextlib import suppress
 class Child:
     """Owns a process that runs a module of the server, and the socket to it.
 
-    The module finds the socket as its standard input, and this process's number as its first
-    argument, for `lifetime.end_with_parent`. What is typed at a terminal does not interrupt it.
+    The module gets the socket as its standard input, and the id of this process as its first
+    argument, for `lifetime.end_with_parent`. Ctrl-C at a terminal does not reach it.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Child:
         kind: socket.SocketKind = socket.SOCK_STREAM,
         is_silent: bool = False,
     ) -> None:
-        """`is_silent`: what it prints is lost, tracebacks too. Raises OSError."""
+        """`is_silent`: its output is discarded, tracebacks too. Raises OSError."""
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, kind)
         """Closed by `end`."""
         output = subprocess.DEVNULL if is_silent else None
@@ -40,16 +40,16 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its number, which is no other process's until `end`."""
+        """Its process id, which is not reused before `end`."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Has it end at once. From any thread."""
+        """Ends it at once. May be called from any thread."""
         with suppress(ProcessLookupError):
             self._process.kill()
 

@@ -1,4 +1,4 @@
-"""The descriptors of a process: lines to a reader that nobody waits for; how many there may be."""
+"""The descriptors of a process: output that never waits for its reader; their maximum number."""
 
 import io
 import os
@@ -13,37 +13,37 @@ from collections.abc import Callable
 MAX_BYTES = 1 << 20
 MAX_LINES = 4096
 LAST_WORDS_S = 1.0
-"""How long a process that ends waits for its reader."""
-# A pipe or socket that can be written to takes so much without waiting (PIPE_BUF of Linux).
+"""How long an ending process waits for its reader."""
+# A writable pipe or socket takes this much without waiting (PIPE_BUF of Linux).
 _CHUNK_BYTES = 4096
 _RETRY_S = 0.02
 
 
 class Output:
-    """Owns what one descriptor still has to take. Any thread may write, and a signal's handler;
-    nobody ever waits.
+    """Owns the unwritten lines of one descriptor. Threads and signal handlers may write, and never
+    wait.
 
-    Lines come out whole and in order. What the reader does not take is kept, up to MAX_BYTES and
-    MAX_LINES, and written by a thread once it reads again. Behind that, lines are dropped until all
-    that was kept is written, and then one line, made by `describe`, says how many.
+    Lines are written whole and in order. Lines that the reader does not take are kept, up to
+    MAX_BYTES and MAX_LINES, and a thread writes them later. Beyond that, lines are dropped until
+    all kept lines are written. Then one line, made by `describe`, has their number.
     """
 
     def __init__(self, descriptor: int, describe: Callable[[int], str]) -> None:
         self.num_dropped = 0
-        """Lines that were lost since the start."""
+        """Dropped lines since the start."""
         self._descriptor, self._never_waits = _reopened(descriptor)
         self._describe = describe
         self._kept: deque[bytes] = deque()
         self._num_bytes = 0
         self._gap = 0
-        """Lines that were dropped behind what is kept."""
+        """Lines dropped after the kept ones."""
         self._has_writer = False
         self._is_busy = False
-        # A signal's handler may write in the middle of another line.
+        # A signal handler may write in the middle of another line.
         self._changed = threading.Condition(threading.RLock())
 
     def write(self, text: str, is_needed: bool = False) -> None:
-        """Writes a line, or several that belong together. What is needed is never dropped."""
+        """Writes one or more lines, which stay together. Needed lines are never dropped."""
         data = _encode(text)
         with self._changed:
             if not (self._kept or self._is_busy):
@@ -58,7 +58,7 @@ class Output:
                 self.num_dropped += 1
 
     def flush(self, timeout_s: float | None = LAST_WORDS_S) -> bool:
-        """Whether the reader took everything within the time; None: as long as it takes."""
+        """Whether the reader took everything within the time; None: no limit."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._has_writer, timeout_s)
 
@@ -68,12 +68,12 @@ class Output:
         )
 
     def _keep(self, data: bytes, is_first: bool = False) -> None:
-        """First is the rest of a line that a signal's handler may have written behind."""
+        """`is_first`: the rest of a line, which goes before a signal handler's line."""
         (self._kept.appendleft if is_first else self._kept.append)(data)
         self._num_bytes += len(data)
         if not self._has_writer:
             self._has_writer = True
-            # A daemon: what it waits for may never come, and the process ends all the same.
+            # A daemon, so that the process can end while the thread waits.
             threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def _run(self) -> None:
@@ -91,7 +91,7 @@ class Output:
                 time.sleep(_RETRY_S)
 
     def _write_kept(self) -> int:
-        """Writes as much as the reader takes; how many bytes that is."""
+        """Writes as many bytes as the reader takes, and returns their number."""
         total = 0
         while self._kept:
             taken = self._take(self._kept[0])
@@ -107,7 +107,7 @@ class Output:
         return total
 
     def _take(self, data: bytes) -> int:
-        """How many bytes the descriptor takes now."""
+        """Writes without waiting; returns the number of bytes taken."""
         taken = 0
         try:
             while taken < len(data):
@@ -120,7 +120,7 @@ class Output:
         except BlockingIOError:
             return taken
         except OSError:
-            return len(data)  # nobody reads it any more: the server goes on without its log
+            return len(data)  # the reader is gone: the server continues without its log
         return taken
 
 
@@ -133,30 +133,30 @@ class LineStream(io.TextIOBase):
         self._begun = ""
 
     def write(self, text: str) -> int:
-        """Writes the lines that are complete, and keeps what may be the beginning of another."""
+        """Writes complete lines, and keeps an incomplete one."""
         *lines, self._begun = (self._begun + text).split("\n")
         if lines:
             self._output.write("\n".join(lines))
         return len(text)
 
     def finish(self) -> None:
-        """Writes a last line that has no end, and gives the reader a moment for what is left."""
+        """Writes an incomplete last line, and waits briefly for the reader."""
         if self._begun:
             self.write("\n")
         self._output.flush()
 
     def writable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def fileno(self) -> int:
-        """The descriptor of the stream, for who writes to it beside Python."""
+        """The descriptor of the stream, for code that writes to it directly."""
         return self._descriptor
 
 
 def fill_standard_descriptors() -> None:
-    """Opens the null device for a standard stream that was closed, so that no pipe or socket of
-    this process gets its number and is written to as if it were the log."""
+    """Opens the null device for a closed standard stream. Otherwise a pipe or socket could get its
+    number, and log lines would be written to it."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -165,32 +165,32 @@ def fill_standard_descriptors() -> None:
 
 
 def raise_file_limit() -> int:
-    """Lets this process and its children open as many files as it may; returns how many."""
+    """Raises the limit of open files to the maximum, also for children; returns the limit."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     except (ValueError, OSError):
-        return limit  # the system allows fewer by now
+        return limit  # the system has lowered its maximum
     return most
 
 
 def _encode(text: str) -> bytes:
     try:
-        # Names of files keep the bytes they have.
+        # Names of files keep their bytes.
         return f"{text}\n".encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return f"{text}\n".encode("utf-8", "replace")
 
 
 def _reopened(descriptor: int) -> tuple[int, bool]:
-    """A descriptor for the same pipe or terminal, and whether writing to it never waits. Not the
-    same one with O_NONBLOCK: that would be so for all processes that share it."""
+    """A descriptor for the same pipe or terminal, and whether writing to it never waits. A new
+    descriptor, because O_NONBLOCK on the old one would apply to all processes that share it."""
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         try:
             return os.open(f"/proc/self/fd/{descriptor}", flags), True
         except OSError:
-            return descriptor, False  # another user's: it is asked before each write
+            return descriptor, False  # of another user: `poll` before each write
     return descriptor, False
 
 

@@ -8,8 +8,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Called by a child: the kernel kills it when `parent`, which has started it, has ended, also
-    if that has happened already. (To be exact, when the thread that started it has.)"""
+    """Called by a child: the kernel kills it when its parent process ends, even if it has ended
+    already. (Exactly: when the thread that started the child ends.)"""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Python's log records on standard output, for which no thread ever waits."""
+"""Python's log records on standard output, written without waiting for the reader."""
 
 import atexit
 import logging
@@ -12,10 +12,11 @@ STDOUT, STDERR = 1, 2
 
 
 def send_to_output(level: str, formatter: logging.Formatter, target: str) -> Output:
-    """Sends every record of `level` and above, libraries' included, to standard output, and what is
-    printed besides, tracebacks too, where it goes, but for a terminal, on which bars are drawn.
+    """Sends records of `level` and above, also those of libraries, to standard output. `print` and
+    tracebacks go through an `Output`, too, except standard error on a terminal, which may have
+    progress bars.
 
-    Returns what is written through. It may lose lines; `target` tells how many.
+    The returned Output may drop lines; a line of `target` then has their number.
     """
     fill_standard_descriptors()
     describe = partial(_describe_gap, formatter, target)
@@ -39,12 +40,12 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._output.write(self.format(record))
-        except Exception:  # as every handler of Python's: it says so, and goes on
+        except Exception:  # as in every handler of Python: report it and continue
             self.handleError(record)
 
 
 def _describe_gap(formatter: logging.Formatter, target: str, num_lines: int) -> str:
-    what = "lines dropped here, because nobody read the log: %d"
+    what = "lines dropped here, because the log was not read: %d"
     return formatter.format(
         logging.LogRecord(target, logging.WARNING, "", 0, what, (num_lines,), None)
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from router.tests.serving import EOS_ID, Server, script_of, serve
 
-# Shows all that a message can have. The comment tells of reasoning.
+# Shows every field of a message. The comment mentions reasoning, so that it is detected.
 TEMPLATE = (
     "{% if tools %}[{{ tools | map(attribute='function.name') | join(',') }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}>"

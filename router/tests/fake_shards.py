@@ -30,7 +30,7 @@ def letters(prompt: Sequence[int], place: int) -> int:
 
 
 def expected_ids(prompt: Sequence[int], num: int) -> list[int]:
-    """What a request writes under the default script, whoever else runs."""
+    """The tokens of a request under the default script, in any batch."""
     return [letters(prompt, place) for place in range(num)]
 
 
@@ -47,10 +47,10 @@ class Row:
     request: Request
     ids: list[int]
     table: list[int]
-    # Leading tokens whose KV is there, and how many of them others had written.
+    # Leading tokens whose KV is in the cache, and how many of them other requests computed.
     num_computed: int
     num_cached: int
-    # It gets no token before so many of its tokens are computed.
+    # It gets no token before this many of its tokens are computed.
     num_inputs: int
     # One for every token, see `FakeShards.memory`.
     path: list[int]
@@ -75,15 +75,14 @@ class Row:
 
 @dataclass
 class FakeShards:
-    """Keeps the contract of `Shards` and asserts that the router keeps its part.
+    """Implements the contract of `Shards` and asserts the router's part of it.
 
-    `memory` maps each slot to a number that stands for one text up to one token: a row that finds
-    another number than that of its own text in a slot it reads has caught the router giving it a
-    block with something else in it. Nobody writes to a block that another row reads, but where that
-    is let in with the very step that writes what it shares. Rows compute one after the other.
-    `guess` makes the guessed tokens: most are right, and those that are wrong are written too.
-    `hook` runs before each call and may wait or raise; `calls` lists what was asked, in order, and
-    `passes` what each step computed by request; `num_computed` counts the tokens of all prompts.
+    `memory` maps each slot to a number that identifies one text up to one token: a row that reads
+    another number than its own text's has been given a block with other content. No row writes to a
+    block that another row reads, except in the step that writes the shared tokens. Rows compute one
+    after the other. `guess` makes the drafts: most are right, and wrong ones are written too.
+    `hook` runs before each call and may wait or raise. `calls` lists the calls in order, `passes`
+    the tokens that each step computed by request; `num_computed` counts the tokens of all prompts.
     """
 
     num_blocks: int = 64
@@ -101,19 +100,19 @@ class FakeShards:
     advances: list[Advance | None] = field(default_factory=list)
     # Turns of the event loop that a call takes.
     turns: int = 1
-    # The calls under way: two while a step was launched ahead, else one.
+    # Calls in flight: two while a step was launched ahead, else one.
     num_under_way: int = 0
     num_computed: int = 0
     # By request, the place of the token at which it fails, alone.
     failing: dict[int, int] = field(default_factory=dict)
-    # By request, the tokens of its prompt behind which there is no memory for it, alone.
+    # By request, the number of its prompt's tokens after which it alone runs out of memory.
     unfit: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[object, int], int] = field(default_factory=dict)
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is in flight."""
         return self.num_under_way > 0
 
     @asynccontextmanager
@@ -121,7 +120,7 @@ class FakeShards:
         self, method: str, ids: Sequence[int], is_ahead: bool = False
     ) -> AsyncIterator[None]:
         most = 1 if is_ahead else 0
-        assert self.num_under_way <= most, f"{method} while another call is under way"
+        assert self.num_under_way <= most, f"{method} while another call is in flight"
         assert not (self.num_under_way and self.calls[-1][0] != "decode"), "ahead of what?"
         self.calls.append((method, tuple(ids)))
         self.num_under_way += 1
@@ -142,7 +141,7 @@ class FakeShards:
         cached_batch_id: int | None,
         advance: Advance | None = None,
     ) -> StepResult:
-        # Read at once, as gRPC does: what the router changes later must not matter.
+        # Copied immediately, as gRPC does: later changes by the router must not matter.
         new = {entry.id: self._row(entry) for entry in entries}
         parts = {entry.id: entry.chunk_len or new[entry.id].left for entry in entries}
         if advance is not None:
@@ -153,7 +152,7 @@ class FakeShards:
             self.advances.append(advance)
             batch_id = batch_id if cached_batch_id is None else cached_batch_id
             rows = self.batches.setdefault(batch_id, {})
-            # Those that were there come first: they may write what the new ones share.
+            # The earlier rows come first: they may write blocks that the new ones share.
             old = {} if advance is None else self._apply(advance, rows)
             rows |= new
             return self._step(batch_id, old | parts, 0 if advance is None else advance.speculate)
@@ -218,7 +217,7 @@ class FakeShards:
                 rows[request_id].table.append(block_id)
 
     def _apply(self, advance: Advance, rows: dict[int, Row]) -> dict[int, int]:
-        """How many tokens each row computes. Nobody is named that is not there."""
+        """How many tokens each row computes. All named rows exist."""
         chunks = dict(advance.chunks)
         assert len(chunks) == len(advance.chunks) and all(chunks.values())
         unfinished = {request_id for request_id, row in rows.items() if row.is_unfinished}
@@ -268,7 +267,7 @@ class FakeShards:
         return replace(result, prefill_logprobs=answers, forward_ns=forward_ns)
 
     def _guess(self, row: Row, speculate: int) -> list[int]:
-        """What it takes for the tokens behind the next ones; wrong where the place says so."""
+        """The drafts after the next token; wrong at some positions."""
         longest = len(row.request.input_ids) + row.request.stopping.max_new_tokens
         needed = min(len(row.ids) + speculate, longest)
         assert needed <= len(row.table) * self.block_size, "no room for a token"
@@ -310,9 +309,9 @@ class FakeShards:
             assert held == row.path[position], "something else is written here"
 
     def _choose(self, row: Row, guesses: list[int], fails: bool) -> list[int]:
-        """The tokens of the script, one more than guesses are right, up to the end of the text.
+        """The tokens of the script, one more than the right drafts, up to the end of the text.
 
-        Those of a row that fails mean nothing: as if all guesses were right, whatever was written.
+        For a row that fails they have no meaning: all drafts count as right.
         """
         chosen: list[int] = []
         for guess in [*guesses, None]:
@@ -338,7 +337,7 @@ class FakeShards:
         columns: list[tuple[int, list[int]]],
         errors: dict[int, str],
     ) -> StepResult:
-        """Rows that end are gone; `errors` are those of rows that get no token."""
+        """Ended rows are gone; `errors` belong to rows that get no token."""
         reasons, logprobs, top_counts = [], [], []
         for request_id, chosen in columns:
             row = rows[request_id]

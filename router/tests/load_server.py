@@ -14,7 +14,7 @@ Pieces = list[bytes | float]
 
 @dataclass(frozen=True)
 class Reply:
-    """What is answered; the connection is cut behind the last piece unless `is_whole`."""
+    """The answer; unless `is_whole`, the connection closes after the last piece."""
 
     status: int = 200
     pieces: Pieces = field(default_factory=list)

@@ -18,6 +18,7 @@ from text_generation_router.request import (
 )
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
@@ -84,13 +85,13 @@ class Outcome:
         return [output.token.id for output in self.tokens]
 
 
-async def collect(entry: Entry) -> Outcome:
-    """Reads an entry to its end."""
+async def collect(entry: Entry, pause_s: float = 10.0) -> Outcome:
+    """Reads an entry to its end; no two outputs are `pause_s` apart."""
     tokens: list[TokenOutput] = []
     prefill = None
     while not tokens or tokens[-1].generated is None:
         try:
-            outputs = await asyncio.wait_for(entry.next_outputs(), 10)
+            outputs = await asyncio.wait_for(entry.next_outputs(), pause_s)
         except RouterError as error:
             return Outcome(tokens, prefill, None, error)
         for output in outputs:
@@ -116,7 +117,7 @@ class Rig:
         return await collect(self.batcher.submit(make_request(*arguments, **options)))
 
     async def turn(self, times: int = 1) -> None:
-        """Lets everybody else do something, so many times."""
+        """Gives other tasks `times` turns of the event loop."""
         for _ in range(times):
             await asyncio.sleep(0)
 
@@ -145,8 +146,18 @@ class Rig:
         assert total == metrics.batch_max_total_tokens.value
 
 
-def make_rig(shards: FakeShards | None = None, **limits: Any) -> Rig:
-    """A batcher that does not run yet; `limits` are fields of SchedulerLimits."""
+def as_they_are(shards: FakeShards) -> Shards:
+    """Nothing between them and the watch."""
+    return shards
+
+
+def make_rig(
+    shards: FakeShards | None = None,
+    over: Callable[[FakeShards], Shards] = as_they_are,
+    **limits: Any,
+) -> Rig:
+    """A batcher that does not run yet, with `over` in front of its shards; `limits` are fields of
+    SchedulerLimits."""
     shards = shards or FakeShards()
     given: dict[str, Any] = {
         "num_blocks": shards.num_blocks,
@@ -160,7 +171,7 @@ def make_rig(shards: FakeShards | None = None, **limits: Any) -> Rig:
     }
     metrics = Metrics(100, 200)
     scheduler_limits = SchedulerLimits(**(given | limits))
-    watch = WatchedShards(shards)
+    watch = WatchedShards(over(shards))
     batcher = Batcher(watch, make_tokenizer(), metrics, scheduler_limits)
     return Rig(batcher, shards, watch, metrics)
 

@@ -38,13 +38,15 @@ PLAIN_USAGE = {
         "audio_tokens": 0,
     },
 }
+PATIENCE_S = 60.0
+"""For an answer that does not come; only a failing test waits so long."""
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
 BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def write_tokenizer(directory: Path, words: Sequence[str] = ()) -> None:
-    """One token per byte, `<s>` in front; ids of bytes are places in the sorted alphabet. Behind
+    """One token per byte, `<s>` in front; ids of bytes are indices in the sorted alphabet. After
     them, the words are tokens, too."""
     vocabulary = {character: place for place, character in enumerate(BYTE_ALPHABET)}
     tokenizer = FastTokenizer(models.BPE(vocabulary, []))
@@ -59,7 +61,7 @@ def write_tokenizer(directory: Path, words: Sequence[str] = ()) -> None:
 
 
 def pooled(input_ids: Sequence[int], width: int) -> bytes:
-    """What stands for a prompt: how many tokens it has, the first, the last, and threes."""
+    """The fake vector of a prompt: its number of tokens, the first, the last, and threes."""
     numbers = [len(input_ids), input_ids[0], input_ids[-1], *[3] * (width - 3)]
     return struct.pack(f"<{width}f", *numbers)
 
@@ -275,7 +277,8 @@ async def serve(
         port = listener.getsockname()[1]
         await server.startup(sockets=[listener.dup()])
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, verify=False, timeout=PATIENCE_S) as client:
             assert isinstance(services.shards, ScriptedShards)
             running = Server(services, services.shards, client, port)
             yield running

@@ -117,7 +117,7 @@ def show(
         ([0, 0, 1], LENGTH, ("one on!",), [" ", "one ", "one two"], None, LENGTH),
         ([0, 1], LENGTH, ("two three",), [" one", " two"], None, LENGTH),
         ([0, 1, 9], EOS, ("two three",), [" one", " ", "two"], None, EOS),
-        # The one that ends first; of those that end together the longest.
+        # The one that ends first; of several that end together the longest.
         ([0, 1, 2], None, ("e two th", "tw"), [" on", "e "], "tw", STOP),
         ([4, 5, 3], None, ("r", "our", "ur"), [" f", ""], "our", STOP),
         ([0, 0, 1], None, ("e one t", "one tw", "x"), [" ", "on", ""], "e one t", STOP),
@@ -125,7 +125,7 @@ def show(
         ([0, 1], LENGTH, ("two",), [" one", " "], "two", STOP),
         # In characters over several tokens.
         ([6, 7, 8, 0], None, ("€",), ["", "", ""], "€", STOP),
-        # Hidden special tokens are no text, so a stop string goes on behind one …
+        # Hidden special tokens are no text, so a stop string continues after one …
         ([4, 9, 5], None, ("four",), [" ", "", ""], "four", STOP),
         # … and one can be a stop string as a whole.
         ([0, 9, 1], None, ("<s>",), [" one", ""], "<s>", STOP),
@@ -166,7 +166,7 @@ def test_special_tokens_are_shown_on_demand_but_never_the_end(keeps: bool) -> No
 
 @pytest.mark.parametrize(("keeps", "told"), [(True, LENGTH), (False, EOS)])
 def test_an_end_that_is_the_last_token_allowed(keeps: bool, told: FinishReason) -> None:
-    """TGI tells of the length, OpenAI of the end."""
+    """TGI's reason is the length, OpenAI's is the end."""
     for limit, ending in ((2, told), (3, EOS)):
         request = make_request((0,), limit)
         stopping = replace(request.stopping, keeps_stop_sequence=keeps)
@@ -216,7 +216,7 @@ def test_deltas_are_the_text_without_the_stop_string(
     else:
         assert (generated.finish_reason, generated.stop_sequence) == (LENGTH, None)
     assert "".join(output.delta for output in outputs) == generated.text == text
-    # Whatever was shown was certain, and nothing certain was held back.
+    # All shown text was certain, and no certain text was held back.
     shown, written = "", ""
     for output in outputs[:-1]:
         shown += output.delta
@@ -228,7 +228,7 @@ def test_deltas_are_the_text_without_the_stop_string(
 
 
 def tokenizer_of(words: list[str], cuts: list[int]) -> tuple[Tokenizer, list[int]]:
-    """A tokenizer, and ids that write `words`, cut into tokens of so many bytes."""
+    """A tokenizer, and ids of `words`, cut into tokens of the given number of bytes."""
     pieces: list[str] = []
     sizes = iter(cuts)
     text = b""

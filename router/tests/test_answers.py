@@ -21,8 +21,8 @@ def error(status: str, details: str) -> grpc.aio.AioRpcError:
 
 
 OWN = error("INTERNAL", "out of memory")
-OF_1 = error("INTERNAL", "shard 1 has given up message 7")
-OF_SOMEBODY = error("INTERNAL", "another shard has given up, or did not come")
+OF_1 = error("INTERNAL", "shard 1 has aborted message 7")
+OF_SOMEBODY = error("INTERNAL", "another shard has failed or did not answer")
 DEAD = error("UNAVAILABLE", "Socket closed")
 
 
@@ -33,10 +33,10 @@ DEAD = error("UNAVAILABLE", "Socket closed")
         # The reason, not what it has done to others.
         ([OF_1, OWN], "Server error: shard 1: out of memory", False),
         ([OF_SOMEBODY, OWN], "Server error: shard 1: out of memory", False),
-        ([OF_1, OF_1], "Server error: shard 1: shard 1 has given up message 7", False),
+        ([OF_1, OF_1], "Server error: shard 1: shard 1 has aborted message 7", False),
         ([OF_1, DEAD], "Could not connect to Text Generation server: shard 1: Socket closed", True),
-        # It hangs, and nobody has waited for it.
-        ([OF_1, None], "Server error: shard 0: shard 1 has given up message 7", True),
+        # It hangs, and was not awaited.
+        ([OF_1, None], "Server error: shard 0: shard 1 has aborted message 7", True),
         ([DEAD, None], "Could not connect to Text Generation server: shard 0: Socket closed", True),
         ([pb.StepResponse(), OWN], "Server error: shard 1: out of memory", True),
         ([OWN, DEAD], "Server error: shard 0: out of memory", True),
@@ -51,7 +51,7 @@ def test_why_a_call_has_failed(outcomes: list[object], sentence: str, is_lost: b
     failure = answers.failure(outcomes)
     assert isinstance(failure, GenerationError) and str(failure) == sentence
     assert isinstance(failure, LostStepError) is is_lost
-    # What a client is told names no shard's socket, and none of its files.
+    # The client's error names neither the shard's socket nor its files.
     assert "out of memory" not in failure.message and "Socket" not in failure.message
 
 
@@ -78,7 +78,7 @@ def test_a_shard_is_silent_while_others_have_answered() -> None:
 def test_ranks_that_chose_other_tokens(digests: list[int | None], sentence: str) -> None:
     with pytest.raises(LostStepError) as caught:
         answers.check_digests(17, digests)
-    # It names nothing but numbers, and clients are told it.
+    # It names only numbers, and clients get it.
     assert str(caught.value).startswith(f"Server error: {sentence}")
     assert sentence in caught.value.message
 
@@ -98,7 +98,7 @@ def test_ranks_that_chose_the_same() -> None:
     first = pb.StepResponse(generations=generations, digest=7, forward_ns=100, decode_ns=1)
     step = answers.merge_steps(17, [first, pb.StepResponse(digest=7, forward_ns=200)])
     assert step.token_ids == (4,) and (step.forward_ns, step.shard_ns) == (100, [101, 200])
-    # One alone has nobody to agree with.
+    # A single rank has no other to agree with.
     assert answers.merge_steps(17, [pb.StepResponse()]).shard_ns == ()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from text_generation_router.api import info
+from text_generation_router.api.tgi import info
 from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
 from text_generation_router.logs import LineFormatter
@@ -345,7 +345,7 @@ async def test_api_key(tmp_path: Path, header: dict[str, str], status: int) -> N
 
 OPEN_PATHS = {"/health", "/metrics", "/v2/health/live", "/v2/health/ready"}
 OPEN_PATHS |= {"/v2/models/{model_name}/versions/{model_version}/ready"}
-OPEN_PATHS |= {"/v2/models/{model_name}/ready"}
+OPEN_PATHS |= {"/v2/models/{model_name}/ready", "/livez", "/readyz", "/startupz"}
 
 
 async def test_every_route_but_health_and_metrics_asks_for_a_key(tmp_path: Path) -> None:

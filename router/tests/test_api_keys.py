@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.app import create_app
 
 from router.tests.chats import serve_chat
@@ -112,7 +113,9 @@ def test_every_route_that_generates_is_tried(server: Server) -> None:
     assert routes == tried | NOT_GENERATING
     for router in app.state.routers:
         for route in router.routes:
-            assert "POST" not in route.methods or isinstance(route, JsonRoute)
+            if "POST" in route.methods:
+                assert isinstance(route, JsonRoute)
+                assert route.dependencies == NEEDS_KEY
 
 
 @pytest.mark.parametrize(("path", "body"), ASKING)
@@ -286,7 +289,7 @@ async def test_more_sequences_than_a_key_may_have(tmp_path: Path) -> None:
         for path, body in many:
             response = await server.client.post(path, json=body, headers=bearer("a"))
             assert response.status_code in (400, 422)
-            assert "asks for 3 sequences; an API key may have at most 2" in response.text
+            assert "has 3 sequences; an API key may have at most 2" in response.text
         body = {"inputs": "x", "parameters": {"best_of": 2, "do_sample": True, **SHORT}}
         response = await server.client.post("/generate", json=body, headers=bearer("a"))
         assert response.status_code == 200

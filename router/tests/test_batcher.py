@@ -79,7 +79,7 @@ async def test_a_stop_string_ends_a_request_while_others_go_on() -> None:
     assert stopped.text == stopped.generated.text == "one two three"
     assert stopped.generated.generated_tokens == 13
     assert other.text == "one two three f"
-    # One decode was under way when the stop string was seen; then only the other is kept.
+    # One decode was in flight when the stop string was found; then only the other row is kept.
     assert ("filter", (1,)) in rig.shards.calls
 
 
@@ -244,12 +244,12 @@ async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
         assert outcomes[1].tokens == []
         for place in (0, 2):
             assert outcomes[place].ids == expected_ids(prompts[place], 20)
-        # Nobody takes what it has not computed for what begins alike.
+        # Tokens that it has not computed are not shared.
         assert (await rig.outcome(prompt, 4)).ids == expected_ids(prompt, 4)
 
 
 @pytest.mark.parametrize("speculate", [0, 8])
-async def test_what_a_request_that_failed_alone_wrote_last_is_nobodys(speculate: int) -> None:
+async def test_the_last_token_of_a_request_that_failed_alone_is_not_shared(speculate: int) -> None:
     """Its guesses were written where its text would go on, and most of them are wrong."""
     prompt = (1, 2, 3, 4, 5)
     async with running(FakeShards(failing={0: 3}), speculate=speculate) as rig:
@@ -284,7 +284,7 @@ async def test_a_failed_clear_is_not_fatal() -> None:
 
 
 async def test_a_prefill_whose_answer_was_lost_fails_all_its_rows() -> None:
-    """Those that were there have a token more than is known here, or have not."""
+    """It is not known whether the earlier rows got a token."""
     shards = FakeShards()
     lose = False
     compute = shards.prefill

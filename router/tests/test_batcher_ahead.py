@@ -39,7 +39,7 @@ async def test_never_where_the_router_has_no_core() -> None:
 
 @pytest.mark.parametrize("speculate", [1, 2, 20])
 async def test_with_guesses(speculate: int) -> None:
-    """Nobody knows how many tokens the step before gives, and all steps but two are ahead of it."""
+    """The number of tokens of the step before is unknown, and all steps but two are ahead of it."""
     async with running(slow(), runs_ahead=True, speculate=speculate) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 40) for n in range(3)))
         assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 40) for n in range(3)]
@@ -49,14 +49,14 @@ async def test_with_guesses(speculate: int) -> None:
         assert len(rig.shards.passes) < 30
 
 
-async def test_an_end_that_nobody_could_foresee() -> None:
+async def test_an_unforeseen_end() -> None:
     shards = slow(script=writes("abc"))
     async with running(shards, runs_ahead=True) as rig:
         outcome = await rig.outcome(PROMPT, 20)
         assert outcome.generated is not None
         assert outcome.generated.finish_reason is FinishReason.EOS_TOKEN
         await rig.settle()
-        # The last step found nobody, and did nothing.
+        # The last step found no row, and did nothing.
         assert len(shards.passes) == 4 and len(shards.advances) == 5
         steps = rig.metrics.batch_inference_success.value(method="decode")
         assert steps == 4 == rig.metrics.batch_inference_count.value(method="decode")
@@ -76,7 +76,7 @@ async def test_one_ends_and_the_others_go_on() -> None:
         assert num_ahead(rig.shards) > 10
 
 
-async def test_a_newcomer_is_let_in_at_the_next_step_but_one_at_the_latest() -> None:
+async def test_a_newcomer_is_admitted_at_the_next_step_but_one_at_the_latest() -> None:
     async with running(slow(), runs_ahead=True) as rig:
         long = asyncio.create_task(rig.outcome(PROMPT, 40))
         await rig.until(lambda: num_ahead(rig.shards) == 3)
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves() -> None:
 
 
 async def test_no_block_is_left_for_it() -> None:
-    """Who could only grow by another's preemption waits for the answer."""
+    """A row that can only grow by preempting another waits for the answer."""
     shards = slow(num_blocks=8, block_size=4)
     async with running(shards, runs_ahead=True) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 20) for n in range(3)))

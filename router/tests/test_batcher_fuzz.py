@@ -1,8 +1,9 @@
-"""Whatever happens in whatever order, every request gets its ending and the right tokens."""
+"""Random events in random order: every request gets its ending and the right tokens."""
 
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_generation_router.errors import (
@@ -36,6 +37,7 @@ _SUBMIT = st.tuples(
     st.sampled_from([None, None, None, 0, 1, 3, 6]),
     # The salt of its part of the prefix cache.
     st.sampled_from(["", "", "", "a", "b"]),
+    st.sampled_from([0, 0, 0, -3, 5]),
 )
 _EVENT = st.one_of(
     _SUBMIT,
@@ -43,7 +45,7 @@ _EVENT = st.one_of(
     _SUBMIT,
     st.tuples(st.just("cancel"), st.integers(0, 60)),
     st.tuples(st.just("fail"), st.sampled_from(["prefill", "decode", "filter", "clear", "lost"])),
-    # The longest lets everybody finish.
+    # With the longest all requests finish.
     st.tuples(st.just("turn"), st.sampled_from([1, 2, 5, 20, 20, 500])),
 )
 # Of 4 tokens each; the longest request takes 11.
@@ -59,7 +61,7 @@ _LIMITS = st.fixed_dictionaries(
         "shares_prefixes": st.booleans(),
         "speculate": st.sampled_from([0, 0, 0, 1, 3, 8]),
         "runs_ahead": st.booleans(),
-        # Of steps that take 1.1 µs: parts of 1 block, of 2 to 4, or whatever fits.
+        # For steps of 1.1 µs: parts of 1 block, of 2 to 4, or no target.
         "costs": st.sampled_from([StepCosts(), StepCosts(1100, 1, 100), StepCosts(1100, 1, 1000)]),
         "recompute_at": st.sampled_from([None, None, 9, 18]),
     }
@@ -72,7 +74,7 @@ def script(prompt: Any, place: int) -> int:
 
 
 def expected(request: Request) -> list[int]:
-    """The tokens of a request that nobody disturbs."""
+    """The tokens of a request that runs alone."""
     ids = [script(request.input_ids, place) for place in range(request.stopping.max_new_tokens)]
     return ids[: ids.index(EOS_ID) + 1] if EOS_ID in ids else ids
 
@@ -83,6 +85,7 @@ _TURNS = st.sampled_from([1, 1, 5, 8])
 
 @settings(max_examples=1500, deadline=None)
 @given(st.lists(_EVENT, min_size=3, max_size=30), _NUM_BLOCKS, _LIMITS, _TURNS)
+@pytest.mark.slow
 def test_every_request_gets_its_ending(
     events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int
 ) -> None:
@@ -93,7 +96,7 @@ def test_every_request_gets_its_ending(
 
 async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int) -> None:
     failing: set[str] = set()
-    # The only errors there may be: those that were provoked.
+    # Only provoked errors may occur.
     excuses: set[str] = {"Server error: the shard answered for other requests"}
     shards = FakeShards(
         num_blocks=num_blocks,
@@ -127,12 +130,12 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
     async with running(shards, **limits) as rig:
         for kind, *arguments in events:
             if kind == "submit":
-                *arguments, place, fails_at, salt = arguments
+                *arguments, place, fails_at, salt, priority = arguments
                 if place is not None and submitted:
                     earlier = submitted[place % len(submitted)][0]
                     text = (*earlier.input_ids, *expected(earlier))[:23]
                     arguments[0] = (*text, arguments[0][-1])
-                requests, entries = _submit(rig.batcher, salt, *arguments)
+                requests, entries = _submit(rig.batcher, salt, priority, *arguments)
                 if fails_at is not None:
                     shards.failing[entries[0].id] = fails_at
                     excuses.add(f"Server error: token {fails_at}")
@@ -154,6 +157,7 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
 def _submit(
     batcher: Any,
     salt: str,
+    priority: int,
     prompt: tuple[int, ...],
     longest: int,
     stop: str,
@@ -163,7 +167,12 @@ def _submit(
     lengths = [max(1, longest - 3 * place) for place in range(num)]
     stops = (stop,) if stop else ()
     requests = [
-        make_request(prompt, length, *stops, prefill_logprobs=asks and not place, cache_salt=salt)
+        make_request(
+            *(prompt, length, *stops),
+            prefill_logprobs=asks and not place,
+            cache_salt=salt,
+            priority=priority,
+        )
         for place, length in enumerate(lengths)
     ]
     return requests, batcher.submit_many(requests)

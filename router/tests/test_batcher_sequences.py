@@ -71,7 +71,7 @@ async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
 
 @pytest.mark.parametrize(("shares_prefixes", "num_computed"), [(True, 10 + 2 + 2), (False, 30)])
 async def test_who_comes_when_no_sibling_runs(shares_prefixes: bool, num_computed: int) -> None:
-    """Without the prefix cache nothing stays of a prompt that nobody holds."""
+    """Without the prefix cache a prompt without a running request is not kept."""
     limits = {"max_batch_size": 1, "shares_prefixes": shares_prefixes}
     async with running(FakeShards(max_rows=1), **limits) as rig:
         for outcome in await outcomes_of(submit(rig, 3, range(10))):
@@ -121,7 +121,7 @@ async def test_the_one_that_computed_the_prompt_leaves(method: str) -> None:
             assert outcome.ids == expected_ids((n,) * 4, 8)
 
 
-async def test_a_failed_prefill_fails_those_in_it_and_the_next_compute_anew() -> None:
+async def test_a_failed_prefill_fails_its_requests_and_later_ones_compute_the_prompt() -> None:
     shards = FakeShards(hook=Failing(prefill=[1]))
     async with running(shards, max_batch_size=2) as rig:
         outcomes = await outcomes_of(submit(rig, 4, range(9)))
@@ -143,7 +143,7 @@ async def test_only_the_first_tells_of_the_prompt() -> None:
     ("length", "max_new_tokens", "is_shared"),
     [(9, 3, True), (9, 4, False), (12, 1, False), (13, 5, True)],
 )
-async def test_blocks_that_will_be_written_anew_are_not_shared(
+async def test_blocks_that_will_be_rewritten_are_not_shared(
     length: int, max_new_tokens: int, is_shared: bool
 ) -> None:
     """Behind 12 tokens; a prompt that is longer is written only once."""

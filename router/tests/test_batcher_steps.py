@@ -23,8 +23,8 @@ from router.tests.scheduling import (
 COSTS = StepCosts(decode_step_ns=1100, num_rows=1, prefill_token_ns=275)
 
 
-async def test_a_long_prompt_stops_nobody() -> None:
-    """Everybody who decodes gets a token in every step in which the prompt is computed."""
+async def test_a_long_prompt_stops_no_row() -> None:
+    """Every decoding row gets a token in each step that computes the prompt."""
     shards = FakeShards(num_blocks=100, token_ns=275)
     async with running(shards, costs=COSTS) as rig:
         old = [rig.batcher.submit(make_request((n,), 40)) for n in range(4)]
@@ -38,7 +38,7 @@ async def test_a_long_prompt_stops_nobody() -> None:
     assert all(step == dict.fromkeys(range(4), 1) for step in parts)
 
 
-async def test_without_chunks_the_prompt_is_computed_in_one_step_that_stops_nobody() -> None:
+async def test_without_chunks_the_prompt_is_computed_in_one_step_that_stops_no_row() -> None:
     shards = FakeShards(num_blocks=100, token_ns=275)
     async with running(shards, costs=COSTS, chunks_prompts=False) as rig:
         old = rig.batcher.submit(make_request((1,), 40))
@@ -69,7 +69,7 @@ async def test_one_who_leaves_in_the_middle_of_its_prompt(method: str) -> None:
 
 
 async def test_a_failed_step_with_a_newcomer_leaves_the_others_as_they_were() -> None:
-    """Those who were there get the token that they missed with the next step."""
+    """The earlier rows get the missed token with the next step."""
     shards = FakeShards(hook=Failing(prefill=[2, 3]))
     async with running(shards) as rig:
         old = [rig.batcher.submit(make_request((n,), 9)) for n in range(3)]
@@ -144,7 +144,7 @@ async def test_top_tokens_go_with_their_tokens() -> None:
         assert [len(output.top_tokens) for output in outcome.tokens] == [n % 3] * 9
 
 
-async def test_guessing_preempts_nobody() -> None:
+async def test_guessing_preempts_no_row() -> None:
     """Three rows that fit just so, with guesses that would not."""
     async with running(FakeShards(num_blocks=9), speculate=8) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 1, 2, 3), 8) for n in range(3)))

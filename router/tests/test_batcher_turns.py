@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from text_generation_router.scheduler import batcher
-from text_generation_router.scheduler.batcher import DELIVERIES_PER_TURN
+from text_generation_router.scheduler.delivery import DELIVERIES_PER_TURN
 
 from router.tests.fake_shards import FakeShards, expected_ids
 from router.tests.scheduling import Failing, collect, make_request, running
@@ -39,6 +39,7 @@ async def test_one_turn_delivers_to_so_many_at_most() -> None:
         assert max(woken.count(turn) for turn in set(woken)) < 2 * DELIVERIES_PER_TURN
 
 
+@pytest.mark.slow
 async def test_clients_leave_and_come_between_two_turns_of_a_delivery() -> None:
     num = 2 * DELIVERIES_PER_TURN + 5
     async with running(FakeShards(num_blocks=2000), max_batch_size=num + 1) as rig:

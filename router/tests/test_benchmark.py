@@ -145,7 +145,7 @@ def test_the_defaults_are_those_of_tgi():
         (["--warmups", "-1"], "must be at least 0"),
         (["--output", "x.txt"], "must end in .csv or .json"),
         (["--output", "/nowhere/x.csv"], "does not exist"),
-        (["-m", "/tmp/s-0", "--model-id", "a/b"], "leave --model-id"),
+        (["-m", "/tmp/s-0", "--model-id", "a/b"], "remove --model-id"),
         (["-m", "/tmp/s-0"], "needs --tokenizer-name"),
     ],
 )

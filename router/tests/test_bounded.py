@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
-from text_generation_router.api.bounded import MAX_ITEMS, Entries, Items, Numbers
-from text_generation_router.api.schemas import Body
+from text_generation_router.bounded import MAX_ITEMS, Entries, Items, Numbers
+from text_generation_router.fields import Body
 
 Byte = Annotated[int, Field(ge=0, le=255, strict=True)]
 

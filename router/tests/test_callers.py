@@ -7,10 +7,10 @@ from text_generation_router.errors import KeyLimitError, ValidationError
 
 def refusal(allowance: Allowance, num: int, now: float) -> KeyLimitError:
     """Asserts that nothing changes when it refuses."""
-    under_way = allowance.num_under_way
+    running = allowance.num_running
     with pytest.raises(KeyLimitError) as caught:
         allowance.enter(num, now)
-    assert allowance.num_under_way == under_way
+    assert allowance.num_running == running
     assert "\n" not in caught.value.message and caught.value.status_code == 429
     return caught.value
 
@@ -35,7 +35,7 @@ def test_places_come_back() -> None:
 
 
 def test_more_than_can_ever_be_is_no_matter_of_time() -> None:
-    with pytest.raises(ValidationError, match=r"asks for 4 sequences; an API key .* at most 3"):
+    with pytest.raises(ValidationError, match=r"has 4 sequences; an API key .* at most 3"):
         Allowance(KeyLimits(max_concurrent_requests=3)).enter(4, 0)
 
 

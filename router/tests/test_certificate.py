@@ -70,9 +70,9 @@ async def test_new_connections_get_the_new_certificate(
         assert await shown(server.port) == first
         certificate.refresh()
         assert await shown(server.port) == der(files[0]) != first
-        assert caplog.text.count("Read the new certificate") == 1
+        assert caplog.text.count("The new certificate is in use") == 1
         certificate.refresh()
-        assert caplog.text.count("Read the new certificate") == 1
+        assert caplog.text.count("The new certificate is in use") == 1
         writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b" 200 " in await reader.readline()
         writer.close()
@@ -90,7 +90,7 @@ async def test_files_that_are_no_pair_change_nothing(
             certificate.refresh()
             assert await shown(server.port) == first
         assert caplog.text.count("does not fit") == 1
-        assert "the certificate that was read before is kept" in caplog.text
+        assert "the previous certificate stays in use" in caplog.text
         os.unlink(files[1])
         certificate.refresh()
         assert await shown(server.port) == first

@@ -16,7 +16,7 @@ THINK = ("<think>", "</think>")
 
 
 @pytest.mark.parametrize(
-    ("template", "name", "reasoning", "tells_tools"),
+    ("template", "name", "reasoning", "describes_tools"),
     [
         ("chatml", "generic", None, False),
         ("deepseek-r1", "generic", THINK, False),
@@ -34,12 +34,16 @@ THINK = ("<think>", "</think>")
     ],
 )
 def test_formats_are_found_from_templates(
-    template: str, name: str, reasoning: tuple[str, str] | None, tells_tools: bool
+    template: str, name: str, reasoning: tuple[str, str] | None, describes_tools: bool
 ) -> None:
     source = (DIRECTORY / f"{template}.jinja").read_text()
     found = detect_format(source)
-    assert (found.name, found.reasoning, found.tells_tools) == (name, reasoning, tells_tools)
-    assert replace(found, reasoning=None, tells_tools=False) == FORMATS[name]
+    assert (found.name, found.reasoning, found.describes_tools) == (
+        name,
+        reasoning,
+        describes_tools,
+    )
+    assert replace(found, reasoning=None, describes_tools=False) == FORMATS[name]
     forced = detect_format(source, "mistral")
     assert (forced.name, forced.reasoning) == ("mistral", reasoning)
 

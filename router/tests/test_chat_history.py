@@ -1,4 +1,4 @@
-"""Messages in the words that a template knows."""
+"""Messages in a form that the template supports."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ CALLS = [("get_weather", '{"city": "Paris \\"é\\" {[", "days": [1, {"a": 2}]}')
 
 
 def joined(events: list[ChatEvent]) -> list[ChatEvent]:
-    """Neighbours of one kind as one event."""
+    """Adjacent events of one kind, joined."""
     found: list[ChatEvent] = []
     for kind, group in groupby(events, key=lambda e: (type(e), getattr(e, "index", None))):
         pieces = list(group)

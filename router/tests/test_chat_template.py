@@ -1,4 +1,4 @@
-"""Chat templates of real models render as transformers renders them; broken ones are told of."""
+"""Chat templates of real models render as in transformers; broken ones give errors."""
 
 import datetime
 import json

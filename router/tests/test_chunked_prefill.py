@@ -1,4 +1,4 @@
-"""How much of the prompts goes beside those who decode."""
+"""How many prompt tokens a step computes beside decoding rows."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ COSTS = StepCosts(decode_step_ns=20_000_000, num_rows=8, prefill_token_ns=100_00
 @pytest.mark.parametrize(
     ("num_decoding", "costs", "target_ns", "budget"),
     [
-        # Nobody waits.
+        # No request waits.
         (0, COSTS, None, 1000),
         # Twice 20 ms: 20 ms for prompts, 200 tokens, 12 blocks of 16.
         (8, COSTS, None, 192),
@@ -39,23 +39,23 @@ def test_budget(num_decoding: int, costs: StepCosts, target_ns: float | None, bu
 @pytest.mark.parametrize(
     ("num_waiting", "target_ns", "budget"),
     [
-        # One long prompt beside eight: 22.5 ms.
+        # One long prompt and eight decoding rows: 22.5 ms.
         (1, None, 224),
         (8, None, 400),
         (24, None, 800),
         # 160 ms at most.
         (1000, None, 1600),
-        # Whoever names a target means it.
+        # A target is kept.
         (1000, 25e6, 48),
     ],
 )
-def test_the_more_wait_for_each_that_decodes_the_more_is_computed(
+def test_more_waiting_requests_per_decoding_row_mean_a_larger_budget(
     num_waiting: int, target_ns: float | None, budget: int
 ) -> None:
     assert ChunkedPrefill(5000, 16, COSTS, target_ns).budget(8, num_waiting).room(0) == budget
 
 
-# Behind 1024 tokens, a prompt token takes twice as long.
+# After 1024 tokens, a prompt token takes twice as long.
 LONG = replace(COSTS, prefill_context_ns=100_000)
 
 
@@ -88,7 +88,7 @@ def test_a_part_takes_from_the_others_what_it_takes_longer() -> None:
     assert (left.room(0), left.room(1024, is_first=False)) == (0, 0)
 
 
-def test_who_decodes_is_not_there_so_all_tokens_are_alike() -> None:
+def test_without_decoding_rows_all_tokens_cost_the_same() -> None:
     left = ChunkedPrefill(1000, 16, LONG).budget(0)
     left.take(10**6, 400)
     assert left.room(10**6) == 600
@@ -129,7 +129,7 @@ def test_it_does_more_if_there_is_time() -> None:
 
 
 def test_steps_that_are_late_anyway_carry_half_of_what_they_should() -> None:
-    """Otherwise a prompt would take for ever, and nobody would get a token sooner."""
+    """Otherwise a prompt would take for ever, and no row would get a token sooner."""
     chunked = ChunkedPrefill(1000, 16, COSTS)
     for _ in range(1000):
         chunked.note(10_000_000_000, 8, 16)

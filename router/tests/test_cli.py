@@ -14,6 +14,7 @@ from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.services import StartError, check_tokenizer, check_warmup
+from text_generation_router.state import ServerState
 from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.serving import write_tokenizer
@@ -72,6 +73,7 @@ def test_every_field_says_what_it_is() -> None:
         ),
         ({"max_tokens_per_minute_per_key": 1}, "`--max-tokens-per-minute-per-key` needs keys"),
         ({"max_tokens_per_minute_per_key": 0}, "`--max-tokens-per-minute-per-key` must be >= 1"),
+        ({"otlp_endpoint": "c:1"}, "`--otlp-endpoint` must be the gRPC address of a collector"),
         ({"aip_health_route": "h"}, "`--aip-health-route` must be a path like /predict. Given: h"),
         (
             {"aip_health_route": "/a", "aip_predict_route": "/a"},
@@ -96,6 +98,7 @@ def test_print_schema(capfd: pytest.CaptureFixture[str]) -> None:
         operation["operationId"] for path in schema["paths"].values() for operation in path.values()
     }
     assert operations == {
+        *("livez", "readyz", "startupz"),
         "chat_completions",
         "compat_generate",
         "completions",
@@ -182,11 +185,11 @@ def test_a_key_file_is_read_before_a_model_is_waited_for(
     fail("--api-key-file", str(file))
     assert error_line(capfd) == (
         f"--api-key-file {file} can not be read: No such file or directory; give a file with a "
-        "key a line"
+        "key per line"
     )
     file.write_text("# none\n")
     fail("--api-key-file", str(file))
-    assert error_line(capfd).startswith(f"--api-key-file {file} holds no key: write one a line")
+    assert error_line(capfd).startswith(f"--api-key-file {file} holds no key: write one per line")
 
 
 def test_unknown_host(capfd: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +213,7 @@ def test_a_bug_is_one_line_too(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def start(config: RouterConfig) -> AsyncIterator[None]:
+    async def start(config: RouterConfig, tracing: None, state: ServerState) -> AsyncIterator[None]:
         raise KeyError("x")
         yield
 
@@ -220,7 +223,7 @@ def test_a_bug_is_one_line_too(
 
 
 class FakeClient:
-    """Shards that do what they are told until they fail."""
+    """Shards that work until they fail."""
 
     def __init__(self, fails_at: str = "", warmup: WarmupResult = WARMUP) -> None:
         self.calls: list[str] = []
@@ -271,7 +274,7 @@ async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 async def test_shards_that_are_still_loading_are_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC would try to connect once a second at first, and give up after a minute."""
+    """gRPC by itself would connect once a second at first, and stop after a minute."""
     client = FakeClient()
     monkeypatch.setattr(services, "ShardedClient", client)
     write_tokenizer(tmp_path)

@@ -4,7 +4,7 @@ import pytest
 from text_generation_router.scheduler.endings import MAX_ENDINGS, EndingRate
 
 
-def test_while_nobody_has_ended_it_is_as_long_again() -> None:
+def test_before_the_first_ending_it_is_as_long_again() -> None:
     rate = EndingRate()
     rate.begin(100.0)
     assert rate.retry_after_s(100.0, 1) == 1
@@ -19,7 +19,7 @@ def test_the_pace_of_the_last_endings() -> None:
         rate.end(second * 2.0, 1)
     assert rate.retry_after_s(20.0, 1) == 2
     assert rate.retry_after_s(20.0, 8) == 16
-    # They have come to a stand.
+    # They make no progress any more.
     assert rate.retry_after_s(50.0, 1) == 5
     assert rate.retry_after_s(90.0, 1) == 60
 
@@ -35,7 +35,7 @@ def test_many_endings_are_fast() -> None:
 
 
 @pytest.mark.parametrize("idle_s", [0.5, 3000.0])
-def test_time_in_which_nobody_was_there_does_not_count(idle_s: float) -> None:
+def test_idle_time_does_not_count(idle_s: float) -> None:
     rate = EndingRate()
     rate.begin(0.0)
     rate.end(40.0, 1)

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from itertools import pairwise
 
 import pytest
 from starlette.types import Message
 from text_generation_router.api import sse
 from text_generation_router.api.sse import DIRECT_SEND, EventStream
+from text_generation_router.errors import GenerationError
+
+from router.tests.virtual_time import VirtualTime
 
 SCOPE = {"type": "http", "method": "POST"}
 
@@ -53,8 +55,12 @@ class Client:
         return [(m["body"], m["more_body"]) for m in self.sent if "body" in m]
 
 
+def failed(error: Exception) -> bytes:
+    return str(error).encode()
+
+
 def stream(source: Source, client: Client) -> "asyncio.Task[None]":
-    response = EventStream(source.events(), {"x-a": "b"})
+    response = EventStream(source.events(), {"x-a": "b"}, failed)
     return asyncio.create_task(response(SCOPE, client.receive, client.send))
 
 
@@ -86,7 +92,7 @@ async def test_events_go_past_whatever_is_wrapped_around_the_start() -> None:
     source.chunks.put_nowait(b"a")
     source.chunks.put_nowait(None)
     scope = {**SCOPE, DIRECT_SEND: direct.send}
-    await EventStream(source.events(), {})(scope, client.receive, client.send)
+    await EventStream(source.events(), {}, failed)(scope, client.receive, client.send)
     assert [message["type"] for message in client.sent] == ["http.response.start"]
     assert direct.bodies() == [(b"a", True), (b"", False)]
 
@@ -102,12 +108,30 @@ async def test_client_leaves() -> None:
     assert client.bodies() == [(b"a", True)]
 
 
-async def test_events_that_fail() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError("bug"), GenerationError("busy")])
+async def test_events_that_fail(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     source, client = Source(), Client()
-    source.chunks.put_nowait(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
-        await stream(source, client)
+    for chunk in (b"a", error, b"never"):
+        source.chunks.put_nowait(chunk)
+    await stream(source, client)
+    assert client.bodies() == [(b"a", True), (failed(error), True), (b"", False)]
     assert source.is_closed
+    assert ("bug in the router" in caplog.text) == isinstance(error, ZeroDivisionError)
+
+
+async def test_a_write_that_fails_is_no_failure_of_the_events() -> None:
+    source, client = Source(), Client()
+
+    async def send(message: Message) -> None:
+        if "body" in message:
+            raise ZeroDivisionError
+        await client.send(message)
+
+    source.chunks.put_nowait(b"a")
+    with pytest.raises(ZeroDivisionError):
+        await EventStream(source.events(), {}, failed)(SCOPE, client.receive, send)
+    assert source.is_closed
+    assert client.bodies() == []
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 9])
@@ -117,7 +141,8 @@ async def test_server_ends_it(turns: int) -> None:
     first = asyncio.create_task(anext(events))
     source.chunks.put_nowait(b"a")
     assert await first == b"a"
-    response = asyncio.create_task(EventStream(events, {})(SCOPE, client.receive, client.send))
+    ended = EventStream(events, {}, failed)
+    response = asyncio.create_task(ended(SCOPE, client.receive, client.send))
     await asyncio.sleep(0)
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -127,38 +152,28 @@ async def test_server_ends_it(turns: int) -> None:
     assert source.is_closed
 
 
-async def test_comments_break_the_silence_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.4)
+async def test_comments_break_the_silence_only(clock: VirtualTime) -> None:
     source, client = Source(), Client()
     response = stream(source, client)
     for _ in range(20):
         source.chunks.put_nowait(b"a")
-        await asyncio.sleep(0.01)
-    num_sent = len(client.sent)
-    await until(lambda: len(client.sent) == num_sent + 2)
+        await asyncio.sleep(0.9 * sse.KEEP_ALIVE_S)
+    began = clock.now - 0.9 * sse.KEEP_ALIVE_S
+    await asyncio.sleep(1.5 * sse.KEEP_ALIVE_S)
     source.chunks.put_nowait(None)
     await response
-    bodies = [body for body, _ in client.bodies()]
-    assert bodies.count(b"a") == 20 and set(bodies[20:]) == {sse.COMMENT, b""}
-    gaps = [later - sooner for sooner, later in pairwise(client.times)]
-    of_comments = [
-        gap for gap, message in zip(gaps, client.sent[1:], strict=True) if is_comment(message)
-    ]
-    assert min(of_comments) > 0.35
+    assert client.bodies() == [(b"a", True)] * 20 + [(sse.COMMENT, True)] * 2 + [(b"", False)]
+    waited = [at - began for at in client.times[21:23]]
+    assert waited == pytest.approx([sse.KEEP_ALIVE_S, 2 * sse.KEEP_ALIVE_S])
 
 
-def is_comment(message: Message) -> bool:
-    return message.get("body") == sse.COMMENT
-
-
-async def test_client_that_does_not_read_gets_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_client_that_does_not_read_gets_no_comments(clock: VirtualTime) -> None:
     """While a write is under way; its connection is cut off, which it hears as any other end."""
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
     source, client = Source(), Client(appetite=1)
     source.chunks.put_nowait(b"a")
     response = stream(source, client)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(response), 0.05)
+    await asyncio.sleep(5 * sse.KEEP_ALIVE_S)
+    assert not response.done()
     client.has_left.set()
     await response
     assert source.is_closed

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.features import features
+from text_generation_router.api.tgi.features import features
 from text_generation_router.client.translate import WarmupResult
 from text_generation_router.services import assemble
 
@@ -79,14 +79,14 @@ def test_settings_without_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_warned: bool
 ) -> None:
     assemble_scripted(tmp_path, **options)
-    assert ("have no effect: prefill chunking is on" in caplog.text) is is_warned
+    assert ("have no effect with prefill chunking" in caplog.text) is is_warned
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "a step take about 20 ms"),
-        ({"inter_token_latency_target_ms": 50}, "a step take about 50 ms"),
+        ({}, "a step takes about 20 ms"),
+        ({"inter_token_latency_target_ms": 50}, "a step takes about 50 ms"),
         ({"disable_prefill_chunking": True}, None),
     ],
 )
@@ -104,7 +104,7 @@ def test_how_prompts_are_cut_is_said(
             measured,
             services.templates,
         )
-    assert (said is None) == ("a prompt token" not in caplog.text)
+    assert (said is None) == ("each prompt token" not in caplog.text)
     assert said is None or said in caplog.text
     costs = again.scheduler_limits.costs
     assert (costs.decode_step_ns, costs.num_rows, costs.prefill_token_ns) == (10**7, 32, 10**5)

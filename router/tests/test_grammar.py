@@ -9,7 +9,7 @@ import orjson
 import pytest
 from pydantic import TypeAdapter
 from pydantic import ValidationError as BodyError
-from text_generation_router.api.schemas import GrammarBody, ResponseFormatBody
+from text_generation_router.api.grammars import GrammarBody, ResponseFormatBody
 from text_generation_router.errors import GrammarError, ValidationError
 from text_generation_router.grammar import GrammarCompiler, checked_schema, write
 from text_generation_router.request import Grammar

@@ -364,6 +364,7 @@ def fresh_process() -> Iterator[Connection]:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.slow
 def test_no_body_stops_the_loop_or_takes_ten_times_its_size(
     fresh_process: Connection, name: str
 ) -> None:

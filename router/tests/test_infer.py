@@ -57,7 +57,7 @@ class House:
 
 @asynccontextmanager
 async def house(shards: FakeShards | None = None, permits: int = 8) -> AsyncIterator[House]:
-    """Asserts at the end that all permits are back, beside what `running` asserts."""
+    """Asserts at the end that all permits are returned, in addition to `running`."""
     shards = shards or FakeShards()
     async with running(shards) as rig:
         grammars = GrammarCompiler(shards, is_enabled=False)

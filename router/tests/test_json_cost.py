@@ -30,6 +30,7 @@ def parts_of(value: Any) -> tuple[int, int, int, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(value=VALUES, piece=st.integers(1, 40))
+@pytest.mark.slow
 def test_what_is_outside_of_strings_is_counted(value: Any, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=False).encode()
     containers, keys, strings, commas = parts_of(value)

@@ -22,7 +22,7 @@ def private(path: Path, content: bytes) -> str:
 
 
 def good(keys: Keys, now: float, *candidates: bytes) -> list[bytes]:
-    """Those that are let in."""
+    """The keys that are accepted."""
     return [key for key in candidates if keys.caller(key, now) is not None]
 
 
@@ -150,7 +150,7 @@ def test_a_file_that_can_not_be_used(
         assert good(keys, now, b"a", b"") == [b"a"] and keys.are_asked_for
         assert keys.caller(None, now) is None
     [record] = caplog.records
-    assert record.message.endswith("the keys that were read before stay good")
+    assert record.message.endswith("the keys that were read before stay valid")
     path.write_bytes(b"b")
     assert good(keys, 10, b"a", b"b") == [b"b"]
 
@@ -163,7 +163,7 @@ def test_a_file_that_is_gone_or_no_file(tmp_path: Path, caplog: pytest.LogCaptur
     path.mkdir()
     assert good(keys, 2, b"a") == [b"a"]
     path.rmdir()
-    os.mkfifo(path)  # nobody writes: reading it must not wait
+    os.mkfifo(path)  # has no writer: reading it must not block
     assert good(keys, 3, b"a") == [b"a"]
     reasons = ("No such file or directory", "Is a directory", "is not a plain file")
     for record, reason in zip(caplog.records, reasons, strict=True):

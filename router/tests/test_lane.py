@@ -30,7 +30,7 @@ async def test_who_leaves_gives_the_place_back() -> None:
     waiting[0].cancel()
     await asyncio.sleep(0)
     assert lane.num_waiting == 1
-    # Who leaves while the thread works does not let the next one in before it is free.
+    # A caller that leaves while the thread works does not free the thread for the next call.
     running.cancel()
     await asyncio.gather(running, waiting[0], return_exceptions=True)
     assert not waiting[1].done()

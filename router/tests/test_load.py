@@ -109,7 +109,7 @@ def test_an_open_loop_does_not_wait(tmp_path: Path):
     assert due["lowest"] >= sent["lowest"] and due["p99"] >= sent["p99"]
     assert {body["model"] for body in server.bodies("/v1/completions")} == {"second"}
     assert report["notes"][-1].startswith(
-        "Warning: 100 requests/s: the median answer has 2 tokens where 4 were asked for"
+        "Warning: 100 requests/s: the median answer has 2 tokens; 4 were requested"
     )
 
 
@@ -181,7 +181,7 @@ def test_when_nothing_ends_well_the_code_is_1(tmp_path: Path, monkeypatch, capsy
     assert code == 1
     assert report["points"][0]["errors"] == {"HTTP 503": {"count": 4, "first": "nothing"}}
     said = capsys.readouterr()
-    assert said.err == "text-generation-benchmark: no request ended well\n"
+    assert said.err == "text-generation-benchmark: no request succeeded\n"
     assert main(["--url", server.url]) == 1
     said = capsys.readouterr()
     assert said.err.startswith("text-generation-benchmark: GET /info failed (connect): ")
@@ -242,8 +242,8 @@ def test_a_server_that_refuses_ignore_eos_is_asked_without(tmp_path: Path, refus
         code, report = load(server, tmp_path, "--requests", "3")
     assert code == 0 and report["points"][0]["errors"] == {}
     assert report["notes"] == [
-        "Note: the server refuses ignore_eos, min_tokens, and was asked without.",
-        "Warning: 1 client: the median answer has 3 tokens where 4 were asked for: "
+        "Note: the requests omit fields that the server refuses: ignore_eos, min_tokens.",
+        "Warning: 1 client: the median answer has 3 tokens; 4 were requested: "
         "the server refuses to ignore the end of sequence.",
     ]
 
@@ -354,7 +354,7 @@ def test_a_server_that_says_nothing(capsys):
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert main(["--url", url, "--timeout", "0.2"]) == 1
     said = capsys.readouterr().err
-    assert "has not answered the first questions after 0.2 s" in said and said.count("\n") == 1
+    assert "has not answered the first requests after 0.2 s" in said and said.count("\n") == 1
 
 
 def test_a_page_instead_of_a_stream(tmp_path: Path, capsys):
@@ -403,17 +403,17 @@ def test_a_server_that_speaks_something_else(capsys):
         thread.start()
         assert main(["--url", f"http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
         thread.join(5)
-    assert "GET /info failed (bad answer): the answer is no HTTP/1.1" in capsys.readouterr().err
+    assert "GET /info failed (bad answer): the answer is not HTTP/1.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "argv, expected",
     [
         (["--clients", "2"], "--clients needs --url"),
-        (["--url", "http://h", "-b", "2"], "--batch-size is of the shards, which --url does not"),
-        (["--url", "http://h", "--", "--num-shard", "2"], "what stands behind -- is of the shards"),
+        (["--url", "http://h", "-b", "2"], "--batch-size can not be combined with --url"),
+        (["--url", "http://h", "--", "--num-shard", "2"], "flags after -- can not be combined"),
         (["--url", "http://h", "--clients", "1", "--rate", "1"], "give one of them"),
-        (["--url", "http://h", "--prompts", "x", "--input-tokens", "1"], "leave --input-tokens"),
+        (["--url", "http://h", "--prompts", "x", "--input-tokens", "1"], "remove --input-tokens"),
         (["--url", "http://h", "--rate", "0"], "must be above 0"),
         (["--url", "http://h", "--seconds", "inf"], "must be above 0"),
         (["--no-ignore-eos"], "--ignore-eos needs --url"),

@@ -122,15 +122,15 @@ def test_short_answers_are_said_last():
     short = figures(result([2.0, 2.1], (8, 2)))
     said = notes(TARGET, [short])
     assert said == [
-        "Warning: 2 requests/s: the median answer has 2 tokens where 4 were asked for: the server "
-        "does not ignore the end of sequence, though it was asked to."
+        "Warning: 2 requests/s: the median answer has 2 tokens; 4 were requested: the server "
+        "does not ignore the end of sequence, although the requests ask for it."
     ]
     refusing = Target("tgi", "m", True, frozenset({"ignore_eos_token"}))
     said = notes(refusing, [short])
-    assert said[0] == "Note: the server refuses ignore_eos_token, and was asked without."
+    assert said[0] == "Note: the requests omit fields that the server refuses: ignore_eos_token."
     assert said[1].endswith("the server refuses to ignore the end of sequence.")
     assert notes(Target("tgi", "m", ignore_eos=False), [short]) == []
-    assert "at most 1 were asked for" in notes(TARGET, [figures(result([2.0, 2.1]), asked=1)])[-1]
+    assert "at most 1 were requested" in notes(TARGET, [figures(result([2.0, 2.1]), asked=1)])[-1]
     assert notes(TARGET, [figures(result([2.0, 2.1, 2.2, 2.3], (8, 4)))]) == []
 
 
@@ -139,10 +139,10 @@ def test_what_spoils_figures_is_noted():
     busy.cpu_share = 0.95
     busy.interrupted = 3
     said = "\n".join(notes(TARGET, [busy, figures(result([2.0], (8, 4)))]))
-    assert "this client took 95% of a core" in said
-    assert "streams under way, not counted: 3." in said
+    assert "this client used 95% of a core" in said
+    assert "running streams, not counted: 3." in said
     assert "events with text are counted" in said
-    assert "an event brings 4.00 tokens on average" in said
+    assert "an event has 4.00 tokens on average" in said
 
 
 def test_events_of_generate_stream():
@@ -270,7 +270,7 @@ def test_prompts_of_a_file(tmp_path):
     with pytest.raises(BenchmarkError, match="has no prompts"):
         read_prompts(text)
     text.write_bytes(b"\xff\n")
-    with pytest.raises(BenchmarkError, match="is no UTF-8 text"):
+    with pytest.raises(BenchmarkError, match="is not UTF-8 text"):
         read_prompts(text)
 
 
@@ -281,5 +281,5 @@ def test_addresses():
     for bad in ("host:80", "http://", "ftp://h", "http://a b", "http://h\r\nx", "http://h:x"):
         with pytest.raises(BenchmarkError, match="--url"):
             Address.parse(bad)
-    with pytest.raises(BenchmarkError, match="no user, query or fragment"):
+    with pytest.raises(BenchmarkError, match="a user, query or fragment"):
         Address.parse("http://me:secret@host")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from text_generation_router.api import sse
-from text_generation_router.api.messages_input import conversation_of
-from text_generation_router.api.messages_schemas import CountTokensRequest, MessagesRequest
+from text_generation_router.api.anthropic.input import conversation_of
+from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 

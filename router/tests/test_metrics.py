@@ -34,7 +34,7 @@ FAMILIES = {
     "tgi_batch_decode_duration": "histogram",
     "tgi_batch_filter_duration": "histogram",
     "tgi_batch_concat_duration": "histogram",
-    # A summary in TGI, whose dashboard asks for buckets.
+    # A summary in TGI, but its dashboard queries buckets.
     "tgi_request_skipped_tokens_bucket": "counter",
     "tgi_batch_max_total_tokens": "gauge",
     "tgi_batch_shard_duration": "histogram",
@@ -50,6 +50,7 @@ FAMILIES = {
     "tgi_prefix_cache_hit_tokens": "counter",
     "tgi_log_lines_dropped": "counter",
     "tgi_connections_refused": "counter",
+    "tgi_restarts": "counter",
 }
 
 
@@ -133,7 +134,7 @@ def test_a_label_has_its_own_histogram() -> None:
     assert value(metrics, "tgi_batch_forward_duration_count", method="prefill") == 0
 
 
-def test_one_shard_is_compared_with_nobody() -> None:
+def test_one_shard_has_no_series_per_rank() -> None:
     assert families(Metrics(100, 200))["tgi_batch_shard_duration"].samples == []
     metrics = Metrics(100, 200, num_shards=2)
     assert value(metrics, "tgi_batch_shard_duration_count", rank="1") == 0

@@ -156,7 +156,7 @@ async def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path):
 async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp_path: Path):
     async with rig(tmp_path) as the:
         the.services.shards.failure = GenerationError("Server error: gone")
-        with pytest.raises(ShardsLostError, match="run it again to continue"):
+        with pytest.raises(ShardsLostError, match="run the batch again to continue"):
             await the.run(completion("a"), completion("b"))
         assert the.results() == []
         await the.services.batcher.probe()

@@ -1,4 +1,4 @@
-"""Many prompts at once, on shards that write a script."""
+"""Many prompts at once, on shards that generate a script."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -420,7 +420,7 @@ async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     body = {"store": False, "modalities": ["text"], "service_tier": "auto", "functions": []}
     names = ("tools", "tool_choice", "n", "stop", "stream", "logprobs", "user", "response_format")
     assert (await post(server, **body, **dict.fromkeys(names), unknown=1)).status_code == 200
-    hints = {"store": True, "reasoning_effort": "low", "verbosity": "high", "service_tier": "flex"}
+    hints = {"store": True, "reasoning_effort": "low", "verbosity": "high", "service_tier": "scale"}
     for stream in (False, True):
         assert "warning" not in (await post(server, **body, stream=stream)).headers
         answer = await post(server, **hints, stream=stream)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.openai.errors import describe, shape_complaint
+from text_generation_router.api.v1_errors import describe, shape_complaint
 from text_generation_router.errors import (
     ContextLengthError,
     GenerationError,

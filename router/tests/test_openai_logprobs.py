@@ -2,7 +2,7 @@
 
 import random
 
-from text_generation_router.api.openai.logprobs import TokenTrail
+from text_generation_router.api.logprobs import TokenTrail
 from text_generation_router.request import Token
 
 

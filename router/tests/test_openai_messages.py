@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from text_generation_router.api.openai.messages import (
+from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.messages import (
     MessageBody,
     NamedToolChoice,
     ToolBody,
     to_messages,
     tool_choice_of,
 )
-from text_generation_router.chat.format import ToolSpec
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 

@@ -343,7 +343,7 @@ async def test_format_of_completions(server: Server) -> None:
         ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
         ({"watermarking": True}, "watermarking", "not supported"),
         ({"logits_processors": ["a"]}, "logits_processors", "not supported"),
-        ({"priority": 1}, "priority", "in their order"),
+        ({"priority": 2**31}, "priority", "less than"),
         ({"routed_experts_prompt_start": 1}, "routed_experts_prompt_start", "not supported"),
         ({"stream_interval": 4}, "stream_interval", "not supported"),
         ({"kv_transfer_params": {}}, "kv_transfer_params", "not supported"),

@@ -1,4 +1,4 @@
-"""What is kept and told of prompts has bounds, however many there are and however long they are."""
+"""The results of prompts have bounds, for any number and length of prompts."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 from text_generation_router.api.openai import chat, completions, vllm_answers
-from text_generation_router.api.openai.errors import RequestError
 from text_generation_router.api.openai.vllm_answers import PromptEntries
+from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.infer import Ending, GenerateResult, Infer
 from text_generation_router.prompts import read_prompts
 from text_generation_router.request import PrefillOutput
@@ -34,7 +34,7 @@ class Ids(tuple[int, ...]):
 
 
 class PlayedInfer:
-    """Answers each prompt at once, and remembers of how many the ids were held."""
+    """Answers each prompt immediately, and counts the prompts whose ids are in memory."""
 
     most_held = 0
 
@@ -42,7 +42,7 @@ class PlayedInfer:
         return 1
 
     @contextmanager
-    def let_in(self, num: int) -> Iterator["PlayedInfer"]:
+    def holding_permits(self, num: int) -> Iterator["PlayedInfer"]:
         yield self
 
     async def generate(self, asked: object) -> GenerateResult:

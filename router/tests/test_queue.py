@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.entry import Entry, EntryState
@@ -8,11 +10,11 @@ from router.tests.scheduling import make_request, make_tokenizer
 TOKENIZER = make_tokenizer()
 
 
-def queue_of(num: int) -> Queue:
+def queue_of(num: int, priorities: Sequence[int] = ()) -> Queue:
     """Entries 0, 1, …"""
     queue = Queue()
     for entry_id in range(num):
-        request = make_request()
+        request = make_request(priority=priorities[entry_id] if priorities else 0)
         queue.append(Entry(entry_id, request, Answer(request, TOKENIZER)))
     return queue
 
@@ -33,6 +35,17 @@ def test_the_preempted_come_back_first_and_in_order() -> None:
     assert [entry.id for entry in queue] == [1, 2, 3]
 
 
+def test_higher_priorities_go_first_and_equals_by_age() -> None:
+    queue = queue_of(6, (0, 3, 0, -2, 3, -2))
+    queue.integrity()
+    assert [entry.id for entry in queue] == [1, 4, 0, 2, 3, 5]
+    first, second = queue.pop(), queue.pop()
+    queue.put_back(second)
+    queue.put_back(first)
+    queue.remove(list(queue)[2])
+    assert [entry.id for entry in queue] == [1, 4, 2, 3, 5]
+
+
 def test_remove() -> None:
     queue = queue_of(3)
     queue.remove(list(queue)[1])
@@ -41,6 +54,6 @@ def test_remove() -> None:
 
 def test_disorder_is_noticed() -> None:
     queue = queue_of(2)
-    queue.append(queue.pop())
+    queue.first().rank = (0, 5)
     with pytest.raises(AssertionError, match="out of order"):
         queue.integrity()

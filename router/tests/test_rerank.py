@@ -188,6 +188,6 @@ def test_a_reranker_needs_its_words(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     found = find_reranker(tmp_path, "Qwen3-Reranker", tokenizer, False)
     assert isinstance(found, str) and "no tokens `yes` and `no`" in found
-    with pytest.raises(ValueError, match="--reranker can not be kept"):
+    with pytest.raises(ValueError, match="--reranker is not possible"):
         find_reranker(tmp_path, "any", tokenizer, True)
     tokenizer.close()

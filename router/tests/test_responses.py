@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.responses_input import conversation_of
-from text_generation_router.api.responses_schemas import ResponsesRequest
+from text_generation_router.api.responses.input import conversation_of
+from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
@@ -173,7 +173,7 @@ async def test_penalties(server: Server) -> None:
 
 
 async def test_hints_that_change_nothing_are_named(server: Server) -> None:
-    asked = {"store": True, "service_tier": "flex", "truncation": "auto"}
+    asked = {"store": True, "service_tier": "scale", "truncation": "auto"}
     asked |= {"text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
     for stream in (False, True):
         body = {"input": "a", "stream": stream} | asked

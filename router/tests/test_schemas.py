@@ -5,7 +5,7 @@ import struct
 import orjson
 import pytest
 from pydantic import ValidationError
-from text_generation_router.api.schemas import CompatGenerateRequest, GenerateRequest
+from text_generation_router.api.tgi.schemas import CompatGenerateRequest, GenerateRequest
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,25 @@ from text_generation_router.config import RouterConfig
 from text_generation_router.scheduler import watch
 from text_generation_router.server import bind, multiplied
 from text_generation_router.services import Services, StartError
+from text_generation_router.state import ServerState
 
 from router.tests.serving import ScriptedShards, assemble_scripted
 
 LONG = {"inputs": "n", "parameters": {"max_new_tokens": 4000}}
+MANY = 1000
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "n"}],
+    "max_tokens": MANY,
+    "stream": True,
+}
+STREAMS: dict[str, dict[str, Any]] = {
+    "/generate_stream": {"inputs": "n", "parameters": {"max_new_tokens": MANY}},
+    "/v1/completions": {"prompt": "n", "max_tokens": MANY, "stream": True},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "n", "max_output_tokens": MANY, "stream": True},
+}
 SHUTTING_DOWN = "The server is shutting down; send the request to another"
 
 
@@ -36,11 +51,14 @@ def signal_handlers() -> Iterator[None]:
 class Stopping:
     """A router that runs what `main` runs, on scripted shards."""
 
-    def __init__(self, services: Services, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self, services: Services, client: httpx.AsyncClient, task: "asyncio.Task[int]"
+    ) -> None:
         assert isinstance(services.shards, ScriptedShards)
         self.services = services
         self.shards = services.shards
         self.client = client
+        self.task = task
         self.code: int | None = None
 
     async def stop(self) -> None:
@@ -58,7 +76,9 @@ async def until_it_ends(
     services = assemble_scripted(directory, hostname="127.0.0.1", port=0, **options)
 
     @asynccontextmanager
-    async def start(config: RouterConfig) -> AsyncIterator[Services]:
+    async def start(
+        config: RouterConfig, tracing: None, state: ServerState
+    ) -> AsyncIterator[Services]:
         yield services
 
     ports: list[int] = []
@@ -74,14 +94,15 @@ async def until_it_ends(
     serving = asyncio.create_task(cli.serve(services.config))
     await asyncio.sleep(0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", verify=False) as client:
-        stopping = Stopping(services, client)
+        stopping = Stopping(services, client, serving)
         stopping.shards.delay_s = 0.02
         while True:
             try:
-                await client.get("/health")
-                break
+                if (await client.get("/health")).status_code == 200:
+                    break
             except httpx.ConnectError:
-                await asyncio.sleep(0.02)
+                pass
+            await asyncio.sleep(0.02)
         yield stopping
         stopping.code = await asyncio.wait_for(serving, 10)
         with pytest.raises(httpx.ConnectError):
@@ -152,18 +173,100 @@ async def test_late_requests_are_ended(tmp_path: Path, monkeypatch: pytest.Monke
 async def test_a_second_signal_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: signal.Signals
 ) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     async with (
+        asyncio.timeout(20),
         until_it_ends(tmp_path, monkeypatch) as it,
-        it.client.stream("POST", "/generate_stream", json=LONG) as response,
+        AsyncExitStack() as stack,
     ):
-        lines = response.aiter_lines()
-        await anext(lines)
+        streams = {}
+        for path, body in STREAMS.items():
+            asked = it.client.stream("POST", path, json=body)
+            response = await stack.enter_async_context(asked)
+            assert response.status_code == 200
+            streams[path] = response.aiter_lines()
+            await anext(streams[path])
+        whole = asyncio.create_task(it.client.post("/generate", json=LONG))
+        while len(it.shards.rows) < len(STREAMS) + 1:
+            await asyncio.sleep(0.005)
         await it.stop()
         os.kill(os.getpid(), second)
-        with suppress(httpx.RemoteProtocolError):  # cut off, or told just before
-            *_, last = await events_of(lines)
-            assert last["error_type"] == "incomplete_generation_stream"
+        began = asyncio.get_running_loop().time()
+        for path, lines in streams.items():
+            data = [line async for line in lines if line.startswith("data:")]
+            told = [json.loads(line.removeprefix("data:")) for line in data if "[DONE]" not in line]
+            last = told[-1]
+            assert "Incomplete" in json.dumps(last), (path, last)
+        assert (await whole).json()["error_type"] == "incomplete_generation"
+        assert asyncio.get_running_loop().time() - began < 1
     assert it.code == 1
+
+
+async def test_a_client_that_does_not_read_delays_the_end_by_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+        it.shards.delay_s = 0.0
+        body = {"inputs": "n", "parameters": {"max_new_tokens": 4000, "top_n_tokens": 5}}
+        async with it.client.stream("POST", "/generate_stream", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await it.stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+            began = asyncio.get_running_loop().time()
+            while not it.task.done():
+                await asyncio.sleep(0.05)
+            assert asyncio.get_running_loop().time() - began < 2
+    assert it.code == 1
+
+
+async def test_shards_that_are_replaced_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+
+        async def wait_for(state: str, status: int) -> None:
+            async with asyncio.timeout(5):
+                while (answer := await it.client.get("/readyz")).json()["state"] != state:
+                    await asyncio.sleep(0.02)
+                assert answer.status_code == status
+
+        await wait_for("ready", 200)
+        monkeypatch.setattr(watch.WatchedShards, "is_down", True)
+        await wait_for("degraded", 503)
+        assert (await it.client.get("/livez")).status_code == 200
+        monkeypatch.setattr(watch.WatchedShards, "is_down", False)
+        await wait_for("ready", 200)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert it.code == 0
+
+
+async def test_a_scheduler_that_fails_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with until_it_ends(tmp_path, monkeypatch) as it:
+        whole = asyncio.create_task(it.client.post("/generate", json=LONG))
+        async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            while len(it.shards.rows) < 2:
+                await asyncio.sleep(0.005)
+
+            def settle(*_: object) -> None:
+                raise KeyError("row 5")
+
+            it.services.batcher._planner.settle = settle  # type: ignore[method-assign]
+            *_, last = await events_of(lines)
+        assert last == {
+            "error": "Request failed during generation: internal error",
+            "error_type": "generation",
+        }
+        assert (await whole).status_code == 424
+    assert it.code == 1
+    assert caplog.records[-1].levelname == "ERROR"
+    assert caplog.records[-1].message == (
+        "The scheduler has failed: KeyError: 'row 5'; the server exits so that it can be restarted"
+    )
 
 
 async def test_an_idle_server_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +280,7 @@ async def test_shards_that_hang_end_the_server(
 ) -> None:
     monkeypatch.setattr(watch, "PATIENCE_S", 0.1)
     monkeypatch.setattr(watch, "ANSWER_S", 0.05)
+    monkeypatch.setattr(watch, "LOOK_S", 0.02)
     async with until_it_ends(tmp_path, monkeypatch) as it:
         async with it.client.stream("POST", "/generate_stream", json=LONG) as response:
             lines = response.aiter_lines()
@@ -245,7 +349,9 @@ async def test_another_program_takes_the_port_meanwhile(
     services = assemble_scripted(tmp_path, hostname="127.0.0.1", port=0)
 
     @asynccontextmanager
-    async def start(config: RouterConfig) -> AsyncIterator[Services]:
+    async def start(
+        config: RouterConfig, tracing: None, state: ServerState
+    ) -> AsyncIterator[Services]:
         yield services
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Several ranks of one model, in real gRPC servers: their numbers, what they agree on, who dies."""
+"""Several ranks of one model, in real gRPC servers: numbers, agreement, ranks that die."""
 
 import asyncio
 import socket
@@ -73,13 +73,13 @@ async def test_a_rank_that_contradicts(tmp_path: Path) -> None:
 async def test_a_rank_whose_socket_is_missing_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (_, [rank]):
         rank._urls.append(f"unix://{tmp_path}/shard-1")
-        sentence = f"no answer from the shard at {tmp_path}/shard-1 within 0.1 s, though that at"
+        sentence = f"no answer from the shard at {tmp_path}/shard-1 within 0.1 s, though the one at"
         with pytest.raises(GenerationError, match=sentence):
             await ShardedClient.connect(f"{tmp_path}/shard-0", timeout_s=0.1)
 
 
 class Hanging(Rank):
-    """Notes which of its calls were given up."""
+    """Records which of its calls were cancelled."""
 
     num_cancelled = 0
 
@@ -121,7 +121,7 @@ async def test_a_rank_that_dies_while_another_hangs(
             await task
         assert time.perf_counter() - started < 1
         await until(lambda: ranks[1 - dead].num_cancelled == 1)
-        # And who comes afterwards is told at once.
+        # Later requests fail at once.
         with pytest.raises(LostStepError, match="Could not connect"):
             await asyncio.wait_for(call(client), 2)
 
@@ -151,15 +151,15 @@ async def test_a_rank_that_is_silent_when_another_has_answered(
 ) -> None:
     """It was stopped when it had computed its part: no other rank waits for it."""
     async with serving(tmp_path, 2) as (client, ranks):
-        client._answer_s, ranks[1].delay_s = 0.05, 3600
+        client.answer_s, ranks[1].delay_s = 0.05, 3600
         with pytest.raises(LostStepError, match="Server error: shard 1 did not answer, though"):
             await asyncio.wait_for(call(client), 5)
 
 
 async def test_a_silent_rank_ends_all_that_is_under_way(tmp_path: Path) -> None:
-    """Also a step that was launched behind the one that is found to be lost."""
+    """Also a step that was launched after the lost one."""
     async with serving(tmp_path, 2) as (client, ranks):
-        client._answer_s, ranks[1].delay_s = 0.05, 3600
+        client.answer_s, ranks[1].delay_s = 0.05, 3600
         watched = WatchedShards(client)
         steps = [watched.decode([3], Advance(is_ahead=ahead)) for ahead in (False, True)]
         outcomes = await asyncio.wait_for(asyncio.gather(*steps, return_exceptions=True), 5)
@@ -211,6 +211,7 @@ async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
 
 async def test_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
     monkeypatch.setattr(client_shards, "_HEALTH_TIMEOUT_S", 0.05)
     async with serving(tmp_path, 2) as (client, ranks):
         ranks[1].delay_s = 3600
@@ -311,7 +312,7 @@ async def test_a_batch_of_which_ranks_chose_differently_ends_and_the_next_begins
             for outcome in outcomes:
                 assert "shard 1 chose other tokens than shard 0 in step 5" in str(outcome.error)
                 assert len(outcome.tokens) < 5
-            # Not asked for its health, the next is let in and finds an empty batch.
+            # Without a health check the next request is admitted and finds an empty batch.
             after = await collect(batcher.submit(request))
             assert after.error is None and after.ids == [70 + n % 3 for n in range(20)]
             assert batcher.is_healthy

@@ -22,7 +22,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def answers(shard: ShardSocket, server: socket.socket) -> bool:
-    """Whether who connects to the address reaches this server."""
+    """Whether a connection to the address reaches this server."""
     server.setblocking(False)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(shard.address)
@@ -52,7 +52,7 @@ def test_an_address_leads_to_the_socket_that_was_looked_at(tmp_path: Path) -> No
         shard.close()
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_no_process_listens(tmp_path: Path) -> None:
     path = tmp_path / "s-0"
     with pytest.raises(FileNotFoundError):
         ShardSocket(str(path))

@@ -81,7 +81,7 @@ class Rank(pb_grpc.TextGenerationServiceServicer):
         return await self._answer(request, context, pb.ClearCacheResponse())
 
     def _step(self, batch_id: int, number: int) -> pb.StepResponse:
-        """Who is alone sends no digest, and who is not rank 0 only that and the times."""
+        """A single rank sends no digest; ranks other than 0 send only the digest and the times."""
         digest = number + 1000 if len(self._urls) > 1 else None
         if self._rank:
             return pb.StepResponse(digest=digest, forward_ns=self._rank, decode_ns=10)
@@ -230,7 +230,7 @@ async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
 
 
 class Listener(pb_grpc.TextGenerationServiceServicer):
-    """In a thread of its own: notes each step, whatever the event loop of the client does."""
+    """In a thread of its own: records each step, also while the client's event loop is busy."""
 
     def __init__(self, rank: int, urls: list[str]) -> None:
         self._info = pb.InfoResponse(rank=rank, world_size=len(urls))
@@ -251,7 +251,7 @@ class Listener(pb_grpc.TextGenerationServiceServicer):
 
 @pytest.mark.parametrize("num", [1, 2])
 async def test_a_call_is_sent_before_the_batcher_goes_on(tmp_path: Path, num: int) -> None:
-    """Otherwise the router's text work would delay the shards instead of hiding behind them."""
+    """Otherwise the router's text work would delay the shards instead of overlapping with them."""
     urls = [f"unix://{tmp_path}/shard-{rank}" for rank in range(num)]
     shards = [Listener(rank, urls) for rank in range(num)]
     with ExitStack() as stack:
@@ -287,7 +287,7 @@ async def test_steps_go_through_one_call_until_it_fails(tmp_path: Path) -> None:
         assert rank.num_decode_calls == 2
 
 
-async def test_a_step_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
+async def test_a_cancelled_step(tmp_path: Path) -> None:
     """Its answer must not be taken for that of the next."""
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 0.05
@@ -299,7 +299,7 @@ async def test_a_step_that_nobody_waits_for_any_more(tmp_path: Path) -> None:
         assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))
 
 
-async def test_nobody_there(tmp_path: Path) -> None:
+async def test_no_shard_listens(tmp_path: Path) -> None:
     with pytest.raises(
         GenerationError, match=r"no answer from the shards at .*/nobody within 0.1 s"
     ):
@@ -307,7 +307,7 @@ async def test_nobody_there(tmp_path: Path) -> None:
 
 
 async def test_steps_that_are_sent_before_the_last_is_answered(tmp_path: Path) -> None:
-    """One call carries them all, and each gets its own answer, whichever is waited for first."""
+    """One call carries them all, and each gets its own answer, in any order of waiting."""
     async with serving(tmp_path, 2) as (client, ranks):
         await client.decode([3], Advance())
         for rank in ranks:

@@ -8,10 +8,10 @@ from text_generation_router.scheduler.shards import CachedBatch, StepResult
     [
         ([1, 2, 3], (1, 3, 9), True),
         ([3, 2, 1], (9, 3, 1), True),
-        # Somebody asked for is missing; somebody answers who was not asked.
+        # A request is missing; an unexpected one answers.
         ([2, 3], (1, 3, 9), False),
         ([1, 2, 3, 9], (1, 3, 9), False),
-        # Somebody who goes on is gone; somebody who ended, or a stranger, is still there.
+        # A running row is gone; an ended or unknown row is still there.
         ([1, 2, 3], (1, 3), False),
         ([1, 2, 3], (1, 2, 3, 9), False),
         ([1, 2, 3], (1, 3, 9, 10), False),

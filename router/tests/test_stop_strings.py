@@ -62,7 +62,7 @@ def test_unfinished_is_what_can_still_become_a_stop_string(
     for piece in pieces:
         text += piece
         if (match := search.search(piece)) is not None:
-            # The longest of those that end there.
+            # The longest one that ends there.
             end = len(text) - len(piece) + match.end
             ending = [stop for stop in stops if text[:end].endswith(stop)]
             assert match.stop_string == max(ending, key=len)

@@ -7,10 +7,10 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api.generate import TokenEvents
 from text_generation_router.api.numbers import float32
 from text_generation_router.api.openai.stream import Chunk, ChunkWriter
 from text_generation_router.api.sse import event
+from text_generation_router.api.tgi.generate import TokenEvents
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import (
     FinishReason,

@@ -103,7 +103,7 @@ async def test_short_texts_do_not_wait(tokenizer: Tokenizer) -> None:
     long = [asyncio.create_task(tokenizer.token_ids(TEXT)) for _ in range(30)]
     await asyncio.sleep(0)
     assert (await tokenizer.token_ids("x" * 280)).count > 10
-    # Who leaves gives the place back.
+    # A cancelled call frees its place.
     for one in long[1:-1]:
         one.cancel()
     os.kill(process._child.pid, signal.SIGCONT)

@@ -82,7 +82,7 @@ def test_a_request_goes_over_whole() -> None:
     stopping = request.stopping_parameters
     assert (stopping.max_new_tokens, stopping.min_new_tokens) == (20, 4)
     assert stopping.ignore_eos_token and list(stopping.stop_token_ids) == [9, 3]
-    # Whatever is added to the contract must be filled in.
+    # Every field of the contract must be filled in.
     assert unset_fields(request) == unset_fields(parameters) == unset_fields(stopping) == set()
 
 
@@ -158,17 +158,23 @@ def test_a_request_can_get_several_tokens() -> None:
     assert (step.request_ids, step.token_ids, step.counts) == ((1, 2), (5, 6, 7), (2, 1))
 
 
-def test_a_step_that_leaves_nobody() -> None:
+def test_a_step_without_remaining_rows() -> None:
     step = translate.from_step(pb.StepResponse())
     assert step.batch is None and step.concat_ns is None and list(step.top_tokens()) == []
 
 
 def test_every_finish_reason_is_known() -> None:
-    for reason in pb.FinishReason.values():
-        generations = pb.Generations(finish_reasons=[reason])
-        assert (
-            len(translate.from_step(pb.StepResponse(generations=generations)).finish_reasons) == 1
-        )
+    expected = {
+        pb.FINISH_REASON_NONE: None,
+        pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+        pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+        pb.FINISH_REASON_ERROR: None,
+        pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+    }
+    assert set(expected) == set(pb.FinishReason.values())
+    generations = pb.Generations(finish_reasons=list(expected))
+    step = translate.from_step(pb.StepResponse(generations=generations))
+    assert step.finish_reasons == tuple(expected.values())
 
 
 def test_what_fits_is_what_fits_on_every_rank() -> None:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from text_generation_router.api.schemas import GenerateParametersBody
+from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.errors import AdapterNotFoundError, ValidationError
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.metrics import Metrics
@@ -258,6 +258,8 @@ def test_body_and_parameters_have_the_same_fields() -> None:
         "most_stop_sequences",
         "most_top_n_tokens",
         "visible_special_tokens",
+        # It has a header.
+        "priority",
         # vLLM's.
         "min_p",
         "includes_stop",

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.messages_input import conversation_of
-from text_generation_router.api.messages_schemas import MessagesRequest
+from text_generation_router.api.anthropic.input import conversation_of
+from text_generation_router.api.anthropic.schemas import MessagesRequest
 from text_generation_router.api.openai.completions import first_ids
-from text_generation_router.api.openai.errors import RequestError
+from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models

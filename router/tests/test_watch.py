@@ -1,4 +1,4 @@
-"""Shards that hang are noticed; those that only take long are left alone."""
+"""Shards that hang are detected; slow ones go on."""
 
 import asyncio
 
@@ -6,8 +6,14 @@ import pytest
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler import watch
 from text_generation_router.scheduler.chunked_prefill import StepCosts
-from text_generation_router.scheduler.shards import Advance, LostStepError, SilentShardError
-from text_generation_router.scheduler.watch import STUCK_S, WatchedShards, longest_call_s
+from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
+from text_generation_router.scheduler.shards import (
+    Advance,
+    LostStepError,
+    SilentShardError,
+    StepResult,
+)
+from text_generation_router.scheduler.watch import WatchedShards
 
 from router.tests.scheduling import (
     FakeShards,
@@ -17,15 +23,10 @@ from router.tests.scheduling import (
     make_rig,
     running,
 )
+from router.tests.virtual_time import VirtualTime
 
-# In the tests everything is a hundred times as quick.
-PATIENCE_S = 0.05
-
-
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "PATIENCE_S", PATIENCE_S)
-    monkeypatch.setattr(watch, "ANSWER_S", PATIENCE_S)
+pytestmark = pytest.mark.usefixtures("clock")
+PATIENCE_S = watch.PATIENCE_S
 
 
 class Stub(FakeShards):
@@ -46,7 +47,7 @@ class Stub(FakeShards):
         await asyncio.sleep(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
 
 
-async def test_nobody_is_asked_while_calls_are_short() -> None:
+async def test_no_health_check_while_calls_are_short() -> None:
     shards = Stub()
     async with running(shards) as rig:
         outcome = await rig.outcome((1, 2), 9)
@@ -60,12 +61,12 @@ async def test_a_long_call_is_left_alone_while_the_shards_answer() -> None:
     shards = Stub(call_s=5 * PATIENCE_S)
     watched = WatchedShards(shards)
     await watched.clear_cache(None)
-    assert shards.num_questions >= 3
+    assert shards.num_questions >= 2
     assert watched.verdict is None
 
 
 async def test_a_question_that_fails_in_any_way_is_not_answered() -> None:
-    """It must not end the watch: nobody waits for the task that asks."""
+    """It must not end the watch: no code awaits the task of the health check."""
     shards = Stub(3600.0)
 
     async def fail() -> None:
@@ -75,13 +76,13 @@ async def test_a_question_that_fails_in_any_way_is_not_answered() -> None:
     shards.health = fail  # type: ignore[method-assign]
     watched = WatchedShards(shards)
     with pytest.raises(LostStepError, match="The shards have not answered for"):
-        await asyncio.wait_for(watched.clear_cache(None), 100 * PATIENCE_S)
+        await watched.clear_cache(None)
     assert shards.num_questions == watch.NUM_QUESTIONS
 
 
 async def test_one_late_answer_proves_nothing() -> None:
     """As when the whole machine was asleep."""
-    shards = Stub(5 * PATIENCE_S, (3600.0, 0.0))
+    shards = Stub(6 * PATIENCE_S, (3600.0, 0.0))
     watched = WatchedShards(shards)
     await watched.clear_cache(None)
     assert shards.num_questions >= 3
@@ -98,22 +99,25 @@ async def test_a_call_that_ends_while_they_are_asked_is_not_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer_s", "longest_s", "verdict"),
+    ("answer_s", "longest_s", "verdict", "lasted_s"),
     [
-        (3600.0, STUCK_S, "The shards have not answered for 0 s"),
-        (0.0, 3 * PATIENCE_S, "The shards have not finished a step within 0 s"),
+        (3600.0, UNMEASURED_S, "The shards have not answered for 22 s", 21.75),
+        (0.0, 3 * PATIENCE_S, "The shards have not finished a step within 15 s", 15.25),
+        (3600.0, PATIENCE_S / 2, "The shards have not finished a step within 2.5 s", 2.75),
     ],
 )
 async def test_who_hangs_is_given_up_for_good(
-    answer_s: float, longest_s: float, verdict: str
+    answer_s: float, longest_s: float, verdict: str, lasted_s: float
 ) -> None:
     shards = Stub(3600.0, (answer_s,))
-    watched = WatchedShards(shards, longest_s)
+    watched = WatchedShards(shards, StepDeadlines.fixed(longest_s))
+    told: list[str] = []
+    watched.report_loss = told.append
     began = asyncio.get_running_loop().time()
     with pytest.raises(LostStepError, match=verdict):
         await watched.clear_cache(1)
-    assert asyncio.get_running_loop().time() - began < 1
-    assert watched.verdict == verdict
+    assert asyncio.get_running_loop().time() - began == pytest.approx(lasted_s)
+    assert watched.verdict == verdict and told == [verdict]
     shards.call_s = 0.0
     for call in (watched.decode([1], Advance()), watched.filter_batch(1, [1]), watched.health()):
         with pytest.raises(LostStepError, match=verdict):
@@ -134,14 +138,14 @@ async def test_who_alone_does_not_answer_is_given_up_for_good() -> None:
 
 
 async def test_every_request_gets_its_ending() -> None:
-    """Those that run, those that wait and those that come afterwards."""
+    """Running, waiting and later requests."""
     shards = Stub()
     rig = make_rig(shards, max_batch_size=2)
     task = asyncio.create_task(rig.batcher.run())
     entries = [rig.batcher.submit(make_request((n,), 50)) for n in range(4)]
     await rig.until(lambda: bool(shards.batches))
     shards.call_s, shards.answers = 3600.0, [3600.0]
-    outcomes = await asyncio.gather(*map(collect, entries))
+    outcomes = await asyncio.gather(*(collect(entry, 60.0) for entry in entries))
     assert all(isinstance(outcome.error, GenerationError) for outcome in outcomes)
     late = await rig.outcome()
     assert "have not answered" in str(late.error)
@@ -161,7 +165,74 @@ async def test_failures_stay_what_they_are() -> None:
         await WatchedShards(Broken()).clear_cache(None)
 
 
+@pytest.mark.parametrize("before_s", [0.0, 0.1, 3.0])
+async def test_time_in_which_this_process_stood_still_does_not_count(
+    before_s: float, clock: VirtualTime
+) -> None:
+    """As when all processes were stopped, and go on."""
+    shards = Stub(3600.0)
+    watched = WatchedShards(shards, StepDeadlines.fixed(4.0))
+    began = clock.now
+    call = asyncio.create_task(watched.clear_cache(None))
+    await asyncio.sleep(before_s)
+    clock.stand_still(60.0)
+    with pytest.raises(LostStepError, match="within 4 s"):
+        await call
+    assert 60.0 + 4.0 - watch.LOOK_S <= clock.now - began <= 60.0 + 4.0 + 2 * watch.LOOK_S
+
+
+class Slow(FakeShards):
+    """Whose calls take as long as they are told, beside one another."""
+
+    call_s = 0.0
+
+    async def prefill(self, *_: object) -> StepResult:
+        await asyncio.sleep(self.call_s)
+        return StepResult((), (), (), (), None)
+
+    async def decode(self, *_: object) -> StepResult:
+        return await self.prefill()
+
+
+async def test_a_call_waits_for_the_one_before() -> None:
+    """Its time begins when that has ended."""
+    shards = Slow()
+    watched = WatchedShards(shards, StepDeadlines.fixed(0.3))
+    shards.call_s = 0.2
+    first = asyncio.create_task(watched.decode([1], Advance()))
+    await asyncio.sleep(0)
+    shards.call_s = 0.4
+    second = asyncio.create_task(watched.decode([1], Advance()))
+    await asyncio.gather(first, second)
+    assert watched.verdict is None
+    with pytest.raises(LostStepError):
+        await watched.decode([1], Advance())
+
+
+async def test_a_prompt_gives_a_step_more_time() -> None:
+    shards = Slow()
+    shards.call_s = 0.15
+    watched = WatchedShards(shards, StepDeadlines(least_s=0.05, token_s=0.01))
+    entry = make_rig(FakeShards()).batcher.submit(make_request(range(40)))
+    await watched.prefill(1, [entry], None)
+    await watched.decode([1], Advance(chunks=[(entry.id, 40)]))
+    with pytest.raises(LostStepError, match=r"within 0\.2 s"):
+        shards.call_s = 3600.0
+        await watched.decode([1], Advance(chunks=[(entry.id, 20)]))
+
+
 def test_how_long_a_step_may_take() -> None:
-    assert longest_call_s(StepCosts(), 128, 4096) == STUCK_S
-    slow = StepCosts(decode_step_ns=10**9, num_rows=32, prefill_token_ns=10**8)
-    assert longest_call_s(slow, 128, 4096) == 20 * (4 * 1.0 + 409.6)
+    measured = StepDeadlines.measured
+    assert measured(StepCosts(), 128, 0, 4096, is_on_gpu=False).of(4096) == UNMEASURED_S
+    quick = StepCosts(10**6, 32, 10**4, 10**3)
+    assert measured(quick, 128, 0, 4096, is_on_gpu=False).of(4096) == 5
+    assert measured(quick, 128, 0, 4096, is_on_gpu=True).of(4096) == 20
+    slow = StepCosts(10**9, 32, 10**8, 10**7)
+    # Four times a step of 32 rows; each row, and each prompt token, at the end of 4096 tokens.
+    token_s = 0.1 + 4 * 0.01
+    deadlines = measured(slow, 128, 1, 4096, is_on_gpu=False)
+    assert deadlines.of(1000) == pytest.approx(20 * (4 + (256 + 1000) * token_s))
+    assert deadlines.work_s(1000) == pytest.approx(4 + (256 + 1000) * token_s)
+    assert StepDeadlines.fixed(2.0).of(4096) == 2.0
+    assert StepDeadlines.fixed(2.0).behind_ranks(2.0).of(0) == 3.0
+    assert deadlines.behind_ranks(2.0) == deadlines

@@ -1,6 +1,6 @@
-"""The HTTP server, the continuous-batching loop and all text work.
+"""The HTTP server, the continuous-batching loop and all text processing.
 
-`LLM` and `SamplingParams` are here as well, for those who generate without a server.
+`LLM` and `SamplingParams` generate without a server.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ _OFFLINE = ("LLM", "SamplingParams")
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is offline when it is asked for: the scheduler alone needs none of it."""
+    """Imports the offline part on first use: the server does not need it."""
     if name not in _OFFLINE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from text_generation_router import offline

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and the one way in which errors leave."""
+"""The HTTP application: routes, middleware and the one error handler."""
 
 import asyncio
 import traceback
@@ -16,36 +16,35 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from text_generation_router.api import (
-    chat_tokenize,
-    generate,
-    info,
-    kserve,
-    kserve_errors,
-    messages,
-    messages_errors,
-    rerank,
-    responses,
-    sagemaker,
-    tokenize,
-    vertex,
-)
 from text_generation_router.api import errors as tgi_errors
+from text_generation_router.api import models, v1_errors
+from text_generation_router.api.anthropic import errors as anthropic_errors
+from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.keys import DocsBehindKey
-from text_generation_router.api.openai import chat, completions, embeddings, models
-from text_generation_router.api.openai import errors as openai_errors
+from text_generation_router.api.openai import chat, chat_tokenize, completions, embeddings, rerank
+from text_generation_router.api.platforms import kserve, kserve_errors, probes, sagemaker, vertex
+from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
+from text_generation_router.api.tgi import generate, info, tokenize
 from text_generation_router.config import VERSION, RouterConfig
-from text_generation_router.errors import RouterError, ShuttingDownError
+from text_generation_router.errors import (
+    RouterError,
+    ShuttingDownError,
+    StartingError,
+    UnhealthyError,
+)
 from text_generation_router.keys import Keys
+from text_generation_router.request_id import TRACE, named
 from text_generation_router.services import Services
+from text_generation_router.state import ServerState
 
 ROUTERS = (
     generate.router,
     tokenize.router,
     info.key_router,
     info.router,
+    probes.router,
     kserve.body_router,
     kserve.key_router,
     kserve.router,
@@ -61,11 +60,11 @@ ROUTERS = (
     vertex.router,
 )
 
-# The first prefix of the path that fits decides; all other paths are TGI's.
+# The first prefix that matches the path decides; all other paths use TGI's form.
 ERROR_FORMS = (
-    (messages_errors.PATH, messages_errors.respond),
-    (messages_errors.MODELS_PATH, messages_errors.respond_about_models),
-    ("/v1/", openai_errors.respond),
+    (anthropic_errors.PATH, anthropic_errors.respond),
+    (anthropic_errors.MODELS_PATH, anthropic_errors.respond_about_models),
+    ("/v1/", v1_errors.respond),
     ("/v2/rerank", tgi_errors.respond),
     (kserve_errors.PATH, kserve_errors.respond),
 )
@@ -74,9 +73,9 @@ ERROR_FORMS = (
 def create_app(
     config: RouterConfig, services: Services | None = None, keys: Keys | None = None
 ) -> FastAPI:
-    """The application; without services it can only describe itself (`openapi`).
+    """The application; without services only its OpenAPI works.
 
-    It runs the batcher while it is up. `keys` are those of the configuration, if they were read.
+    Its lifespan runs the batcher. `keys` default to those of the configuration.
     """
     app = FastAPIOffline(
         docs_url="/docs",
@@ -96,7 +95,7 @@ def create_app(
     app.state.config = config
     app.state.services = services
     app.state.keys = keys = keys or Keys.of(config)
-    # Vertex may name a path that is taken, and gets it.
+    # First, so that Vertex's routes win over others with the same path.
     app.state.routers = (*vertex.aip_routers(config), *ROUTERS)
     for router in app.state.routers:
         app.include_router(router)
@@ -109,7 +108,7 @@ def create_app(
         CORSMiddleware,
         allow_origins=list(config.cors_allow_origin) or ["*"],
         allow_methods=["GET", "POST"],
-        # OpenAI's and Anthropic's clients send many of their own.
+        # OpenAI's and Anthropic's clients send many headers of their own.
         allow_headers=["*"],
     )
     if config.prometheus_port is not None:
@@ -119,8 +118,7 @@ def create_app(
 
 
 def create_refusal(config: RouterConfig) -> ASGIApp:
-    """Answers everything with 503, as the API that the path belongs to does, while the server is
-    brought to its end."""
+    """Answers all requests with 503, in the error form of the path's API, during shutdown."""
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         response = _respond(Request(scope), ShuttingDownError(), config)
@@ -129,8 +127,26 @@ def create_refusal(config: RouterConfig) -> ASGIApp:
     return refuse
 
 
+def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
+    """Answers during the start: probes with the phase, health checks as usual, and all other
+    requests with 503, in the error form of the path's API."""
+    health_paths = {"/", "/ping", "/health", config.aip_health_route}
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path in probes.PATHS and scope["method"] in ("GET", "HEAD"):
+            response = probes.answer(state, path == "/livez")
+        elif path in health_paths:
+            response = _respond(Request(scope), UnhealthyError(), config)
+        else:
+            response = _respond(Request(scope), StartingError(state.phase), config)
+        await response(scope, receive, named(scope, send))
+
+    return answer
+
+
 class MetricsPort:
-    """Answers nothing but /metrics on the port that is for Prometheus."""
+    """On the Prometheus port, answers only /metrics."""
 
     def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app
@@ -149,10 +165,11 @@ class MetricsPort:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The batcher's task lives here. If it crashes it says so in the log, and /health is 503."""
+    """Runs the batcher's task. If the batcher fails, it logs an error and /health is 503."""
     services = app.state.services
     assert isinstance(services, Services)
     run = asyncio.create_task(services.batcher.run(), name="batcher")
+    services.state.ready()
     try:
         yield
     finally:
@@ -169,6 +186,8 @@ def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
         if isinstance(error, StarletteHTTPException) and error.status_code == 405:
             error.headers = {"allow": ",".join(sorted(_allowed_methods(request)))}
         response = _respond(request, error, config)
+        if (trace := request.scope.get(TRACE)) is not None and isinstance(error, RouterError):
+            trace.fail(error.error_type)
         _forget_frames(error)
         return response
 
@@ -177,24 +196,24 @@ def _add_error_handlers(app: FastAPI, config: RouterConfig) -> None:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Empties the frames that the error left: they hold the request's body, and several of them the
-    error, so that all of it would lie there until the garbage collector comes, which is rare."""
+    """Clears the error's frames. They hold the request's body, and some of them the error: this
+    cycle would stay in memory until the next garbage collection, which is rare."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _respond(request: Request, error: Exception, config: RouterConfig) -> Response:
-    """Every error leaves in the form of the API that the path belongs to."""
+    """The error in the form of the path's API."""
     path = request.url.path
     forms = (respond for prefix, respond in ERROR_FORMS if path.startswith(prefix))
     respond = next(forms, tgi_errors.respond)
-    # Vertex names paths under /v1/ as well.
+    # Vertex's path may be below /v1/.
     return (tgi_errors.respond if path == config.aip_predict_route else respond)(request, error)
 
 
 def _allowed_methods(request: Request) -> set[str]:
-    """The methods of all routes at this path; starlette names those of the first only."""
+    """The methods of all routes at this path; starlette only names those of the first."""
     methods: set[str] = set()
     for route in chain(
         request.app.routes, *(router.routes for router in request.app.state.routers)

@@ -1,4 +1,4 @@
-"""Whose request it is: what it may share with others, and how much it may still ask for."""
+"""The API key behind a request: its cache salt, and its limits."""
 
 import math
 from dataclasses import dataclass
@@ -6,57 +6,56 @@ from dataclasses import dataclass
 from text_generation_router.errors import KeyLimitError, ValidationError
 
 _MINUTE_S = 60.0
-# Nobody knows when a request that is under way will end.
+# When the next of the key's requests ends is unknown.
 _RETRY_PLACE_S = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What each API key may ask for; None: as much as it likes."""
+    """The limits of each API key; None: no limit."""
 
     max_concurrent_requests: int | None = None
     max_tokens_per_minute: int | None = None
 
 
 class Allowance:
-    """What one API key has under way, and the tokens it may still use; changed by `Infer` alone.
+    """Owns the running sequences and the token bucket of one API key; only `Infer` changes it.
 
-    Tokens are a bucket which holds those of one minute and fills at that pace. Whoever comes while
-    there are any in it is let in. Its prompt is taken off when it starts and each of its tokens as
-    it is read, so the bucket can go below zero: nobody is let in until it has filled again.
-    `now` is in seconds, of a clock that never goes back.
+    The bucket holds the tokens of one minute and refills at that rate. It admits a request while it
+    is above zero. A prompt is charged when it starts, and each generated token when it is read, so
+    the bucket can go below zero: then it admits nothing until it is above zero again. `now` is in
+    seconds, of a monotonic clock.
     """
 
     def __init__(self, limits: KeyLimits) -> None:
         self._limits = limits
-        self.num_under_way = 0
+        self.num_running = 0
         self._tokens = float(limits.max_tokens_per_minute or 0)
-        # When `_tokens` was right.
+        # The time of `_tokens`.
         self._filled_at = -math.inf
 
     @property
     def num_free(self) -> int | None:
-        """How many more sequences it may have under way, but one at least; None: any number."""
+        """How many more sequences may start, at least one; None: no limit."""
         most = self._limits.max_concurrent_requests
-        return None if most is None else max(1, most - self.num_under_way)
+        return None if most is None else max(1, most - self.num_running)
 
     def check_could_fit(self, num: int) -> None:
-        """Raises ValidationError for more sequences than it may ever have under way."""
+        """Raises ValidationError for more sequences than may ever run at once."""
         most = self._limits.max_concurrent_requests
         if most is not None and num > most:
             raise ValidationError(
-                f"one request asks for {num} sequences; an API key may have at most {most} under "
-                "way (--max-concurrent-requests-per-key)"
+                f"one request has {num} sequences; an API key may have at most {most} running "
+                "(--max-concurrent-requests-per-key)"
             )
 
     def enter(self, num: int, now: float) -> None:
-        """Takes places for `num` sequences. Raises KeyLimitError, and ValidationError if there can
-        never be so many."""
+        """Counts `num` sequences as running. Raises KeyLimitError, and see `check_could_fit`."""
         self.check_could_fit(num)
         most = self._limits.max_concurrent_requests
-        if most is not None and self.num_under_way + num > most:
+        if most is not None and self.num_running + num > most:
             raise KeyLimitError(
-                f"This API key has {self.num_under_way} of at most {most} sequences under way "
+                f"This API key has {self.num_running} of at most {most} sequences running "
                 "(--max-concurrent-requests-per-key); try again when one has ended",
                 "requests",
                 _RETRY_PLACE_S,
@@ -68,15 +67,15 @@ class Allowance:
                 "tokens",
                 wait_s,
             )
-        self.num_under_way += num
+        self.num_running += num
 
     def leave(self, num: int) -> None:
-        """Gives places back."""
-        self.num_under_way -= num
-        assert self.num_under_way >= 0, "more left than came"
+        """Counts `num` sequences as ended."""
+        self.num_running -= num
+        assert self.num_running >= 0, "more left than came"
 
     def take(self, num_tokens: int, now: float) -> None:
-        """Takes tokens off that were used."""
+        """Charges used tokens."""
         if self._limits.max_tokens_per_minute is not None:
             self._tokens = self._tokens_at(now) - num_tokens
             self._filled_at = now
@@ -86,7 +85,7 @@ class Allowance:
         return min(most, self._tokens + (now - self._filled_at) * most / _MINUTE_S)
 
     def _wait_s(self, now: float) -> int:
-        """Whole seconds after which there is a token in the bucket; 0: there is one."""
+        """Whole seconds until the bucket is above zero; 0: it is."""
         most = self._limits.max_tokens_per_minute
         if most is None or (tokens := self._tokens_at(now)) > 0:
             return 0
@@ -95,11 +94,11 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is. Callers of different salts share no computed prompt."""
+    """The origin of a request. Requests with different salts share no cached prefix."""
 
     salt: str = ""
     allowance: Allowance | None = None
 
 
-# Whoever asks a server that has no keys, or has one and no limits.
+# All requests of a server without keys, or with one key and no limits.
 ANYBODY = Caller()

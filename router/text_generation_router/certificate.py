@@ -1,4 +1,4 @@
-"""The certificate that connections are encrypted with, and its successors."""
+"""The TLS certificate, which is reloaded when its files change."""
 
 import logging
 import os
@@ -11,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 
 class CertificateError(Exception):
-    """The files hold no certificate with its key; one sentence."""
+    """The files hold no certificate with its key; one sentence says why."""
 
 
 class Certificate:
-    """Owns the context of all connections; new ones get what the files hold now, as long as that is
-    a certificate with its key.
+    """Owns the context of all connections. New ones use what the files hold now, if that is a
+    certificate with its key.
 
     Raises CertificateError.
     """
@@ -29,7 +29,7 @@ class Certificate:
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Certificate | None":
-        """The one that the flags name, if they do. Raises StartError."""
+        """The certificate of the flags, if they are given. Raises StartError."""
         if config.ssl_certfile is None or config.ssl_keyfile is None:
             return None
         try:
@@ -38,19 +38,19 @@ class Certificate:
             raise StartError(str(error)) from error
 
     def refresh(self) -> None:
-        """Reads the files if they have changed. What can not be used is logged once."""
+        """Reads the files if they have changed. An unusable certificate is logged once."""
         state = _state(self._files)
         if state == self._seen:
             return
         self._seen = state
         try:
-            # Elsewhere first, because half of a pair would stay in the context.
+            # Into another context first: a failure would leave half of a pair in this one.
             _load(_context(), *self._files)
             _load(self.context, *self._files)
         except CertificateError as error:
-            logger.error("%s; the certificate that was read before is kept", error)
+            logger.error("%s; the previous certificate stays in use", error)
         else:
-            logger.info("Read the new certificate for connections that begin from now on")
+            logger.info("The new certificate is in use for new connections")
 
 
 def _context() -> ssl.SSLContext:
@@ -63,7 +63,7 @@ def _load(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
     _check_holds("--ssl-certfile", certfile, "CERTIFICATE-----")
     _check_holds("--ssl-keyfile", keyfile, "PRIVATE KEY-----")
     try:
-        # An empty password, so that nobody is asked for one.
+        # An empty password, so that OpenSSL does not prompt for one.
         context.load_cert_chain(certfile, keyfile, password="")
     except (ssl.SSLError, OSError, ValueError) as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
@@ -93,7 +93,7 @@ def _check_holds(flag: str, path: str, words: str) -> None:
 
 
 def _state(paths: tuple[str, ...]) -> tuple[tuple[int, int, int] | None, ...]:
-    """What differs once one of the files was written or replaced."""
+    """A value that changes when one of the files is written or replaced."""
     return tuple(map(_state_of, paths))
 
 

@@ -1,4 +1,4 @@
-"""`text-generation-router`: flags to `RouterConfig`, start-up in order, HTTP until SIGTERM."""
+"""`text-generation-router`: parses flags, starts the services in order, serves until SIGTERM."""
 
 import argparse
 import dataclasses
@@ -9,30 +9,35 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from typing import Any, get_args, get_origin, get_type_hints
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 import orjson
 import uvloop
 from text_generation_process.descriptors import raise_file_limit
 
-from text_generation_router.app import create_app, create_refusal
+from text_generation_router.app import create_app, create_refusal, create_starting
 from text_generation_router.certificate import Certificate
-from text_generation_router.config import RouterConfig, flag, flags
+from text_generation_router.config import VERSION, RouterConfig, flag, flags
 from text_generation_router.front import Front
+from text_generation_router.heartbeat import Heartbeat
 from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
-from text_generation_router.server import Server, bind, server_config
+from text_generation_router.server import Server, answering, bind, server_config
 from text_generation_router.services import StartError, start
+from text_generation_router.state import ServerState
+
+if TYPE_CHECKING:
+    from text_generation_router.tracing.opening import Tracing
 
 logger = logging.getLogger("text_generation_router")
 
-# What is open beside a connection for each request: listeners, the shards, the log.
+# Open files besides one connection for each request: listeners, shards, log.
 _OTHER_FILES = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the router until SIGTERM; a start-up that fails is one ERROR line and exit code 1."""
+    """Runs the router until SIGTERM; a failed start is one ERROR line and exit code 1."""
     parser = create_parser()
     options = vars(parser.parse_args(arguments))
     if options.pop("command") == "print-schema":
@@ -46,8 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = RouterConfig(**options)
         _warn_of_few_files(config, raise_file_limit())
-        calm_garbage_collector()
-        code = uvloop.run(serve(config, lambda: log.num_dropped))
+        with ExitStack() as stack:
+            # The last traces are sent after everything else has ended.
+            tracing = _open_tracing(config, stack)
+            calm_garbage_collector()
+            code = uvloop.run(serve(config, lambda: log.num_dropped, tracing))
     except KeyboardInterrupt:
         logger.info("Interrupted before the server was up")
     except (StartError, ValueError) as error:
@@ -84,40 +92,64 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys in API_KEY, one a line: the one setting that is taken from there, because everybody
-    can read the command line of a process. A variable that is empty is one empty key."""
+    """The keys in API_KEY, one per line. An environment variable, because every user of the machine
+    can read the command line of a process. An empty variable is one empty key."""
     given = environment.get("API_KEY")
     return () if given is None else tuple(given.splitlines() or [""])
 
 
-async def serve(config: RouterConfig, num_lines_dropped: Callable[[], int] = int) -> int:
-    """Takes the port, starts everything behind it, listens, and ends in order on SIGTERM.
+def _open_tracing(config: RouterConfig, stack: ExitStack) -> "Tracing | None":
+    """Imports OpenTelemetry only if traces are on."""
+    if (endpoint := config.otlp_endpoint) is None:
+        return None
+    from text_generation_router.tracing.opening import open_tracing
 
-    Returns the exit code: 0 after one signal, 1 if a second one cut requests off or the shards were
-    given up.
+    name, model = config.otlp_service_name, config.model_names[0]
+    return stack.enter_context(open_tracing(endpoint, name, VERSION, model))
+
+
+async def serve(
+    config: RouterConfig,
+    num_lines_dropped: Callable[[], int] = int,
+    tracing: "Tracing | None" = None,
+) -> int:
+    """Takes the port, starts the services, listens, and shuts down in order on SIGTERM.
+
+    Returns the exit code: 0 after one signal, 1 if a second signal ended requests, the shards are
+    declared lost or the scheduler has failed.
     """
     certificate = Certificate.of(config)
-    keys = Keys.of(config)  # before a model is waited for
+    keys = Keys.of(config)  # first, so that a bad file is an error before the model is loaded
+    heartbeat = Heartbeat(config.launcher_fd)
     async with AsyncExitStack() as stack:
+        stack.callback(heartbeat.close)
+        heartbeat.begin()
         sockets = [stack.enter_context(bind(config.hostname, config.port))]
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
-        services = await stack.enter_async_context(start(config))
+        state = ServerState()
+        starting = create_starting(config, state)
+        hand_over = await stack.enter_async_context(
+            answering(sockets, starting, config, certificate)
+        )
+        services = await stack.enter_async_context(start(config, tracing, state))
+        services.watch.report_loss = heartbeat.lost
         services.metrics.log_lines_dropped.read = num_lines_dropped
         front = Front(create_app(config, services, keys), create_refusal(config))
         patience_s = config.graceful_termination_timeout
-        settings = server_config(front, services, certificate=certificate)
+        app = front if tracing is None else tracing.around(front)
+        settings = server_config(app, services, certificate=certificate)
         server = Server(settings, front, services, patience_s, certificate)
-        # uvicorn raises the signal that stopped it once more at its end; that must not kill us.
+        # uvicorn raises the signal that stopped it again at its end, which must not kill us.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _announce)
         address, port = sockets[0].getsockname()[:2]
         logger.info("Serving %s on %s port %d", config.served_model_id, address, port)
         logger.info("Connected")
+        hand_over()
         await server.serve(sockets=sockets)
-    if services.watch.verdict is not None:
-        why = ": ".join(filter(None, (services.watch.verdict, services.watch.detail)))
-        logger.error("%s; the server ends, so that it is started anew", why)
+    if server.failure is not None:
+        logger.error("%s; the server exits so that it can be restarted", server.failure)
         return 1
     return int(server.force_exit)
 
@@ -127,24 +159,23 @@ def _warn_of_few_files(config: RouterConfig, limit: int) -> None:
     if 0 <= limit < needed:
         logger.warning(
             "This process may open %d files (ulimit -Hn), and --max-concurrent-requests %d takes "
-            "up to %d: raise the limit, or some clients will not be heard",
+            "up to %d: raise the limit, or some connections will be refused",
             *(limit, config.max_concurrent_requests, needed),
         )
 
 
 def calm_garbage_collector() -> None:
-    """Makes collections as rare as the router's garbage is.
+    """Makes garbage collections rare.
 
-    What a token leaves behind is freed when nobody refers to it, and so is nearly all of a request;
-    with Python's own thresholds a step of 512 rows set off several collections, which took a sixth
-    of the router's time.
+    Reference counts free nearly everything that a token or a request allocates. With Python's
+    default thresholds one step of many rows triggers several collections.
     """
     gc.freeze()
     gc.set_threshold(50_000, 5, 5)
 
 
 def _announce(number: int, frame: types.FrameType | None) -> None:
-    """Runs when uvicorn hands its signal on, after the last response."""
+    """Runs when uvicorn raises its signal again, after the last response."""
     logger.info("Stopped by %s", signal.Signals(number).name)
 
 
@@ -162,7 +193,7 @@ class _Append(argparse.Action):
 
 
 def _parsing(hint: Any) -> dict[str, Any]:
-    """What argparse needs to know to make a value of this type."""
+    """The keywords of `add_argument` for a value of this type."""
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) is tuple:

@@ -1,9 +1,14 @@
-"""What the router is told at start-up. Each default exists here and nowhere else."""
+"""The settings of the router. Defaults that other packages need, too, are in
+`text_generation_process.defaults`."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from typing import Any
+
+from text_generation_process import defaults
+from text_generation_process.tracing import check_tracing
 
 from text_generation_router.chat.format import AUTO, FORMATS
 
@@ -12,7 +17,7 @@ LOGGER_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def _option(default: Any, text: str, minimum: int | None = None, **argparse: Any) -> Any:
-    """A field with its help text, its smallest legal value and what argparse needs besides."""
+    """A field with its help text, its smallest legal value and other arguments of argparse."""
     metadata = {"help": text, "minimum": minimum, "argparse": argparse}
     return field(default=default, metadata=metadata)
 
@@ -36,38 +41,49 @@ class RouterConfig:
     model_id: str | None = _option(None, "Name shown by /info; default: the tokenizer name.")
     served_model_name: tuple[str, ...] = _option(
         (),
-        "Name of the model on OpenAI's and Anthropic's routes; repeatable, the first is told; "
+        "Name of the model on OpenAI's and Anthropic's routes; repeatable, answers have the first; "
         "default: its id.",
     )
     any_model_name: bool = _option(
         True,
-        "Serve it whatever name OpenAI's and Anthropic's routes are asked for: true, or false for "
-        "404.",
+        "true: OpenAI's and Anthropic's routes accept any model name; false: they answer 404 to "
+        "other names.",
         action="store",
         type=_true_or_false,
     )
     revision: str | None = _option(None, "Revision of the model, shown by /info as model_sha.")
     master_shard_uds_path: str = _option(
-        "/tmp/text-generation-server-0", "Unix socket of the shard with rank 0."
+        f"{defaults.SHARD_UDS_PATH}-0", "Unix socket of the shard with rank 0."
     )
     await_shards: bool = _option(
-        False, "Wait for that socket without limit: for whoever starts both, and watches the shard."
+        False, "Wait for that socket without limit: the launcher starts and watches the shard."
     )
-    step_deadline: float = _option(
-        20.0,
-        "Seconds to wait, while starting, for a shard that listens; later for the others when one "
-        "has answered.",
+    step_deadline: float | None = _option(
+        None,
+        "Seconds after which a step has failed and the shards are declared lost; also how long a "
+        "shard may answer later than another; "
+        f"default: {defaults.STEP_DEADLINE}, if that is more.",
         0,
     )
-    hostname: str = _option("0.0.0.0", "Address to listen on.")
-    port: int = _option(3000, "Port to listen on; 0 takes a free one.", 0)
+    hostname: str = _option(defaults.HOSTNAME, "Address to listen on.")
+    port: int = _option(defaults.PORT, "Port to listen on; 0 takes a free one.", 0)
     prometheus_port: int | None = _option(None, "Serve /metrics on this port as well.", 0)
     max_concurrent_requests: int = _option(
-        128, "Requests in the house at once; one more is answered 429.", 1
+        128, "Maximum concurrent requests; further ones are answered with 429.", 1
     )
-    max_best_of: int = _option(2, "Largest `best_of` a request can ask for.", 1)
-    max_stop_sequences: int = _option(4, "Most `stop` strings a request can carry.", 0)
-    max_top_n_tokens: int = _option(5, "Largest `top_n_tokens` a request can ask for.", 0)
+    request_timeout: float | None = _option(
+        None,
+        "Seconds from the arrival of a request to the end of its answer, then it is answered with "
+        "504; default: no limit.",
+    )
+    max_queue_wait: float | None = _option(
+        None,
+        "Seconds that a request may wait in the queue, then it is answered with 503; default: no "
+        "limit.",
+    )
+    max_best_of: int = _option(2, "Largest `best_of` of a request.", 1)
+    max_stop_sequences: int = _option(4, "Most `stop` strings of a request.", 0)
+    max_top_n_tokens: int = _option(5, "Largest `top_n_tokens` of a request.", 0)
     max_input_tokens: int | None = _option(
         None, "Longest prompt in tokens; default: the shard decides.", 1
     )
@@ -76,57 +92,62 @@ class RouterConfig:
     )
     waiting_served_ratio: float = _option(
         1.2,
-        "Others join when this many times the running are waiting; without prefill chunking only.",
+        "Waiting requests join the running ones when they are this many times as many; only "
+        "without prefill chunking.",
         0,
     )
-    max_batch_prefill_tokens: int = _option(4096, "Prompt tokens computed in one prefill.", 1)
+    max_batch_prefill_tokens: int = _option(4096, "Most prompt tokens in one step.", 1)
     max_batch_total_tokens: int | None = _option(
         None, "Tokens of KV cache for all running requests; default: as many as fit.", 1
     )
     max_waiting_tokens: int = _option(
-        20, "Steps after which they join, whatever the ratio; without prefill chunking only.", 0
+        20, "Steps after which they join at any ratio; only without prefill chunking.", 0
     )
     max_batch_size: int | None = _option(
-        None, "Requests computed at once; default: --max-concurrent-requests.", 1
+        None, "Most requests in one step; default: --max-concurrent-requests.", 1
     )
-    disable_prefix_caching: bool = _option(False, "Compute every prompt anew, however it begins.")
+    disable_prefix_caching: bool = _option(False, "Compute every prompt in full: no prefix cache.")
     disable_prefill_chunking: bool = _option(
-        False, "Compute a prompt in one step where it fits, however long others wait meanwhile."
+        False, "Compute a prompt in one step where it fits; other requests wait meanwhile."
     )
     inter_token_latency_target_ms: int | None = _option(
         None,
-        "Milliseconds from one token to the next that steps with parts of prompts may take; "
-        "default: twice a step without.",
+        "Target in milliseconds from one token to the next while prompts are computed; default: "
+        "twice a step without prompts.",
         1,
     )
     speculate: int = _option(0, "Tokens guessed per request and step; 0: none.", 0)
     validation_workers: int = _option(2, "Threads that tokenize prompts.", 1)
-    max_client_batch_size: int = _option(4, "Most prompts in one client request.", 1)
+    max_client_batch_size: int = _option(
+        4, "Maximum prompts in one request, as /info reports it; limits no request.", 1
+    )
     payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
     api_key: tuple[str, ...] = _option(
         (),
-        "Ask for this key, or one of several, on all routes but health and metrics; "
-        "default: those in the variable API_KEY, one a line.",
+        "API key that all routes but health and metrics require; repeatable; default: the keys in "
+        "the variable API_KEY, one per line.",
     )
     api_key_file: str | None = _option(
-        None, "File with more of them, one a line; it is read again when it changes."
+        None, "File with more API keys, one per line; it is read again when it changes."
     )
     max_concurrent_requests_per_key: int | None = _option(
-        None, "Requests that each key may have under way; default: no limit of its own.", 1
+        None, "Maximum concurrent requests of each key; default: no limit per key.", 1
     )
     max_tokens_per_minute_per_key: int | None = _option(
-        None, "Prompt and generated tokens of each key in a minute; default: no limit.", 1
+        None, "Prompt and generated tokens of each key per minute; default: no limit.", 1
     )
     public_docs: bool = _option(False, "Show /docs and the OpenAPI file without a key.")
     graceful_termination_timeout: float = _option(
-        90.0, "Seconds that running requests have to end after SIGTERM.", 0
+        defaults.TERMINATION_TIMEOUT_S,
+        "Seconds that running requests have to end after SIGTERM.",
+        0,
     )
     ssl_certfile: str | None = _option(
-        None, "Speak TLS with this PEM file of certificates; read again when it changes."
+        None, "PEM file with the TLS certificate; it is read again when it changes."
     )
-    ssl_keyfile: str | None = _option(None, "The PEM file of the certificate's private key.")
+    ssl_keyfile: str | None = _option(None, "PEM file with the certificate's private key.")
     cors_allow_origin: tuple[str, ...] = _option(
-        (), "Origin that browsers may call from; repeatable; default: any."
+        (), "Origin that browsers may send requests from; repeatable; default: any."
     )
     aip_predict_route: str | None = _option(None, "Path that answers as /vertex does.")
     aip_health_route: str | None = _option(None, "Path that answers as /health does.")
@@ -135,35 +156,69 @@ class RouterConfig:
     )
     chat_format: str = _option(
         AUTO,
-        "How the model writes tool calls; default: as its chat template shows.",
+        "How the model writes tool calls; default: found from the chat template.",
         choices=(AUTO, *FORMATS),
     )
     pooling: str | None = _option(
         None,
-        "Which hidden state /v1/embeddings answers: of the last token, or the mean over all; "
-        "default: as the model's 1_Pooling/config.json says, else last.",
+        "Hidden state that /v1/embeddings returns: of the last token, or the mean of all; default: "
+        "as in the model's 1_Pooling/config.json, else last.",
         choices=("last", "mean"),
     )
     reranker: bool = _option(
         False,
-        "Serve /score and /rerank in the form of Qwen3-Reranker; default: if the model's "
-        "config.json or its name says that it is one.",
+        "Serve /score and /rerank in the form of Qwen3-Reranker; default: if the model is one, by "
+        "its config.json or its name.",
     )
-    disable_grammar_support: bool = _option(False, "Refuse requests that carry a `grammar`.")
+    otlp_endpoint: str | None = _option(
+        None, "gRPC address of an OpenTelemetry collector for traces, like http://127.0.0.1:4317."
+    )
+    otlp_service_name: str = _option(
+        defaults.ROUTER_SERVICE_NAME, "Name of this service in its traces."
+    )
+    disable_grammar_support: bool = _option(False, "Refuse requests with a `grammar`.")
     json_output: bool = _option(False, "Write log lines as JSON objects.")
     logger_level: str = _option(
-        "INFO", "Least severe log lines shown.", type=str.upper, choices=LOGGER_LEVELS
+        defaults.LOGGER_LEVEL,
+        "Least severe log lines shown.",
+        type=str.upper,
+        choices=LOGGER_LEVELS,
+    )
+    restart: bool = _option(
+        False, "Wait for new shards when shards are lost; the launcher starts them."
+    )
+    resume_streams: bool = _option(
+        True,
+        "With --restart: streams that have begun continue on new shards; false: they end.",
+        action="store",
+        type=_true_or_false,
+    )
+    num_restarts: int = _option(0, "How often the launcher has replaced this router already.", 0)
+    launcher_fd: int | None = _option(
+        None, "Pipe on which the router reports to the launcher, which opens it.", 0
     )
 
     def __post_init__(self) -> None:
         for option in fields(self):
             value, minimum = getattr(self, option.name), option.metadata.get("minimum")
-            # `not (a >= b)` refuses NaN as well.
+            # `not (a >= b)` refuses NaN, too.
             if minimum is not None and value is not None and not (value >= minimum):
                 raise ValueError(f"`{flag(option.name)}` must be >= {minimum}. Given: {value}")
+        check_tracing(self.otlp_endpoint)
+        if self.restart and self.launcher_fd is None:
+            raise ValueError(
+                "`--restart` needs `--launcher-fd`: the launcher starts the new shards"
+            )
         for name in ("port", "prometheus_port"):
             if (value := getattr(self, name)) is not None and value > 65535:
                 raise ValueError(f"`{flag(name)}` must be <= 65535. Given: {value}")
+        for name in ("request_timeout", "max_queue_wait"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(
+                    f"`{flag(name)}` must be a number of seconds > 0. Given: {value}; leave it out "
+                    "for no limit"
+                )
         if self.port and self.port == self.prometheus_port:
             raise ValueError(
                 "`--prometheus-port` must be another port than `--port`; "
@@ -199,17 +254,22 @@ class RouterConfig:
 
     @property
     def served_model_id(self) -> str:
-        """Its id, as TGI's routes tell it."""
+        """The model's id in TGI's routes."""
         return self.model_id or self.tokenizer_name
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What it is called on OpenAI's routes, which tell the first."""
+        """Its names on OpenAI's and Anthropic's routes; answers have the first."""
         return self.served_model_name or (self.served_model_id,)
 
     @property
+    def starting_deadline_s(self) -> float:
+        """How long to wait for shards until warm-up is over."""
+        return defaults.STARTING_DEADLINE_S if self.step_deadline is None else self.step_deadline
+
+    @property
     def batch_rows(self) -> int:
-        """How many requests can be computed at once."""
+        """Most rows in one step."""
         return self.max_batch_size or self.max_concurrent_requests
 
 

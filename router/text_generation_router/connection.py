@@ -1,8 +1,7 @@
-"""One HTTP connection: what it may send before anybody looks at it, how long it may take, and how
-long what it was sent may wait for it.
+"""The limits of an HTTP connection that uvicorn lacks: size and time of a head, rate of a body, and
+the time in which a client reads its answer.
 
-uvicorn reads and writes; here is what it does not bound. The way of a streamed token is uvicorn's
-alone: nothing here is called for it.
+Nothing here is called for a streamed token.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from text_generation_router.http10 import without_chunks
 from text_generation_router.metrics import Counter
 
-# RFC 3986: a name or an address of version 4, or an address in brackets; a port. It may be empty.
+# RFC 3986: a name, an IPv4 address or an address in brackets, and a port. It may be empty.
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _MIB = 1 << 20
 _ERROR_TYPES = {503: "overloaded"}
@@ -35,31 +34,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What a connection may take of memory and time; each is known to the tests by its name."""
+    """The memory and time that a connection may take."""
 
     head_bytes: int = 65536
-    """Request line and headers; also what may arrive between two things the parser understands."""
+    """Of request line and headers; also of data that the parser has not understood yet."""
     num_headers: int = 100
     head_s: float = 30.0
-    """From the first byte of a request, or from the connection's beginning, to the head's end."""
+    """From the first byte of a request, or from the connection's start, to the end of the head."""
     body_grace_s: float = 10.0
     body_bytes_per_s: float = 1024.0
-    """What arrives of a body on average, once the grace is over."""
+    """The least average rate of a body after the grace."""
     all_bodies_bytes: int = 32 * _MIB
-    """Of all bodies that are not complete; beyond it the oldest of them is refused."""
+    """Of all incomplete bodies together; above it the oldest is refused."""
     unread_s: float = 30.0
-    """In which a client takes what waits for it, which is 128 KiB at most."""
+    """In which a client must read what was written for it."""
     leftover_s: float = 10.0
     leftover_bytes: int = 16 * _MIB
-    """What is read, and thrown away, of a request that has its answer already, so that the client
-    comes to read it."""
+    """The rest of an answered request that is read and dropped, so that the client can finish."""
     num_pipelined: int = 16
-    """Requests that wait behind another one of their connection."""
+    """Requests that wait for another one on the same connection."""
     tick_s: float = 1.0
 
     @classmethod
     def of(cls, payload_limit: int) -> "ConnectionLimits":
-        """Those of a server that takes bodies of so many bytes."""
+        """The limits of a server with this limit for one body."""
         least = cls()
         return replace(
             least,
@@ -69,7 +67,7 @@ class ConnectionLimits:
 
 
 class Refusal(Exception):
-    """Why a connection is read no further: a status, one of the metric's reasons, a sentence."""
+    """Why a connection is not read any further: a status, a reason of the metric, a sentence."""
 
     def __init__(self, status: int, reason: str, sentence: str, *headers: bytes) -> None:
         super().__init__(sentence)
@@ -84,77 +82,74 @@ class Phase(Enum):
     IDLE = "the first byte of a request"
     HEAD = "the rest of its head"
     BODY = "the rest of its body"
-    OVER = "the client's end; what still comes is thrown away"
+    OVER = "the client to disconnect; data is dropped"
 
 
 class Connections:
-    """Owns what connections share: the clock, the bytes of unfinished bodies, and the count of
-    those that were refused.
-
-    One timer looks at all of them, while there are any.
-    """
+    """Owns what connections share: the clock, the bytes of incomplete bodies and the count of
+    refused connections. One timer checks all open connections."""
 
     def __init__(self, limits: ConnectionLimits, refused: Counter) -> None:
         self.limits = limits
         self.now = 0.0
-        """The loop's time when it was last looked at."""
+        """The loop's time at the last tick."""
         self._refused = refused
         self._open: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # Bytes of unfinished bodies, the one that began first in front.
+        # Bytes of incomplete bodies, oldest first.
         self._bodies: dict[Connection, int] = {}
         self._num_bytes = 0
 
     @property
     def protocol(self) -> Any:
-        """What uvicorn calls for each connection."""
+        """The protocol factory for uvicorn."""
         return partial(Connection, self)
 
     def enter(self, connection: "Connection") -> None:
-        """From now on it is looked at."""
+        """Starts checking the connection."""
         loop = asyncio.get_running_loop()
         self.now = loop.time()
         self._open.add(connection)
         if self._timer is None:
-            self._timer = loop.call_later(self.limits.tick_s, self._look, loop)
+            self._timer = loop.call_later(self.limits.tick_s, self._check_all, loop)
 
     def leave(self, connection: "Connection") -> None:
-        """It is closed."""
+        """The connection is closed."""
         self._open.discard(connection)
         self.release(connection)
 
     def hold(self, connection: "Connection", num_bytes: int) -> None:
-        """Counts bytes of an unfinished body. Where all are too many, those that are slow give way:
-        the body that began first is refused."""
+        """Counts bytes of an incomplete body. Above the limit for all bodies the oldest is refused,
+        which is the slowest."""
         self._bodies[connection] = self._bodies.get(connection, 0) + num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > self.limits.all_bodies_bytes:
             oldest = next(iter(self._bodies))
             self.release(oldest)
-            sentence = "Too many request bodies are under way; send the request again"
+            sentence = "Too many incomplete request bodies; send the request again"
             oldest.refuse(Refusal(503, "bodies", sentence, b"retry-after: 1\r\n"))
 
     def release(self, connection: "Connection") -> None:
-        """Its body is complete, or nobody wants it any more."""
+        """The connection's body is complete or not needed any more."""
         self._num_bytes -= self._bodies.pop(connection, 0)
 
     def count(self, reason: str) -> None:
-        """One more connection was refused, or cut off."""
+        """Counts a connection that was refused or aborted."""
         self._refused.inc(reason=reason)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time()
         for connection in tuple(self._open):
-            connection.look(self.now)
-        again = loop.call_later(self.limits.tick_s, self._look, loop) if self._open else None
+            connection.check(self.now)
+        again = loop.call_later(self.limits.tick_s, self._check_all, loop) if self._open else None
         self._timer = again
 
 
 class Connection(HttpToolsProtocol):
-    """Reads requests within `ConnectionLimits`; who exceeds one is told so, and it ends.
+    """Reads requests within `ConnectionLimits`. Above one it answers with an error and closes.
 
-    Owns the phase it is in. What waits to be written is at most the high-water mark and one piece,
-    since uvicorn's `send` waits for the rest to be taken (`front.in_pieces` makes the pieces).
+    Owns its phase. Its write buffer holds at most the high-water mark and one piece, since
+    uvicorn's `send` waits until the client reads (`front.in_pieces` makes the pieces).
     """
 
     def __init__(self, shared: Connections, **given: Any) -> None:
@@ -162,21 +157,21 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._limits = shared.limits
         self._phase = Phase.IDLE
-        # When the phase began; of an unfinished head, when nothing else was under way any more.
+        # When the phase began; of an incomplete head, when the answer before it was complete.
         self._since = 0.0
-        # What has arrived since the parser last understood something.
+        # Bytes since the parser last understood something.
         self._num_unparsed = 0
         self._num_body_bytes = 0
-        # The request that is being answered; `cycle` is the one that came last.
+        # The request that is being answered; `cycle` is the newest one.
         self._answering: RequestResponseCycle | None = None
-        # Since when the client owes it to take what waits for it.
+        # Since when the client has not read what was written for it.
         self._unread_since: float | None = None
 
     def connection_made(  # type: ignore[override]
         self, transport: asyncio.Transport
     ) -> None:
         super().connection_made(transport)
-        # A TLS transport has other marks.
+        # TLS transports have another default.
         transport.set_write_buffer_limits(high=HIGH_WATER_LIMIT)
         self._shared.enter(self)
         self._since = self._shared.now
@@ -185,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self._shared.leave(self)
         self.pipeline.clear()
         if self._answering is not None:
-            # uvicorn tells the newest request only.
+            # uvicorn only notifies the newest request.
             self._answering.disconnected = True
             self._answering.message_event.set()
         super().connection_lost(exc)
@@ -212,8 +207,8 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Raises HttpParserError.
 
-        There is no protocol to change to, so that a request which asks for one is read once more
-        without asking: its body would be taken for the other protocol, and dropped or parsed.
+        No upgrade is supported, so the head of a request with `Upgrade` is parsed again without it.
+        Otherwise the parser would treat the body as the other protocol's data.
         """
         while data:
             try:
@@ -236,13 +231,13 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            raise Refusal(405, "malformed", "CONNECT is not served; this is no proxy")
+            raise Refusal(405, "malformed", "CONNECT is not supported; this server is not a proxy")
         if self.parser.should_upgrade():
-            return  # it comes again, see `_parse`
+            return  # the head is parsed again, see `_parse`
         self._check_head()
         self._unset_keepalive_if_required()
         super().on_headers_complete()
-        # Trailers are no headers; they go where nobody looks.
+        # Trailers are dropped: they must not become headers.
         self.headers = []
         self._phase = Phase.BODY
         self._since = self._shared.now
@@ -269,7 +264,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if not self.pipeline:
-            # It is the newest request that has its answer: nobody reads the rest of its body.
+            # The newest request has its answer: the rest of its body is not needed.
             self.cycle.body.clear()
             if self._phase is Phase.BODY:
                 self._shared.release(self)
@@ -290,23 +285,24 @@ class Connection(HttpToolsProtocol):
         is_idle = not (self._is_answering or self.transport.get_write_buffer_size())
         super().shutdown()
         if is_idle and self.scheme == "https":
-            # TLS is closed by both sides, and a client that is idle says nothing for 30 s.
+            # TLS waits for the client's close, which an idle client does not send.
             self.transport.abort()
 
-    def look(self, now: float) -> None:
-        """Ends the connection if its time is up; called once a `tick_s`."""
+    def check(self, now: float) -> None:
+        """Ends the connection if a time limit has passed; called every `tick_s`."""
         if self._is_unread(now):
-            logger.warning("A client read nothing for %g s and was cut off", self._limits.unread_s)
+            unread_s = self._limits.unread_s
+            logger.warning("A client read nothing for %g s and was disconnected", unread_s)
             self._shared.count("unread")
             self.transport.abort()
         elif not self.transport.is_closing():
-            self._look_at_phase(now, now - self._since)
+            self._check_phase(now, now - self._since)
 
-    def _look_at_phase(self, now: float, waited_s: float) -> None:
+    def _check_phase(self, now: float, waited_s: float) -> None:
         limits = self._limits
         match self._phase:
             case Phase.IDLE:
-                # After an answer uvicorn's own timer runs.
+                # After an answer uvicorn's own timer is active.
                 if self._newest is None and waited_s > limits.head_s:
                     self._shared.count("silent")
                     self.transport.close()
@@ -321,7 +317,7 @@ class Connection(HttpToolsProtocol):
                     self._shared.count("leftover")
                     self.transport.abort()
             case Phase.BODY if self.flow.read_paused:
-                # Nobody asks for more, which is not the client's fault.
+                # The application reads too slowly: the client is not late.
                 self._since += limits.tick_s
             case Phase.BODY:
                 expected = limits.body_bytes_per_s * waited_s
@@ -338,8 +334,8 @@ class Connection(HttpToolsProtocol):
                     self.transport.abort()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Tells the client, if it waits for this answer, and reads no more. Requests that came
-        before on the same connection are answered to their end."""
+        """Answers with the error if this request is next, and stops reading. Earlier requests of
+        the connection still get their answers."""
         if self._phase is Phase.OVER or self.transport.is_closing():
             return
         self._shared.count(refusal.reason)
@@ -360,21 +356,21 @@ class Connection(HttpToolsProtocol):
             self._answer(refusal)
 
     def _answer(self, refusal: Refusal) -> None:
-        told = {"error": str(refusal), "error_type": _ERROR_TYPES.get(refusal.status, "validation")}
-        body = orjson.dumps(told)
+        error_type = _ERROR_TYPES.get(refusal.status, "validation")
+        body = orjson.dumps({"error": str(refusal), "error_type": error_type})
         headers = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
         headers += refusal.headers
         headers.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
         headers.append(b"connection: close\r\n\r\n")
         self.transport.write(b"".join((STATUS_LINE[refusal.status], *headers, body)))
-        # A client that still sends would lose the answer if its bytes found no reader.
+        # Half-closed, not closed: a client that still sends could lose the answer to a reset.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
             self.transport.close()
 
     def _check_head(self) -> None:
-        """Raises Refusal, for what the parser lets pass."""
+        """Raises Refusal for invalid heads that the parser accepts."""
         lengths = (len(name) + len(value) for name, value in self.headers)
         if (
             len(self.headers) > self._limits.num_headers
@@ -383,13 +379,13 @@ class Connection(HttpToolsProtocol):
             raise self._too_large()
         version = self.parser.get_http_version()
         if version not in ("1.1", "1.0"):
-            raise Refusal(400, "malformed", "Only HTTP/1.1 is spoken here")
+            raise Refusal(400, "malformed", "Only HTTP/1.1 and HTTP/1.0 are supported")
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and version != "1.0"):
             raise Refusal(400, "malformed", f"Expected one `Host` header. Given: {len(hosts)}")
         if hosts and not _HOST.fullmatch(hosts[0]):
             raise Refusal(400, "malformed", "The `Host` header is not a name or an address")
-        # Its sentence is never sent: answers to the others come first, and then the end.
+        # This sentence is never sent: the connection ends after the answers before it.
         if len(self.pipeline) >= self._limits.num_pipelined:
             raise Refusal(503, "pipelined", "Too many requests wait on this connection")
 
@@ -398,8 +394,8 @@ class Connection(HttpToolsProtocol):
         return Refusal(
             431,
             "head_size",
-            f"The request's head is too large: at most {limits.head_bytes} bytes and "
-            f"{limits.num_headers} headers are accepted",
+            f"The request's head is too large: send at most {limits.head_bytes} bytes and "
+            f"{limits.num_headers} headers",
         )
 
     def _count_body(self, num_bytes: int) -> None:
@@ -412,20 +408,20 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _newest(self) -> RequestResponseCycle | None:
-        """The request that came last; uvicorn does not say that there may be none."""
+        """The newest request, if any; uvicorn's annotation lacks None."""
         return self.cycle
 
     @property
     def _is_answering(self) -> bool:
-        """Whether the newest request has no answer yet, but will get one."""
+        """Whether the newest request is waiting for the end of its answer."""
         cycle = self._newest
         return cycle is not None and not (cycle.response_complete or cycle.disconnected)
 
     def _is_unread(self, now: float) -> bool:
-        """Whether the client has left what waits for it lying too long.
+        """Whether the client has read too little for too long.
 
-        While an answer is written, that is so as long as uvicorn may not write; what is below the
-        marks then hurts nobody. Behind the last answer all of it must be taken.
+        During an answer the time counts while uvicorn has paused writing. After the last answer it
+        counts until the write buffer is empty.
         """
         if not self.flow.write_paused:
             is_owed = not self._is_answering and self.transport.get_write_buffer_size() > 0

@@ -9,6 +9,8 @@
     ├── OverloadedError            429 overloaded
     ├── GrammarsBusyError          429 overloaded
     ├── KeyLimitError              429 overloaded
+    ├── QueueWaitError             503 overloaded
+    ├── DeadlineError              504 timeout
     ├── GenerationError            424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
     ├── UnhealthyError             503 healthcheck
@@ -20,9 +22,10 @@ Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "J
 from collections.abc import Mapping
 from typing import ClassVar
 
-# What nobody here can know: when shards that do not answer, or another server, will.
+# The time until silent shards or another server answer is not known; these are guesses.
 UNHEALTHY_RETRY_S = 5
 SHUTDOWN_RETRY_S = 5
+STARTING_RETRY_S = 5
 
 
 class RouterError(Exception):
@@ -32,17 +35,22 @@ class RouterError(Exception):
     error_type: ClassVar[str] = "internal"
     # The `err` label of tgi_request_failure.
     metric_label: ClassVar[str] = "generation"
-    # What the message begins with.
+    # Start of the message.
     prefix: ClassVar[str] = ""
-    # The sentence for the log, where the message has text that a user wrote.
+    # The sentence for the log, where the message quotes user text.
     logged: ClassVar[str] = ""
     retry_after_s: int | None = None
     """When the same request may be sent again; None where that does not help. Every 429 and 503 has
-    it, and is found out before an answer begins."""
+    it, and is raised before an answer begins."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may succeed at another time."""
+        return self.retry_after_s is not None
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The headers that tell it, whatever form the body has."""
+        """The `retry-after` header, in all dialects."""
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, self.retry_after_s))}
@@ -54,12 +62,12 @@ class RouterError(Exception):
 
     @property
     def log_message(self) -> str:
-        """The sentence for the log, which has no text that a user wrote."""
+        """The sentence for the log, without user text."""
         return self.logged or self.message
 
 
 class ValidationError(RouterError):
-    """The request asks for something that cannot be done; says what and what is allowed."""
+    """A parameter is out of range; the sentence says which, and what is allowed."""
 
     status_code = 422
     error_type = "validation"
@@ -68,7 +76,7 @@ class ValidationError(RouterError):
 
 
 class ContextLengthError(ValidationError):
-    """The prompt, or the prompt with its answer, is longer than the model can take."""
+    """The prompt, or the prompt with its answer, exceeds the context length."""
 
 
 class GrammarError(ValidationError):
@@ -78,7 +86,7 @@ class GrammarError(ValidationError):
 
 
 class AdapterNotFoundError(RouterError):
-    """The request names an adapter that is not served; the base model never answers instead."""
+    """The request names an adapter that is not served. The base model does not answer instead."""
 
     status_code = 404
     error_type = "adapter_not_found"
@@ -103,7 +111,7 @@ class TemplateError(RouterError):
 
 
 class ToolError(RouterError):
-    """The tools of a chat can not be used as they were given."""
+    """The tools of a chat are invalid."""
 
     status_code = 422
     error_type = "tool_error"
@@ -113,7 +121,7 @@ class ToolError(RouterError):
 
 
 class OverloadedError(RouterError):
-    """`max_concurrent_requests` requests are already in the house."""
+    """`max_concurrent_requests` requests are running already."""
 
     status_code = 429
     error_type = "overloaded"
@@ -125,7 +133,7 @@ class OverloadedError(RouterError):
 
 
 class KeyLimitError(RouterError):
-    """An API key has used what each may; `reason` is the limit's name in the metrics."""
+    """An API key has reached a limit; `reason` is the limit's name in the metrics."""
 
     status_code = 429
     error_type = "overloaded"
@@ -135,11 +143,11 @@ class KeyLimitError(RouterError):
         super().__init__(sentence)
         self.reason = reason
         self.retry_after_s = retry_after_s
-        """When the same request would be let in, if the key is not used meanwhile."""
+        """When the same request will be admitted, if the key sends no other."""
 
 
 class GrammarsBusyError(RouterError):
-    """The grammar is a large one, and enough of those are being compiled."""
+    """Too many large grammars are being compiled."""
 
     status_code = 429
     error_type = "overloaded"
@@ -150,11 +158,43 @@ class GrammarsBusyError(RouterError):
         self.retry_after_s = retry_after_s
 
 
+class QueueWaitError(RouterError):
+    """The request has reached --max-queue-wait."""
+
+    status_code = 503
+    error_type = "overloaded"
+    metric_label = "queue_wait"
+
+    def __init__(self, seconds: float, retry_after_s: int) -> None:
+        super().__init__(
+            f"Model is overloaded: the request has waited {seconds:g} s for its turn "
+            f"(--max-queue-wait); try again in {retry_after_s} s"
+        )
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(RouterError):
+    """The answer has not ended within the time that the request or the server gave it."""
+
+    status_code = 504
+    error_type = "timeout"
+    metric_label = "timeout"
+
+    def __init__(self, seconds: float, source: str) -> None:
+        super().__init__(
+            f"The answer has not ended within {seconds:g} s ({source}); give it more time, ask for "
+            "fewer tokens, or try again later"
+        )
+
+    @property
+    def passes(self) -> bool:
+        return True
+
+
 class GenerationError(RouterError):
     """A shard failed while it computed this request.
 
-    `str` of it has the detail: paths and exceptions, for whoever runs the server. Clients are not
-    told.
+    `str` of it has the detail for the log: paths and exceptions. Clients do not see it.
     """
 
     status_code = 424
@@ -202,7 +242,7 @@ class UnhealthyError(RouterError):
 
 
 class ShuttingDownError(RouterError):
-    """The server was told to stop: what runs may end, but nothing begins any more."""
+    """The server is stopping: running requests may end, new ones are refused."""
 
     status_code = 503
     error_type = "shutting_down"
@@ -210,3 +250,14 @@ class ShuttingDownError(RouterError):
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request to another")
+
+
+class StartingError(RouterError):
+    """The server has not started yet."""
+
+    status_code = 503
+    error_type = "starting"
+    retry_after_s = STARTING_RETRY_S
+
+    def __init__(self, phase: str) -> None:
+        super().__init__(f"The server is starting ({phase}); send the request again later")

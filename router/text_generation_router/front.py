@@ -1,29 +1,30 @@
-"""What stands between uvicorn and the application."""
+"""Admission of requests, between uvicorn and the application."""
 
 import asyncio
 from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from text_generation_router.api.platforms import probes
 from text_generation_router.api.sse import DIRECT_SEND
+from text_generation_router.api.terms import ARRIVAL
 from text_generation_router.request_id import named
 
-# The way from a socket to the queue takes about 0.5 ms of a request, all in one go: hundreds that
-# come together would stop every stream, and /health, until the last of them is read.
+# Reading and validating a request blocks the event loop; hundreds in one turn would stop every
+# stream and /health until the last of them is read.
 STARTS_PER_TURN = 4
-# How a server comes to its end is worth watching.
-ALWAYS_OPEN = "/metrics"
-# What of an answer is written before it is asked whether the client takes it.
+# These stay open during shutdown.
+ALWAYS_OPEN = {"/metrics", *probes.PATHS}
+# After each piece of an answer, the next waits until the client reads.
 PIECE_BYTES = 65536
 
 
 class Front:
-    """Lets requests in a few at a time, in the order they came, and tells streams the server's own
-    `send`. Once it is closed, new requests are refused. Large answers go out in pieces, and every
-    answer bears the id of its request.
+    """Starts requests a few at a time, in order of arrival; refuses new ones once it is closed.
+    Large answers go out in pieces, and every answer has the id of its request.
 
-    At most `STARTS_PER_TURN` POSTs are started in one turn of the event loop; one that comes alone
-    does not wait. Owns the line of those that do.
+    Starts at most `STARTS_PER_TURN` POSTs in one turn of the event loop; a single one does not
+    wait. Owns the line of waiting POSTs. Gives streams the server's own `send` (`DIRECT_SEND`).
     """
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
@@ -31,10 +32,10 @@ class Front:
         self._refuse = refuse
         self._is_closed = False
         self.num_running = 0
-        """POSTs that were let in, or stand in the line, and are not answered to their end."""
+        """POSTs that wait in the line or whose answer has not ended."""
         self._line: deque[asyncio.Future[None]] = deque()
         self._num_started = 0
-        # Whether the next turn of the event loop has been asked for.
+        # Whether `_turn` is scheduled.
         self._is_turning = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +43,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         send_named = named(scope, send)
-        if self._is_closed and scope["path"] != ALWAYS_OPEN:
+        if self._is_closed and scope["path"] not in ALWAYS_OPEN:
             await self._refuse(scope, receive, send_named)
         elif scope["method"] != "POST":
             await self._app(scope, receive, in_pieces(send_named))
@@ -50,18 +51,19 @@ class Front:
             await self._run(scope, receive, send, send_named)
 
     def close(self) -> None:
-        """Refuses whoever comes from now on; those who are in stay."""
+        """Refuses new requests from now on; running ones continue."""
         self._is_closed = True
 
     async def _run(self, scope: Scope, receive: Receive, send: Send, send_named: Send) -> None:
         self.num_running += 1
+        scope[ARRIVAL] = asyncio.get_running_loop().time()
         scope[DIRECT_SEND] = send
         try:
             await self._enter()
             await self._app(scope, receive, in_pieces(send_named))
         finally:
             self.num_running -= 1
-            # The server's `send` holds the scope: together they would be garbage in a circle.
+            # The server's `send` holds the scope: a reference cycle.
             del scope[DIRECT_SEND]
 
     async def _enter(self) -> None:
@@ -77,11 +79,11 @@ class Front:
         await place
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Lets the next few in; again and again until a turn comes in which nobody is let in."""
+        """Starts the next few; repeats every turn until one starts none."""
         self._num_started = 0
         while self._line and self._num_started < STARTS_PER_TURN:
             place = self._line.popleft()
-            # Cancelled places are those of a server that is being ended.
+            # Places are cancelled during shutdown.
             if not place.done():
                 place.set_result(None)
                 self._num_started += 1

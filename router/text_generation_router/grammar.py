@@ -1,4 +1,4 @@
-"""Grammars on their way to the shards: checked, written in llguidance's form, compiled in time."""
+"""Checks grammars, writes them in llguidance's form and lets the shards compile them."""
 
 import asyncio
 import re
@@ -18,13 +18,13 @@ from text_generation_router.scheduler.shards import Shards
 
 # Of a schema, regular expression or Lark grammar, in UTF-8.
 MAX_SOURCE_BYTES = 65_536
-# Of schemas within schemas.
+# Nesting of schemas.
 MAX_DEPTH = 64
 COMPILE_TIMEOUT_S = 10.0
-# Grammars that are remembered: how many, and bytes of their texts.
+# Limits of the cache: grammars, and bytes of their texts.
 _CACHED_GRAMMARS, _CACHED_BYTES = 256, 16 << 20
 
-# At most one space where JSON allows whitespace, as in TGI: a text can not end in nothing else.
+# At most one space where JSON allows whitespace, as in TGI: whitespace can not go on forever.
 _JSON_OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
@@ -33,30 +33,30 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# Where a schema holds schemas: by name, in a list, or one.
+# Keywords whose values hold schemas: by name, in a list, or one.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
-# Keywords next to which a closed object could exclude what another schema asks for.
+# Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
-# What can not stand between slashes.
+# Characters that must be escaped between slashes.
 _SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
-# Keywords that say what a value is where there is no `type`.
+# Keywords that define a value without `type`.
 _OTHER_TYPES = frozenset({"enum", "const", "$ref"})
-# An object without any of these is hardly meant as a schema; TGI asks for `properties`.
+# An object without any of these is probably not a schema; TGI requires `properties`.
 _KEYWORDS = frozenset({*_NAMED, *_LISTED, *_SINGLE, "type", "enum", "const", "$ref", "not", "if"})
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar that the shards know: its text for them, and the tokens of its shortest text."""
+    """A compiled grammar: its source for the shards, and the tokens of its shortest text."""
 
     text: str
     min_tokens: int
 
 
 class GrammarCompiler:
-    """Owns the list of grammars that were compiled lately. Used from one event loop."""
+    """Owns the cache of compiled grammars. Used from one event loop."""
 
     def __init__(self, shards: Shards, is_enabled: bool) -> None:
         self._shards = shards
@@ -65,7 +65,7 @@ class GrammarCompiler:
         self._known_bytes = 0
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError, which says what is wrong or too large."""
+        """Raises GrammarError, with the reason, and GrammarsBusyError."""
         if not self._is_enabled:
             raise GrammarError("grammar is not supported")
         if (known := self._known.get(grammar)) is not None:
@@ -90,7 +90,7 @@ class GrammarCompiler:
         return compiled
 
     def _remember(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        # Another request may have asked for the same meanwhile.
+        # Another request may have compiled the same grammar meanwhile.
         if (known := self._known.pop(grammar, None)) is not None:
             self._known_bytes -= _size(grammar, known)
         self._known[grammar] = compiled
@@ -100,12 +100,12 @@ class GrammarCompiler:
 
 
 def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
-    """Bytes of both texts, as Python holds them."""
+    """Bytes of both texts in memory."""
     return sys.getsizeof(grammar.source) + sys.getsizeof(compiled.text)
 
 
 def write(grammar: Grammar) -> str:
-    """The grammar in llguidance's form. Raises GrammarError for what needs no compiler."""
+    """The grammar in llguidance's form. Raises GrammarError for errors found without compiling."""
     _check_size(grammar.source)
     if grammar.kind == "json_schema":
         return _wrap({"json_schema": checked_schema(grammar.source)})
@@ -128,7 +128,7 @@ def _check_size(source: str) -> None:
 def _wrap(grammar: Mapping[str, Any]) -> str:
     try:
         return orjson.dumps({"grammars": [grammar]}).decode()
-    except TypeError as error:  # only depth is left to complain about
+    except TypeError as error:  # the only possible reason is its depth
         raise GrammarError(f"grammar is too large: {error}; nest its values less") from error
 
 
@@ -140,18 +140,18 @@ def _rust(regex: str) -> str:
 
 
 def _escaped(regex: str) -> str:
-    """A regular expression as it is written between slashes: in one line, without a bare slash."""
+    """A regular expression for use between slashes: on one line, with slashes escaped."""
 
     def written(found: re.Match[str]) -> str:
-        # An escaped end of a line is one, too.
+        # A line end after a backslash, too.
         return _SIGNS.get(found[0][-1], found[0])
 
     return re.sub(r"\\.|[/\n\r]", written, regex, flags=re.S)
 
 
 def checked_schema(source: str) -> dict[str, Any]:
-    """The schema with our options, closed where it says nothing about other properties. Raises
-    GrammarError."""
+    """The schema with our options. Objects are closed where the schema does not say whether other
+    properties are allowed. Raises GrammarError."""
     _check_size(source)
     try:
         schema = orjson.loads(source)
@@ -168,11 +168,11 @@ def checked_schema(source: str) -> dict[str, Any]:
         if isinstance(pattern := part.get("pattern"), str):
             part["pattern"] = _rust(pattern)
         if "properties" in part and not part.keys() & _OTHER_TYPES:
-            # As it is meant, and as in TGI; JSON Schema itself would take a number, too.
+            # As in TGI; by JSON Schema's rules a number would be valid, too.
             part.setdefault("type", "object")
         is_closed &= not ("properties" in part and part.keys() & _COMBINING) and "allOf" not in part
     if is_closed:
-        # As in TGI: objects have the properties that are named, and no others.
+        # As in TGI: objects have only the named properties.
         for part in parts:
             if part.get("properties"):
                 part.setdefault("additionalProperties", False)
@@ -180,7 +180,7 @@ def checked_schema(source: str) -> dict[str, Any]:
 
 
 def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """The schema and all schemas in it."""
+    """The schema and all schemas in it. Raises GrammarError."""
     if not isinstance(schema, dict):
         return
     if depth > MAX_DEPTH:
@@ -201,7 +201,7 @@ def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def _check(schema: Mapping[str, Any]) -> None:
-    """Refuses what the compiler would not do as it is meant."""
+    """Raises GrammarError for keywords that the compiler would not apply correctly."""
     if isinstance(schema.get("items"), list):
         raise _not_valid("`items` must be a schema; use `prefixItems` for a list of schemas")
     for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
@@ -210,7 +210,7 @@ def _check(schema: Mapping[str, Any]) -> None:
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int) and least > named + 1:
-        # The compiler counts properties with the same name as several.
+        # The compiler would count repeated properties several times.
         raise _not_valid(
             "`minProperties` must be at most one more than the properties in `required`"
         )

@@ -1,11 +1,11 @@
-"""Answers to HTTP/1.0, which knows no chunks: one without a length ends with the connection."""
+"""Answers in HTTP/1.0, which has no chunks: closing the connection ends one without a length."""
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """The same application for one request of HTTP/1.0. uvicorn closes the connection behind it."""
+    """The application for one HTTP/1.0 request. uvicorn closes the connection after it."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = False
@@ -18,7 +18,7 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
                 if not has_length:
                     cycle.chunked_encoding = False
             elif not has_length:
-                # What uvicorn expects is what comes.
+                # uvicorn checks the length that it expects; here any length is valid.
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 

@@ -1,4 +1,4 @@
-"""The API keys that are good now: those given at the start, and those of a file that is re-read."""
+"""The valid API keys: those given at the start, and those of a file that is re-read."""
 
 import hashlib
 import logging
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from text_generation_router.callers import ANYBODY, Allowance, Caller, KeyLimits
 from text_generation_router.config import RouterConfig
 
-# A key that is taken out of the file is refused after so long.
+# A key that is removed from the file is refused after this time.
 REREAD_EVERY_S = 0.5
 MAX_FILE_BYTES = 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -25,21 +25,21 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What a key file held when it was read."""
+    """The content of a key file when it was read."""
 
     content: bytes
     is_readable_by_others: bool
 
     @classmethod
     def read(cls, path: str) -> "KeyFile":
-        """Raises KeyFileError for what is no file with keys. Does not wait for a pipe."""
+        """Raises KeyFileError if it is not a file with keys. Does not block on a pipe."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
                     raise KeyFileError(
-                        f"--api-key-file {path} is not a plain file: give one with a key a line"
+                        f"--api-key-file {path} is not a plain file: give one with a key per line"
                     )
                 content = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
@@ -47,42 +47,42 @@ class KeyFile:
                 raise
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise KeyFileError(
-                f"--api-key-file {path} can not be read: {reason}; give a file with a key a line"
+                f"--api-key-file {path} can not be read: {reason}; give a file with a key per line"
             ) from error
         if len(content) > MAX_FILE_BYTES:
             raise KeyFileError(
                 f"--api-key-file {path} is larger than {MAX_FILE_BYTES} bytes: "
-                "give a file with a key a line"
+                "give a file with a key per line"
             )
         found = cls(content, bool(status.st_mode & stat.S_IROTH))
         if not found.keys():
             raise KeyFileError(
-                f"--api-key-file {path} holds no key: write one a line; "
+                f"--api-key-file {path} holds no key: write one per line; "
                 "empty lines and lines that begin with # do not count"
             )
         return found
 
     def keys(self) -> list[bytes]:
-        """One a line."""
+        """The keys, one per line."""
         lines = self.content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
         return [key for line in lines if (key := line.strip()) and not key.startswith(b"#")]
 
 
 class Keys:
-    """Owns who may ask: a Caller for each good key, found by the key's digest.
+    """Owns a Caller for each valid key, found by the key's digest.
 
-    The digest is keyed with a secret of this process, and so the time that looking it up takes
-    tells nobody anything about a key. Keys themselves are not kept. The file is read again when a
-    request comes and the last reading is `REREAD_EVERY_S` old; one that can not be used then
-    changes nothing but the log. `now` is in seconds, of a clock that never goes back.
+    The digest is keyed with a secret of this process, so that the time of a lookup reveals nothing
+    about a key. Keys themselves are not kept. A request re-reads the file if the last reading is
+    `REREAD_EVERY_S` old; if it can not be used then, the old keys stay valid. `now` is in seconds,
+    of a monotonic clock.
     """
 
     def __init__(self, given: Sequence[str], path: str | None, limits: KeyLimits) -> None:
-        """Raises KeyFileError. Neither keys nor file: nobody is asked for one."""
+        """Raises KeyFileError. Without keys and file, requests need no key."""
         self._secret = secrets.token_bytes(32)
         self._path = path
         self._limits = limits
-        # What the environment holds need not be UTF-8.
+        # Environment variables may not be UTF-8.
         self._given = [key.encode(errors="surrogateescape") for key in given]
         self._callers: dict[bytes, Caller] = {}
         self._next_reading = 0.0
@@ -95,7 +95,7 @@ class Keys:
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Keys":
-        """Those that the configuration names. Raises KeyFileError."""
+        """The keys of the configuration. Raises KeyFileError."""
         limits = KeyLimits(
             config.max_concurrent_requests_per_key, config.max_tokens_per_minute_per_key
         )
@@ -107,7 +107,7 @@ class Keys:
         return bool(self._callers)
 
     def caller(self, key: bytes | None, now: float) -> Caller | None:
-        """Who sends this key (None: no key); None for whoever is to be refused."""
+        """The caller with this key (None: no key was sent); None: refuse the request."""
         if self._path is not None and now >= self._next_reading:
             self._next_reading = now + REREAD_EVERY_S
             self._read_again(self._path)
@@ -121,7 +121,7 @@ class Keys:
         except KeyFileError as error:
             if self._complaint != str(error):
                 self._complaint = str(error)
-                logger.error("%s; the keys that were read before stay good", error)
+                logger.error("%s; the keys that were read before stay valid", error)
             return
         self._complaint = ""
         if self._digest(file.content) != self._content:
@@ -135,9 +135,9 @@ class Keys:
         self._replace([*self._given, *file.keys()])
 
     def _replace(self, keys: Iterable[bytes]) -> None:
-        """Those that were good before keep what they have under way."""
+        """Keys that were valid before keep their callers, and so their running sequences."""
         digests = {self._digest(key) for key in keys}
-        # A file may hold several at any time.
+        # A file may have several keys later.
         is_shared = self._path is None and len(digests) < 2
         self._callers = {
             digest: self._callers.get(digest) or self._new(digest, is_shared) for digest in digests

@@ -1,4 +1,4 @@
-"""What keeps large requests from delaying small ones: threads of their own, and room in memory."""
+"""Limits on large requests, so that they do not delay small ones: threads and memory."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from text_generation_router.errors import OverloadedError
 
-# A large body, or a long answer, is done with in about this time.
+# A large body, or a long answer, takes about this long.
 _RETRY_AFTER_S = 1
 
 Given = ParamSpec("Given")
@@ -16,10 +16,10 @@ Made = TypeVar("Made")
 
 
 class Lane:
-    """Threads for one kind of work; owns who is next.
+    """A thread pool for one kind of work, first come, first served.
 
-    Work waits in the order in which it came. Whoever is cancelled while it waits gives its place
-    back, and what it holds; work that has begun in a thread goes on to its end.
+    Work that is cancelled while it waits gives its place back. Work that has begun in a thread runs
+    to its end.
     """
 
     def __init__(self, name: str, num_threads: int, most_waiting: int | None = None) -> None:
@@ -27,12 +27,12 @@ class Lane:
         self._places = asyncio.Semaphore(num_threads)
         self._most_waiting = most_waiting
         self.num_waiting = 0
-        """Callers of `run` that no thread works for yet."""
+        """Calls of `run` that wait for a thread."""
 
     async def run(
         self, work: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
     ) -> Made:
-        """What `work` returns or raises. Raises OverloadedError where too many wait already."""
+        """Returns or raises what `work` does. Raises OverloadedError if too many calls wait."""
         if self._most_waiting is not None and self.num_waiting >= self._most_waiting:
             raise OverloadedError(_RETRY_AFTER_S)
         self.num_waiting += 1
@@ -41,29 +41,29 @@ class Lane:
         finally:
             self.num_waiting -= 1
         done = self._threads.submit(work, *args, **kwargs)
-        # The place is given back when the thread is free, also if nobody waits for it any more.
+        # The place is free when the thread is, even if the caller was cancelled.
         loop = asyncio.get_running_loop()
-        done.add_done_callback(lambda _: _tell(loop, self._places.release))
+        done.add_done_callback(lambda _: _call_in(loop, self._places.release))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """Lets the threads end when their work does."""
+        """Ends each thread after its present work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Room:
-    """Owns how many bytes answers may hold in all while they are sent."""
+    """Owns the number of bytes that all long answers together may hold while they are sent."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self.num_taken = 0
-        """Bytes that are held now."""
+        """Bytes held now."""
 
     @contextmanager
     def taken(self, num_bytes: int) -> Iterator[None]:
-        """Holds so many bytes for the block. Raises OverloadedError where they do not fit.
+        """Holds `num_bytes` in the block. Raises OverloadedError if they do not fit.
 
-        What is larger than the room is let in alone.
+        An answer larger than the limit is admitted when there is no other one.
         """
         if self.num_taken and self.num_taken + num_bytes > self._num_bytes:
             raise OverloadedError(_RETRY_AFTER_S)
@@ -74,8 +74,8 @@ class Room:
             self.num_taken -= num_bytes
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Calls in the loop, or here if that has been closed meanwhile: then nobody waits there."""
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Calls in the loop, or here if the loop is closed: then no task waits there."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

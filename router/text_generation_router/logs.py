@@ -1,4 +1,4 @@
-"""Log lines of the router, as text or as one JSON object a line, on standard output."""
+"""Log lines of the router on standard output, as text or as one JSON object per line."""
 
 import logging
 from datetime import UTC, datetime
@@ -13,8 +13,8 @@ _SHORT_LEVELS = {"WARNING": "WARN"}
 
 
 class LineFormatter(logging.Formatter):
-    """`2026-11-21T09:45:49.123456Z  INFO text_generation_router: message`, or the same as JSON; of
-    a line that is written for a request with its route and id."""
+    """`2026-11-21T09:45:49.123456Z  INFO text_generation_router: message`, or the same as JSON; a
+    request's line also has its route, id and trace id."""
 
     def __init__(self, json_output: bool) -> None:
         super().__init__()
@@ -30,13 +30,17 @@ class LineFormatter(logging.Formatter):
         request = current()
         if not self._json_output:
             name = "" if request is None else f" route={request.route} id={request.request_id}"
+            if request is not None and request.trace_id:
+                name += f" trace={request.trace_id}"
             return f"{timestamp} {level:>5} {record.name}: {message}{name}"
         line = {"timestamp": timestamp, "level": level, "target": record.name, "message": message}
         if request is not None:
             line |= {"route": request.route, "request_id": request.request_id}
+            if request.trace_id:
+                line["trace_id"] = request.trace_id
         try:
             return orjson.dumps(line).decode()
-        except TypeError:  # names of files need not be text
+        except TypeError:  # file names may be invalid Unicode
             line["message"] = message.encode("utf-8", "backslashreplace").decode()
             return orjson.dumps(line).decode()
 
@@ -44,13 +48,13 @@ class LineFormatter(logging.Formatter):
 def configure_logs(level: str, json_output: bool) -> Output:
     """Sends every log line of this process to standard output; see `send_to_output`."""
     output = send_to_output(level, LineFormatter(json_output), "text_generation_router")
-    # uvicorn announces itself at INFO; what it has to say about failures starts at WARNING.
+    # uvicorn logs its start at INFO and failures from WARNING on.
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     for handler in logging.getLogger().handlers:
-        handler.addFilter(_is_news)
+        handler.addFilter(_is_new)
     return output
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for what uvicorn says about a stream that was cut off: `EventStream` has said why."""
+def _is_new(record: logging.LogRecord) -> bool:
+    """False for uvicorn's line about a stream that was aborted: `EventStream` has logged why."""
     return record.msg != "ASGI callable returned without completing response."

@@ -1,7 +1,7 @@
-"""What `/metrics` says: TGI's names and types, to the letter, and a few that TGI lacks.
+"""The metrics of `/metrics`: TGI's names and types, exactly, and some that TGI does not have.
 
-prometheus_client counts only what it knows of the process: to counters it appends `_total` and adds
-`_created` series, and dashboards made for TGI would find neither name.
+prometheus_client is used only for the process's own metrics: it renames counters to `…_total` and
+adds `…_created`, so that TGI's dashboards would not find them.
 """
 
 from bisect import bisect_left
@@ -19,8 +19,7 @@ _DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The one label a metric may have and the values it is known to take; without any there are no
-    series, only the family."""
+    """The one label of a metric, and all its values; without values the family has no series."""
 
     name: str
     values: tuple[str, ...]
@@ -28,33 +27,33 @@ class Label:
 
 _NO_LABEL = Label("", ("",))
 _METHOD = Label("method", ("prefill", "decode"))
-_ERR = Label("err", ("overloaded", "validation", "generation", "incomplete", "dropped", "template"))
-# TGI's label for the time of a join, whatever call it happened in.
+_ERR = Label(
+    "err",
+    (
+        *("overloaded", "validation", "generation", "incomplete", "dropped", "template"),
+        *("timeout", "queue_wait"),
+    ),
+)
+# TGI's label for the time of a join, in any call.
 _JOINING = Label("method", ("decode",))
 _KEY_LIMIT = Label("reason", ("requests", "tokens"))
+_PROCESS = Label("process", ("shard", "router"))
 _REASON = Label("reason", ("backpressure", "wait_exceeded", "chunking"))
-# What a connection did that was refused or cut off; see connection.py.
+# Why a connection was refused or closed; see connection.py.
 _REFUSED = Label(
     "reason",
     (
-        "malformed",
-        "head_size",
-        "head_time",
-        "silent",
-        "body_rate",
-        "bodies",
-        "leftover",
-        "pipelined",
-        "unread",
+        *("malformed", "head_size", "head_time", "silent", "body_rate"),
+        *("bodies", "leftover", "pipelined", "unread"),
     ),
 )
 
 
 class _Metric:
-    """A named family of series, one per label value; all exist from the start."""
+    """A family of series, one per label value; all exist from the start."""
 
     kind: str
-    # Given by `Metrics`.
+    # Set by `Metrics`.
     name: str
 
     def __init__(self, description: str, label: Label = _NO_LABEL) -> None:
@@ -71,7 +70,7 @@ class _Metric:
         raise NotImplementedError
 
     def _value_of(self, labels: dict[str, str]) -> str:
-        """The label value named in a call; a wrong label name is a KeyError."""
+        """The label value of a call; raises KeyError for another label name."""
         return labels[self._label] if self._label else ""
 
     def _sample(self, value: float, label_value: str, suffix: str = "", extra: str = "") -> str:
@@ -107,7 +106,7 @@ class Counter(_Metric):
 
 
 class Reading(_Metric):
-    """A number that only grows and is counted elsewhere: `read` says it when it is asked for."""
+    """A number that only grows and is counted elsewhere: `read` returns it."""
 
     kind = "counter"
 
@@ -139,14 +138,14 @@ class Gauge(_Metric):
 
 @dataclass(slots=True)
 class _Distribution:
-    """Observations of one histogram series; `counts` has one place more than there are bounds."""
+    """Observations of one histogram series; `counts` has one more entry than there are bounds."""
 
     counts: list[int]
     sum: float = 0.0
 
 
 class Histogram(_Metric):
-    """How observations are distributed over fixed buckets; observing costs one bisection."""
+    """A distribution over fixed buckets; an observation costs one bisection."""
 
     kind = "histogram"
 
@@ -156,7 +155,7 @@ class Histogram(_Metric):
         self._series = {v: _Distribution([0] * (len(bounds) + 1)) for v in label.values}
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
-        """Counts `value`, seen so many times, in the first bucket whose bound is not below it."""
+        """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
         series = self._series[self._value_of(labels)]
         series.counts[bisect_left(self._bounds, value)] += times
         series.sum += value * times
@@ -167,7 +166,7 @@ class Histogram(_Metric):
 
     def _samples(self) -> Iterator[str]:
         for label_value, series in self._series.items():
-            # A copy: /metrics may be read by another thread, and the parts must agree.
+            # A copy: another thread may render /metrics, and all numbers must agree.
             counts, total = list(series.counts), 0
             for bound, count in zip((*map(repr, self._bounds), "+Inf"), counts, strict=True):
                 total += count
@@ -177,10 +176,10 @@ class Histogram(_Metric):
 
 
 class Summary(_Metric):
-    """Quantiles of the last 1024 observations, and all of them counted in buckets.
+    """Quantiles of the last 1024 observations, and buckets of all observations.
 
-    TGI 3 exposes a summary, but its dashboard asks for the buckets that TGI 2 had, so there are
-    both. A summary has no buckets: they are a family of counters named `…_bucket`.
+    TGI 3 exposes a summary, but its dashboard needs the buckets of TGI 2: both are here. A summary
+    has no buckets, so they are a family of counters named `…_bucket`.
     """
 
     kind = "summary"
@@ -193,7 +192,7 @@ class Summary(_Metric):
         self._count = 0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Adds an observation that was made so many times."""
+        """Adds `times` equal observations."""
         self._recent.extend(repeat(value, times))
         self._sum += value * times
         self._count += times
@@ -252,7 +251,7 @@ class Metrics:
         self.request_count = Counter("Requests that arrived")
         self.request_success = Counter("Generations that were completed")
         self.request_failure = Counter("Requests that failed", _ERR)
-        self.request_unauthorized = Counter("Requests without a good API key")
+        self.request_unauthorized = Counter("Requests without a valid API key")
         self.request_key_limit = Counter(
             "Requests refused because of a limit per API key", _KEY_LIMIT
         )
@@ -276,40 +275,41 @@ class Metrics:
             [float(n) for n in range(17)],
         )
         self.connections_refused = Counter("Connections that were refused or cut off", _REFUSED)
+        self.restarts = Counter("Times a process that had ended was replaced", _PROCESS)
         self._add_batches(num_shards)
-        # What every Prometheus client tells of its process: CPU, memory, file descriptors, start.
+        # The usual metrics of a process: CPU, memory, file descriptors, start time.
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
-        self.log_lines_dropped = Reading("Log lines that nobody read in time")
+        self.log_lines_dropped = Reading("Log lines dropped because they were not read in time")
         for name, metric in self._families():
             metric.name = f"tgi_{name}"
 
     def _add_batches(self, num_shards: int) -> None:
-        """Of the queue, the steps of the shards, and the KV blocks."""
+        """Metrics of the queue, the steps and the KV blocks."""
         self.queue_size = Gauge("Requests waiting for a place in the batch")
         self.batch_next_size = Histogram(
             "Requests admitted together", [float(n) for n in range(1, 1025)]
         )
         self.batch_current_size = Gauge("Requests running")
-        self.batch_current_max_tokens = Gauge("Tokens the running requests have KV room for")
-        self.batch_max_total_tokens = Gauge("Tokens there is KV room for in all")
+        self.batch_current_max_tokens = Gauge("Tokens that fit the KV blocks of running requests")
+        self.batch_max_total_tokens = Gauge("Tokens that fit all KV blocks")
         self.batch_concat = Counter("Times new requests joined a running batch", _REASON)
-        self.batch_inference_count = Counter("Steps asked of the shards", _METHOD)
+        self.batch_inference_count = Counter("Steps sent to the shards", _METHOD)
         self.batch_inference_success = Counter("Steps that succeeded", _METHOD)
         self.batch_inference_failure = Counter("Steps that failed", _METHOD)
         self.batch_inference_duration = _duration("A step as the router sees it", _METHOD)
         self.batch_forward_duration = _duration("The forward passes of a step", _METHOD)
-        self.batch_decode_duration = _duration("Choosing the tokens of a step", _METHOD)
-        self.batch_filter_duration = _duration("Delivering a step and dropping what ended", _METHOD)
+        self.batch_decode_duration = _duration("Sampling the tokens of a step", _METHOD)
+        self.batch_filter_duration = _duration("Delivering a step and dropping ended rows", _METHOD)
         self.batch_concat_duration = _duration("Joining new requests to a batch", _JOINING)
-        # One shard has nobody to be compared with.
+        # With one shard the series would only repeat the step's duration.
         ranks = Label("rank", tuple(map(str, range(num_shards))) if num_shards > 1 else ())
         self.batch_shard_duration = _duration("A step as each shard of several sees it", ranks)
         self.kv_blocks_used = Gauge("KV blocks held by requests")
-        self.kv_blocks_free = Gauge("KV blocks that can be given out")
-        self.prefix_cache_blocks = Gauge("KV blocks whose tokens are known, in use or idle")
-        self.prefix_cache_queried_tokens = Counter("Prompt tokens of all requests that were let in")
-        self.prefix_cache_hit_tokens = Counter("Prompt tokens that had been computed for others")
+        self.kv_blocks_free = Gauge("KV blocks that can be allocated")
+        self.prefix_cache_blocks = Gauge("KV blocks in the prefix cache, in use or idle")
+        self.prefix_cache_queried_tokens = Counter("Prompt tokens of all admitted requests")
+        self.prefix_cache_hit_tokens = Counter("Prompt tokens found in the prefix cache")
 
     def _families(self) -> Iterator[tuple[str, _Metric]]:
         return ((name, item) for name, item in vars(self).items() if isinstance(item, _Metric))

@@ -1,37 +1,33 @@
-"""One vector for a text: which hidden state stands for it, and what becomes of that."""
+"""One vector for a text: which hidden states it is made of, and how it is normalised."""
 
-import json
 import math
 import sys
 from array import array
 from pathlib import Path
 from typing import Any
 
+from text_generation_router.json_file import read_object
 from text_generation_router.request import Pooling
 
-# Where sentence-transformers keeps it, beside the model.
+# Where sentence-transformers writes it, below the model's directory.
 _SETTINGS = Path("1_Pooling", "config.json")
 
 
-def pooling_of(directory: Path, asked: str | None) -> Pooling:
-    """How the model's prompts are pooled: as it was asked for, else as the model's folder says, as
-    sentence-transformers writes it, else the last token, which has seen all the others.
+def pooling_of(directory: Path, name: str | None) -> Pooling:
+    """How the model's prompts are pooled: as named, else as in the settings of
+    sentence-transformers in the model's directory, else the last token, which has seen the others.
 
-    Raises ValueError, one sentence, where the folder says what is not supported.
+    Raises ValueError, one sentence, if these settings are not supported.
     """
-    if asked is not None:
-        return Pooling(asked)
+    if name is not None:
+        return Pooling(name)
     path = directory / _SETTINGS
     if not path.is_file():
         return Pooling.LAST
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        modes = _modes(settings)
-    except (ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} can not be read as the settings of a pooling: {error}; choose one with "
-            "--pooling last or --pooling mean"
-        ) from error
+        modes = _modes(read_object(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; or choose --pooling last or --pooling mean") from error
     known = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
     if len(modes) != 1 or modes[0] not in known:
         raise ValueError(
@@ -42,7 +38,7 @@ def pooling_of(directory: Path, asked: str | None) -> Pooling:
 
 
 def _modes(settings: dict[str, Any]) -> list[str]:
-    """The modes that are on, without their prefix; newer files name one as `pooling_mode`."""
+    """The modes that are on, without their prefix; newer files have one `pooling_mode`."""
     if isinstance(mode := settings.get("pooling_mode"), str):
         return [mode]
     prefix = "pooling_mode_"
@@ -54,8 +50,8 @@ def _modes(settings: dict[str, Any]) -> list[str]:
 
 
 def vector_of(pooled: bytes, dimensions: int | None, is_normalised: bool) -> "array[float]":
-    """The vector of a `PrefillOutput.pooled` in float32: its first `dimensions`, or all, of length
-    1 if it is to be normalised."""
+    """The vector in the bytes of `PrefillOutput.pooled`, in float32: its first `dimensions`, or
+    all, scaled to length 1 if `is_normalised`."""
     vector = array("f", pooled)
     if sys.byteorder == "big":
         vector.byteswap()
@@ -67,7 +63,7 @@ def vector_of(pooled: bytes, dimensions: int | None, is_normalised: bool) -> "ar
 
 
 def little_endian(vector: "array[float]") -> bytes:
-    """Its bytes, as they are sent in base64."""
+    """The bytes that answers encode in base64."""
     if sys.byteorder == "big":
         vector = vector[:]
         vector.byteswap()

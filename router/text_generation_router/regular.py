@@ -1,12 +1,12 @@
-"""Regular expressions as people write them (Python, JavaScript, PCRE), as llguidance reads them.
+"""Translates regular expressions (Python, JavaScript, PCRE) to the syntax of Rust, for llguidance.
 
-Its syntax is Rust's: what is only spelt differently there is written as it is read, and what would
-be read as something else is refused. All else it refuses itself.
+Syntax that Rust spells differently is rewritten. Syntax that Rust would read with another meaning
+is refused here; llguidance refuses the rest itself.
 """
 
 import re
 
-# What stands for itself and must not be looked into: an escape, or a class of characters.
+# One piece of an expression. Escapes and character classes are whole pieces.
 _PIECE = re.compile(
     r"""(?P<comment>\(\?\#[^)]*\))
     |(?P<refused>\(\?>|\(\?P=|\\k[<{]|\(\?\()
@@ -27,11 +27,11 @@ _REFUSED = {
 
 
 class RegularError(ValueError):
-    """A regular expression can not be followed as it is meant; a reason for its user."""
+    """A regular expression that is not supported; the message is a reason for the client."""
 
 
 def rust(source: str) -> str:
-    """The same expression in Rust's syntax. Raises RegularError."""
+    """The expression in Rust's syntax. Raises RegularError."""
     return _PIECE.sub(_written, source)
 
 

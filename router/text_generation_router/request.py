@@ -1,23 +1,23 @@
-"""What the server has promised to compute: values only, frozen, no text work and no transport."""
+"""A validated request and its outputs: frozen values only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple
 
 
 class FinishReason(Enum):
-    """Why a generation ended; the value is the word TGI's API uses."""
+    """Why a generation ended; the value is TGI's word."""
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
-    # Only where a request names such tokens, which TGI's can not.
+    # Only for `stop_token_ids`, which TGI does not have.
     STOP_TOKEN = "stop_token"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; defaults change nothing. Ranges are checked by `validation`."""
+    """How the next token is chosen; defaults change nothing. `validation` checks the ranges."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class Sampling:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether tokens are drawn (then the seed is reported) or the best one is taken."""
+        """Whether tokens are sampled (then the seed is reported), or the best one is taken."""
         return (
             self.do_sample
             or self.temperature != 1.0
@@ -47,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class StoppingCriteria:
-    """When a generation ends. Stop strings are matched on text, by the router."""
+    """When a generation ends. The router matches stop strings, in text."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -55,26 +55,26 @@ class StoppingCriteria:
     ignore_eos_token: bool = False
     # TGI's routes keep a stop string at the end of the text, OpenAI's leave it out.
     keeps_stop_sequence: bool = True
-    # vLLM's routes can keep what ended the text, be it a string or a token: all else is as where
-    # stop strings are left out.
+    # vLLM's option to keep the stop string or stop token that ended the text. Everything else is as
+    # where stop strings are left out.
     includes_stop: bool = False
     # More tokens that end the text.
     stop_token_ids: tuple[int, ...] = ()
-    # Stop strings are not looked for in the text of so many first tokens.
+    # Stop strings do not count in the text of this many first tokens.
     num_unstopped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text must look like; `source` is a JSON schema, a regex, or a grammar in Lark, as
-    llguidance has it, or in GBNF."""
+    """A constraint on the text; `source` is a JSON schema, a regex, or a grammar in llguidance's
+    Lark or in GBNF."""
 
     kind: Literal["json_schema", "regex", "lark", "gbnf"]
     source: str
 
 
 class Pooling(Enum):
-    """Which hidden state stands for a prompt: that of its last token, or the mean of all."""
+    """Which hidden state represents a prompt: that of its last token, or the mean of all."""
 
     LAST = "last"
     MEAN = "mean"
@@ -82,37 +82,58 @@ class Pooling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One validated request. `input_ids` is never empty and already truncated."""
+    """One validated request. `input_ids` is not empty, and already truncated."""
 
     input_ids: tuple[int, ...]
     sampling: Sampling
     stopping: StoppingCriteria
     prefill_logprobs: bool = False
     top_n_tokens: int = 0
-    # A grammar in llguidance's own form, which the shards have compiled; empty: none.
+    # A grammar in llguidance's form, compiled on the shards; empty: none.
     grammar: str = ""
-    # Special tokens whose text counts as text, as the markers around tool calls do.
+    # Special tokens whose text is visible, like the markers around tool calls.
     visible_special_tokens: frozenset[str] = frozenset()
-    # All do but those that end the text.
+    # All special tokens are visible, except the ones that end the text.
     shows_special_tokens: bool = False
-    # Requests of different salts share no KV, whatever their tokens.
+    # Requests with different cache salts share no KV.
     cache_salt: str = ""
-    # A hidden state that stands for the prompt is wanted.
+    # Higher ones come first.
+    priority: int = 0
+    # Requested hidden state of the prompt.
     pooling: Pooling | None = None
-    # The log-probabilities of these are wanted, each as the first token.
+    # Requested log-probabilities: of each of these as the first token.
     score_token_ids: tuple[int, ...] = ()
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the prompt is asked about, and not what follows. The one token that is computed
-        behind it is not told."""
+        """Whether only the prompt is evaluated. The one token behind it is not reported."""
         return self.pooling is not None or bool(self.score_token_ids)
 
 
-class Token(NamedTuple):
-    """One token with its text; `logprob` is None where none is defined (the first of a prompt).
+def sequences_of(request: Request, num: int, salt: str, priority: int | None) -> list[Request]:
+    """`num` requests for one prompt that differ only in their seeds, with the caller's cache salt,
+    and its priority if there is one.
 
-    A tuple, because one is made for every token: a third of the time of a frozen dataclass.
+    All callers' salts have the same length. Therefore the request's own salt, which follows it, can
+    not turn it into that of another caller.
+    """
+    cache_salt = salt + request.cache_salt
+    return [
+        replace(
+            request,
+            sampling=replace(request.sampling, seed=(request.sampling.seed + place) % 2**64),
+            prefill_logprobs=request.prefill_logprobs and place == 0,
+            cache_salt=cache_salt,
+            priority=request.priority if priority is None else priority,
+        )
+        for place in range(num)
+    ]
+
+
+class Token(NamedTuple):
+    """One token with its text; `logprob` is None where it is not defined (first prompt token).
+
+    A tuple, because one is made for every token: it is faster than a frozen dataclass.
     """
 
     id: int
@@ -123,7 +144,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """The ending of a successful generation."""
+    """The end of a successful generation."""
 
     text: str
     generated_tokens: int
@@ -131,8 +152,13 @@ class GeneratedText:
     seed: int | None
     # The stop string that ended it.
     stop_sequence: str | None = None
-    # The token that did, where a request names such tokens.
+    # The id of `stop_token_ids` that ended it.
     stop_token_id: int | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the stop token that ended the text; None: neither did."""
+        return self.stop_token_id if self.stop_sequence is None else self.stop_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +171,25 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutput:
-    """What requests asked about their prompts: the tokens with their log-probabilities, or for
-    those that are prompt only a hidden state and scores."""
+    """Results about the prompt: its tokens with log-probabilities, or for prompt-only requests a
+    hidden state and scores."""
 
     tokens: tuple[Token, ...]
-    # By token the best ones in its place, none for the first; empty: they were not asked for.
+    # The best alternatives of each token, none for the first; empty: not requested.
     top_tokens: tuple[tuple[Token, ...], ...] = ()
-    # By token its place among all, the likeliest at 1; none for the first.
+    # The rank of each token among all, from 1; None for the first.
     ranks: tuple[int | None, ...] = ()
-    # Numbers in float32, little-endian, not normalised; empty: not asked for.
+    # float32, little-endian, not normalised; empty: not requested.
     pooled: bytes = b""
     # Log-probabilities of `Request.score_token_ids`.
     scores: tuple[float, ...] = ()
 
 
 class TokenOutput(NamedTuple):
-    """One generated token; on the last one of a generation `generated` and `timings` are set.
+    """One generated token; the last one of a generation has `generated` and `timings`.
 
-    `delta` is the text that may be shown now: no special tokens but the visible ones, and where
-    stop strings are left out, nothing that could still become one. The deltas of a generation
-    joined are `GeneratedText.text`.
+    `delta` is the text that can be shown now: without hidden special tokens and, where stop strings
+    are left out, without text that may belong to one. The deltas, joined, are `GeneratedText.text`.
     """
 
     token: Token

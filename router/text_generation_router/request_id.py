@@ -1,4 +1,4 @@
-"""Each HTTP request has an id: its answer bears it, and so do the log lines about it."""
+"""The id of an HTTP request, in the headers of its answer and in its log lines."""
 
 import re
 from contextvars import ContextVar
@@ -8,38 +8,42 @@ from uuid import uuid4
 
 from starlette.types import Message, Scope, Send
 
-# A client's own id is kept if it can stand in a header and a log line.
+# A client's own id is used if it is safe in a header and a log line.
 _GOOD = re.compile(rb"[\w.:-]{1,128}")
 _HEADER = b"x-request-id"
 _SHOWN_PATH = 128
-# Anthropic's clients look for another one; wherever they ask, they send their version.
+TRACE = "text_generation_router.trace"
+"""The scope's key of the request's `RequestTrace`, if it has one."""
+# Anthropic's clients read another header. They always send their version.
 _ANTHROPIC_PATH, _ANTHROPIC_HEADER = "/v1/messages", b"request-id"
 _ANTHROPIC_VERSION = b"anthropic-version"
 
 
 class RequestName(NamedTuple):
-    """What log lines say of a request."""
+    """The fields of a request in log lines."""
 
     route: str
     request_id: str
+    trace_id: str = ""
 
 
 _CURRENT: ContextVar[RequestName | None] = ContextVar("request", default=None)
 
 
 def current() -> RequestName | None:
-    """The request that this task answers; None: none."""
+    """The request that this task serves, if any."""
     return _CURRENT.get()
 
 
 def named(scope: Scope, send: Send) -> Send:
-    """The same `send`, which puts the id of this request into the head of its answer. From here on
-    it is the task's current one."""
+    """A `send` that adds the request's id to the headers. Makes it the task's current request."""
     sent = dict(scope["headers"])
     given = sent.get(_HEADER, b"")
     request_id = given if _GOOD.fullmatch(given) else uuid4().hex.encode()
-    # As it is written in a URL: in one line.
-    _CURRENT.set(RequestName(quote(scope["path"][:_SHOWN_PATH]), request_id.decode()))
+    # Quoted, so that it is one line.
+    path, trace = quote(scope["path"][:_SHOWN_PATH]), scope.get(TRACE)
+    trace_id = "" if trace is None else trace.trace_id
+    _CURRENT.set(RequestName(path, request_id.decode(), trace_id))
     headers = [(_HEADER, request_id)]
     if scope["path"].startswith(_ANTHROPIC_PATH) or _ANTHROPIC_VERSION in sent:
         headers.append((_ANTHROPIC_HEADER, request_id))

@@ -1,32 +1,32 @@
-"""How well a document answers a query, by a model that was trained to say yes or no.
+"""Scores how well a document answers a query, with a model that was trained to say yes or no.
 
-The form is that of Qwen3-Reranker: a prompt with an instruction, the query and the document, behind
-which the probability of `yes` beside that of `no` is the score.
+The prompt is Qwen3-Reranker's: an instruction, the query and the document. The score is the
+probability of `yes` as the next token, relative to `yes` and `no`.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from text_generation_router.errors import ContextLengthError, RouterError
+from text_generation_router.json_file import read_object
 from text_generation_router.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""What is asked where a request does not say."""
+"""The default instruction."""
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
     "<|im_start|>user\n"
 )
 _BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-# A part of the name of such models: their config.json is that of any Qwen3.
+# A part of the name of such models: their config.json is the same as another Qwen3's.
 _NAME = "qwen3-reranker"
 
 
 class NotARerankerError(RouterError):
-    """The model can not score documents; the sentence says what is missing."""
+    """The model can not score documents; the message says why."""
 
     status_code = 404
     error_type = "not_found"
@@ -35,18 +35,18 @@ class NotARerankerError(RouterError):
 
 @dataclass(frozen=True, slots=True)
 class Reranker:
-    """The tokens by which a model answers, and the prompts it was trained with."""
+    """The ids of a reranker's two answers, and its prompts."""
 
     yes_id: int
     no_id: int
 
     @property
     def answer_ids(self) -> tuple[int, int]:
-        """Whose log-probabilities `score` takes."""
+        """The tokens whose log-probabilities `score` takes."""
         return self.yes_id, self.no_id
 
     def prompt(self, query: str, document: str, instruction: str | None) -> str:
-        """The text behind which the model answers."""
+        """The prompt whose next token is the answer."""
         return _BEFORE + _question(query, document, instruction) + _BEHIND
 
     async def cut_prompt(
@@ -57,8 +57,8 @@ class Reranker:
         instruction: str | None,
         most_tokens: int,
     ) -> list[int]:
-        """The ids of the same, at most so many: the end of the document is cut off. Raises
-        ContextLengthError where not even the query fits."""
+        """The ids of the prompt, at most `most_tokens`: the end of the document is cut off. Raises
+        ContextLengthError if the query does not fit."""
         before = await tokenizer.token_ids(_BEFORE + _question(query, "", instruction), False)
         behind = await tokenizer.token_ids(_BEHIND, False)
         whole = await tokenizer.token_ids(_BEFORE + _question(query, document, instruction), False)
@@ -72,12 +72,11 @@ class Reranker:
 
 
 def score(logprobs: tuple[float, ...], is_raw: bool) -> float:
-    """From the log-probabilities of yes and no: the probability of yes where there is nothing else,
-    or raw, as a logit."""
+    """The probability of yes relative to no, from both log-probabilities; `is_raw`: its logit."""
     yes, no = logprobs
     if is_raw:
         return yes - no
-    # No exponent is above 0.
+    # Exponents of at most 0 can not overflow.
     largest = max(yes, no)
     share = math.exp(yes - largest)
     return share / (share + math.exp(no - largest))
@@ -86,12 +85,12 @@ def score(logprobs: tuple[float, ...], is_raw: bool) -> float:
 def find_reranker(
     directory: Path, model_id: str, tokenizer: Tokenizer, is_asked_for: bool
 ) -> Reranker | str:
-    """How the model reranks; or a sentence that says why it does not.
+    """The model's reranker, or a sentence that says why it has none.
 
-    It does if `--reranker` says so, if its config.json does, as vLLM wants it
-    (`is_original_qwen3_reranker`, or `classifier_from_token` with no and yes), or if it is called
-    Qwen3-Reranker: the original has no other sign. Raises ValueError if it was asked for and can
-    not be.
+    A model is a reranker if `--reranker` is given, if its config.json says so as vLLM's users
+    write it (`is_original_qwen3_reranker`, or `classifier_from_token` with no and yes), or if its
+    name has Qwen3-Reranker, the only mark of the original. Raises ValueError if `--reranker` is
+    given and the tokenizer has no `yes` and `no`.
     """
     if not (is_asked_for or _says_so(directory, model_id)):
         return (
@@ -106,7 +105,7 @@ def find_reranker(
             "answers; serve a model of Qwen3-Reranker's form"
         )
         if is_asked_for:
-            raise ValueError(f"--reranker can not be kept: {sentence}")
+            raise ValueError(f"--reranker is not possible: {sentence}")
         return sentence
     yes_id, no_id = (token_id for token_id in ids if token_id is not None)
     return Reranker(yes_id, no_id)
@@ -123,12 +122,11 @@ def _says_so(directory: Path, model_id: str) -> bool:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    """The shard says what is wrong with the file."""
+    """The model's config.json; empty if it is not valid, which the shard reports."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(directory / "config.json")
+    except ValueError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _question(query: str, document: str, instruction: str | None) -> str:

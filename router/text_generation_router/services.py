@@ -1,19 +1,24 @@
-"""Everything the routes work with, and the order in which it comes up."""
+"""The objects behind the routes, and the order in which they start."""
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from text_generation_process.defaults import LAUNCHER_WAITING_SERVED_RATIO, WARMUP_ROWS
 
 from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.chat.format import detect_format
 from text_generation_router.chat.service import ChatService
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
+from text_generation_router.client.reconnect import Reconnection
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
@@ -27,29 +32,35 @@ from text_generation_router.request import Pooling
 from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
+from text_generation_router.scheduler.deadline import StepDeadlines
+from text_generation_router.scheduler.recovery import Recovery
+from text_generation_router.scheduler.replaced_shards import ReplacedShards
 from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS,
     NUM_QUESTIONS_TO_SEVERAL,
     WatchedShards,
-    longest_call_s,
 )
+from text_generation_router.state import ServerState
+from text_generation_router.terms import NO_TERMS, Terms
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
-# Of which `WarmupResponse.decode_step_ns` is measured, or of as many as there are.
-WARMUP_ROWS = 32
-# What the launcher passes on where nobody has chosen a --waiting-served-ratio.
-LAUNCHERS_RATIO = 0.3
+if TYPE_CHECKING:
+    from text_generation_router.tracing.opening import Tracing
+    from text_generation_router.tracing.requests import RequestTrace
+
 _POLL_S = 0.02
-# What long answers of /tokenize and /chat_tokenize hold in all until their clients have read them.
+# The watch over the shards' steps comes first.
+STALL_ROOM_S = 1.0
+# Most bytes of long answers of /tokenize and /chat_tokenize that clients have not read yet.
 _LONG_ANSWERS_BYTES = 64 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
 
 class StartError(Exception):
-    """The router can not serve; one sentence says why and what to do."""
+    """The router can not start; one sentence says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,7 @@ class Services:
     limits: Limits
     scheduler_limits: SchedulerLimits
     shards: Shards
-    watch: WatchedShards
+    watch: WatchedShards | ReplacedShards
     tokenizer: Tokenizer
     metrics: Metrics
     batcher: Batcher
@@ -69,62 +80,83 @@ class Services:
     grammars: GrammarCompiler
     chat: ChatService
     templates: TemplateWorkers
-    # Of several threads one that waits for the interpreter could wait for each of the others.
+    # One thread: several would compete with the event loop for the interpreter.
     large_bodies: Lane
     long_answers: Room
-    # In seconds since 1970.
+    # Unix time.
     loaded_at: int
-    # Of /v1/embeddings.
+    # For /v1/embeddings.
     pooling: Pooling
-    # Of /score and /rerank, or why there is none.
+    # For /score and /rerank, or the reason why there is none.
     reranker: Reranker | str
+    state: ServerState
+    # Without a finished step for this long, work is stalled.
+    stall_s: float
 
     @property
     def compute_type(self) -> str:
-        """`<shards>-<device>`, sent with every answer."""
+        """`<number of shards>-<device>`, a header of every answer."""
         return f"{self.info.world_size}-{self.info.device_type}"
 
-    def on_behalf_of(self, caller: Caller) -> "Services":
-        """The same services, whose generations are this caller's."""
-        if caller is ANYBODY:
+    def on_behalf_of(
+        self, caller: Caller, terms: Terms, trace: "RequestTrace | None" = None
+    ) -> "Services":
+        """The same services for one request of this caller, with its trace."""
+        if caller is ANYBODY and terms is NO_TERMS and trace is None:
             return self
-        infer = self.infer.on_behalf_of(caller)
+        infer = self.infer.on_behalf_of(caller, terms, trace)
         return replace(self, infer=infer, chat=self.chat.over(infer))
 
 
 @asynccontextmanager
-async def start(config: RouterConfig) -> AsyncIterator[Services]:
-    """Connects, warms the shards up and checks that everything fits. Raises StartError.
+async def start(
+    config: RouterConfig, tracing: "Tracing | None" = None, state: ServerState | None = None
+) -> AsyncIterator[Services]:
+    """Connects, warms the shards up and checks the limits. Raises StartError.
 
-    The connections to the shards are closed at the end of the block, and the processes that render
-    chat templates.
+    The end of the block closes the connections to the shards and ends the processes that render
+    chat templates. `state` reports the phases of the start.
     """
-    # The tokenizer is read while the shards warm up, and the first of those processes started.
+    # The tokenizer is read and the first template process starts while the shards warm up.
     workers = TemplateWorkers()
+    state = state or ServerState()
     load = asyncio.create_task(_load(config, workers))
     try:
+        state.starting("loading the model")
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
-                await load  # if it has failed, nobody needs to wait
+                await load  # raises its failure
             await asyncio.sleep(_POLL_S)
+        state.starting("connecting to the shards")
         with _explained("connect to the Python model shards"):
             shards = await ShardedClient.connect(
-                config.master_shard_uds_path, answer_s=config.step_deadline
+                config.master_shard_uds_path, answer_s=config.starting_deadline_s
             )
         try:
             with _explained("clear the Python model shards cache"):
                 await shards.clear_cache(None)
             with _explained("get the Python model shards info"):
                 info = await shards.info()
+            state.starting("warming up")
             with _explained("warmup the Python model shards"):
-                warmup = await _warm_up(shards, config)
+                warmup = await shards.warmup(
+                    max_prefill_tokens=config.max_batch_prefill_tokens,
+                    max_batch_size=config.batch_rows,
+                    max_input_tokens=config.max_input_tokens,
+                    max_total_tokens=config.max_total_tokens,
+                    max_batch_total_tokens=config.max_batch_total_tokens,
+                )
+            state.starting("loading the tokenizer")
             tokenizer = await load
             check_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
+            services = assemble(config, shards, tokenizer, info, warmup, workers, tracing, state)
             try:
-                yield assemble(config, shards, tokenizer, info, warmup, workers)
+                yield services
             finally:
                 tokenizer.close()
+                if isinstance(services.watch, ReplacedShards):
+                    await services.watch.close()
         finally:
             await shards.close()
     finally:
@@ -134,13 +166,15 @@ async def start(config: RouterConfig) -> AsyncIterator[Services]:
 
 def assemble(
     config: RouterConfig,
-    shards: Shards,
+    shards: ShardedClient | Shards,
     tokenizer: Tokenizer,
     info: ShardInfo,
     warmup: WarmupResult,
     workers: TemplateWorkers,
+    tracing: "Tracing | None" = None,
+    state: ServerState | None = None,
 ) -> Services:
-    """The services on top of shards that are warm."""
+    """The services for shards that are warm."""
     limits = Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
@@ -152,47 +186,94 @@ def assemble(
     )
     scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config)
-    _tell_pace(config, scheduler_limits.costs)
+    _log_pace(config, scheduler_limits.costs)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
-    watch = WatchedShards(
-        shards,
-        longest_call_s(scheduler_limits.costs, config.batch_rows, config.max_batch_prefill_tokens),
-        NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL,
-    )
-    batcher = Batcher(watch, tokenizer, metrics, scheduler_limits)
+    deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
+    num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
+
+    def watched(client: Shards) -> WatchedShards:
+        if tracing is not None and isinstance(client, ShardedClient):
+            client = tracing.over(client)
+        return WatchedShards(client, deadlines, num_questions)
+
+    watch: WatchedShards | ReplacedShards
+    recovery: Recovery | None = None
+    if config.restart and isinstance(shards, ShardedClient):
+        metrics.restarts.inc(config.num_restarts, process="router")
+        watch = shards = _replaced(config, shards, watched, info, warmup, metrics)
+        recovery = Recovery(watch, config.resume_streams)
+    else:
+        watch = watched(shards)
+    batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, recovery)
     grammars = GrammarCompiler(shards, not config.disable_grammar_support)
     validation = Validation(limits, tokenizer, metrics, grammars)
-    infer = Infer(batcher, validation, metrics, config.max_concurrent_requests)
+    infer = Infer(
+        *(batcher, validation, metrics, config.max_concurrent_requests),
+        max_queue_wait_s=config.max_queue_wait,
+    )
     chat = _chat_service(config, tokenizer, infer, workers)
     return Services(
-        config,
-        info,
-        limits,
-        scheduler_limits,
-        shards,
-        watch,
-        tokenizer,
-        metrics,
-        batcher,
-        infer,
-        grammars,
-        chat,
-        workers,
+        *(config, info, limits, scheduler_limits, shards, watch, tokenizer, metrics, batcher),
+        *(infer, grammars, chat, workers),
         Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
         Room(_LONG_ANSWERS_BYTES),
         int(time.time()),
         *_readers(config, tokenizer),
+        state or ServerState(),
+        deadlines.of(config.max_batch_prefill_tokens) + STALL_ROOM_S,
     )
 
 
+def _replaced(
+    config: RouterConfig,
+    shards: ShardedClient,
+    watched: Callable[[Shards], WatchedShards],
+    info: ShardInfo,
+    warmup: WarmupResult,
+    metrics: Metrics,
+) -> ReplacedShards:
+    """The shards, and later those that the launcher starts in their place."""
+    connect = Reconnection(
+        config.master_shard_uds_path,
+        config.starting_deadline_s,
+        info,
+        warmup,
+        config.max_batch_prefill_tokens,
+        config.batch_rows,
+    )
+    return ReplacedShards(shards, watched, connect, partial(metrics.restarts.inc, process="shard"))
+
+
+def _step_deadlines(
+    config: RouterConfig, info: ShardInfo, warmup: WarmupResult, costs: StepCosts
+) -> StepDeadlines:
+    deadlines = StepDeadlines.measured(
+        costs,
+        config.batch_rows,
+        config.speculate,
+        warmup.max_total_tokens,
+        is_on_gpu=info.device_type != "cpu",
+    )
+    if config.step_deadline is not None:
+        expected_s = deadlines.work_s(config.max_batch_prefill_tokens)
+        if config.step_deadline < expected_s:
+            logger.warning(
+                "--step-deadline %g is less than the %.1f s that a step with %d prompt tokens may "
+                "take: it would end the server; raise it, or lower --max-batch-prefill-tokens",
+                *(config.step_deadline, expected_s, config.max_batch_prefill_tokens),
+            )
+        deadlines = StepDeadlines.fixed(config.step_deadline)
+    if info.world_size > 1:
+        deadlines = deadlines.behind_ranks(warmup.rank_deadline_s or config.starting_deadline_s)
+    return deadlines
+
+
 def _readers(config: RouterConfig, tokenizer: Tokenizer) -> tuple[Pooling, Reranker | str]:
-    """What the model's folder and the flags say of embeddings and of reranking."""
+    """How to embed and rerank, by the model's folder and the flags. Raises StartError."""
     directory, name = Path(config.tokenizer_name), config.served_model_id
-    try:
+    with _start_errors():
         pooling = pooling_of(directory, config.pooling)
         return pooling, find_reranker(directory, name, tokenizer, config.reranker)
-    except ValueError as error:
-        raise StartError(str(error)) from error
 
 
 def _scheduler_limits(
@@ -223,16 +304,16 @@ def _scheduler_limits(
     )
 
 
-def _tell_pace(config: RouterConfig, costs: StepCosts) -> None:
-    """Says how prompts are cut, where they are."""
+def _log_pace(config: RouterConfig, costs: StepCosts) -> None:
+    """Logs how prompts are divided into parts, if they are."""
     if config.disable_prefill_chunking or not costs.decode_step_ns:
         return
     target_ms = config.inter_token_latency_target_ms
     if target_ms is None:
         target_ms = round(costs.decode_step_ns * DEFAULT_STRETCH / 1e6)
     logger.info(
-        "A step of %d decoding requests takes %.1f ms, and a prompt token %.3f ms more: while "
-        "others decode, prompts are computed in parts that make a step take about %d ms",
+        "A step of %d decoding requests takes %.1f ms, and each prompt token %.3f ms more: while "
+        "requests decode, prompts are computed in parts, so that a step takes about %d ms",
         costs.num_rows,
         costs.decode_step_ns / 1e6,
         costs.prefill_token_ns / 1e6,
@@ -241,20 +322,20 @@ def _tell_pace(config: RouterConfig, costs: StepCosts) -> None:
 
 
 def _warn_of_no_effect(config: RouterConfig) -> None:
-    """Says so where somebody has chosen what does nothing."""
+    """Logs which of the given flags have no effect."""
     defaults = RouterConfig(tokenizer_name=config.tokenizer_name)
-    ratios = (defaults.waiting_served_ratio, LAUNCHERS_RATIO)
+    ratios = (defaults.waiting_served_ratio, LAUNCHER_WAITING_SERVED_RATIO)
     is_ratio_chosen = config.waiting_served_ratio not in ratios
     is_patience_chosen = config.max_waiting_tokens != defaults.max_waiting_tokens
     if not config.disable_prefill_chunking and (is_ratio_chosen or is_patience_chosen):
         logger.warning(
-            "--waiting-served-ratio and --max-waiting-tokens have no effect: prefill chunking is "
-            "on, so that nobody is paused; turn it off with --disable-prefill-chunking"
+            "--waiting-served-ratio and --max-waiting-tokens have no effect with prefill chunking, "
+            "which pauses no request; turn it off with --disable-prefill-chunking"
         )
 
 
 def check_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
-    """Raises StartError if the tokenizer makes ids that the model does not have."""
+    """Raises StartError if the tokenizer has ids that the model does not have."""
     if tokenizer.vocab_size > info.vocab_size:
         raise StartError(
             f"The tokenizer makes token ids up to {tokenizer.vocab_size - 1}, but the model has "
@@ -263,7 +344,7 @@ def check_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
 
 
 def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> None:
-    """Raises StartError if the limits contradict each other or the memory there is."""
+    """Raises StartError if the limits contradict each other or exceed the memory."""
     for name in ("max_input_tokens", "max_total_tokens"):
         asked, got = getattr(config, name), getattr(warmup, name)
         if asked is not None and asked != got:
@@ -273,7 +354,7 @@ def check_warmup(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) ->
             "`max_input_tokens` must be < `max_total_tokens`. "
             f"Given: {warmup.max_input_tokens} and {warmup.max_total_tokens}"
         )
-    # Room that the shards chose is filled as far as it goes; room that the user chose must do.
+    # A limit of the shards' choice may be smaller than a prefill; the user's limit must not.
     room = config.max_batch_total_tokens
     if room is not None and config.max_batch_prefill_tokens > room:
         raise _argument_error(
@@ -300,8 +381,10 @@ def _chat_service(
 
 
 async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
-    """The tokenizer; the workers begin with the chat template. Raises StartError."""
-    tokenizer = await asyncio.to_thread(_load_tokenizer, config)
+    """Loads the tokenizer, and starts the workers with the chat template. Raises StartError."""
+    with _start_errors():
+        path, num_workers = Path(config.tokenizer_name), config.validation_workers
+        tokenizer = await asyncio.to_thread(Tokenizer.load, path, num_workers)
     workers.begin(await asyncio.to_thread(load_template, config, tokenizer))
     return tokenizer
 
@@ -309,41 +392,31 @@ async def _load(config: RouterConfig, workers: TemplateWorkers) -> Tokenizer:
 def load_template(config: RouterConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The model's chat template, None if it has none. Raises StartError."""
     path = config.tokenizer_config_path
-    try:
+    with _start_errors():
         return ChatTemplate.load(
             Path(config.tokenizer_name),
             None if path is None else Path(path),
             tokenizer.bos_token,
             tokenizer.eos_token,
         )
-    except ValueError as error:
-        raise StartError(str(error)) from error
 
 
-def _load_tokenizer(config: RouterConfig) -> Tokenizer:
+@contextmanager
+def _start_errors() -> Iterator[None]:
+    """Turns a ValueError, which is a sentence for the user, into a StartError."""
     try:
-        return Tokenizer.load(Path(config.tokenizer_name), config.validation_workers)
+        yield
     except ValueError as error:
         raise StartError(str(error)) from error
 
 
 @contextmanager
 def _explained(action: str) -> Iterator[None]:
-    """Says what the router was about to do when a shard failed."""
+    """Turns a failure of the shards into a StartError that names the action."""
     try:
         yield
     except (ConnectionError, GenerationError) as error:
         raise StartError(f"Unable to {action}: {error}") from error
-
-
-async def _warm_up(shards: ShardedClient, config: RouterConfig) -> WarmupResult:
-    return await shards.warmup(
-        max_prefill_tokens=config.max_batch_prefill_tokens,
-        max_batch_size=config.batch_rows,
-        max_input_tokens=config.max_input_tokens,
-        max_total_tokens=config.max_total_tokens,
-        max_batch_total_tokens=config.max_batch_total_tokens,
-    )
 
 
 def _argument_error(sentence: str) -> StartError:

@@ -1,37 +1,33 @@
-"""Ids to text, one id at a time, without ever showing half a character."""
+"""Decodes ids to text one at a time, in whole characters."""
 
 import codecs
 from collections.abc import Callable
 
 
 class StreamDecoder:
-    """Turns the ids of one generation into text that can be sent at once.
+    """Decodes the ids of one generation.
 
-    A token is a constant run of bytes (see `tokenizer.Tokenizer.token_bytes`), so the only state is
-    the start of a UTF-8 character whose last bytes are still to come: three bytes at most. Bytes
-    that can no longer become a character are U+FFFD at once, so nothing stalls the stream.
+    Joined, the texts of all steps and the final `flush` are the UTF-8 decoding of the tokens'
+    joined bytes. No step returns a part of a character.
 
-    Promises: the texts of all steps and the final `flush`, joined, are the UTF-8 decoding of the
-    tokens' bytes joined; no step returns a part of a character.
+    A token always stands for the same bytes (see `Tokenizer.token_bytes`), so the only state is the
+    start of an incomplete UTF-8 character: three bytes at most. Bytes that can not become a
+    character are U+FFFD immediately, so that the stream does not stall.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_inside_character = False
-
-    @property
-    def is_inside_character(self) -> bool:
-        """Whether the next bytes belong to a character that has begun."""
-        return self._is_inside_character
+        self.is_inside_character = False
+        """Whether the bytes so far end inside a character."""
 
     def step(self, token_id: int) -> str:
-        """The text that is certain once `token_id` has come; may be empty."""
+        """The text that `token_id` completes; may be empty."""
         text = self._utf8.decode(self._token_bytes(token_id))
-        self._is_inside_character = bool(self._utf8.getstate()[0])
+        self.is_inside_character = bool(self._utf8.getstate()[0])
         return text
 
     def flush(self) -> str:
-        """What is still held back, as U+FFFD; afterwards a new character begins."""
-        self._is_inside_character = False
+        """The bytes of an incomplete character as U+FFFD; the next step begins a new character."""
+        self.is_inside_character = False
         return self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, by its bytes alone."""
+"""A lower bound on the number of tokens of a text, from its number of bytes."""
 
 import json
 from collections.abc import Iterator
@@ -6,25 +6,25 @@ from typing import Any
 
 import tokenizers
 
-# What these do to a text never makes it shorter; what is not named here may drop any of it.
+# These never shorten a text; others may.
 _KEEPING_NORMALIZERS = frozenset({"ByteLevel", "Prepend"})
-# And these leave ASCII alone.
+# These do not change the length of ASCII text.
 _KEEPING_ASCII = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase"})
 _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"})
-# A space, which is one byte, can have become a character of three.
+# A normalizer can turn a space, one byte, into a character of three.
 _LARGEST_GROWTH = 3
 
 
 class TokenBound:
-    """Knows of one tokenizer how many bytes a token can stand for, if that is certain.
+    """Holds the most bytes that one token of a tokenizer can stand for, if there is a limit.
 
-    It is certain where no step drops or joins text without end, and every byte has a token, so
-    that a text becomes tokens that spell all of it.
+    There is one if no step drops or merges text of any length and every byte has a token, so that
+    the tokens of a text spell all of it.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> None:
-        normalizers = list(_parts(tokenizer.normalizer, "normalizers"))
-        splitters = list(_parts(tokenizer.pre_tokenizer, "pretokenizers"))
+        normalizers = list(parts(tokenizer.normalizer, "normalizers"))
+        splitters = list(parts(tokenizer.pre_tokenizer, "pretokenizers"))
         kinds = {part["type"] for part in (*normalizers, *splitters)}
         self._only_ascii = any(part["type"] in _KEEPING_ASCII for part in normalizers)
         added = tokenizer.get_added_tokens_decoder().values()
@@ -33,7 +33,7 @@ class TokenBound:
             all(map(_keeps_text, normalizers))
             and all(map(_keeps_pieces, splitters))
             and _spells_everything(tokenizer.model, vocabulary, "ByteLevel" in kinds)
-            # These take any number of spaces with them.
+            # Such a token absorbs any number of spaces.
             and not any(token.lstrip or token.rstrip for token in added)
         ):
             grown = _LARGEST_GROWTH if normalizers else 1
@@ -43,7 +43,7 @@ class TokenBound:
             self._longest = max(1, max(map(size, in_model), default=0), (longest_added + 1) * grown)
 
     def least_tokens(self, text: str) -> int:
-        """The text has at least so many tokens."""
+        """The least number of tokens of the text; 0 if there is no bound."""
         is_ascii = text.isascii()
         if self._longest is None or (self._only_ascii and not is_ascii):
             return 0
@@ -72,8 +72,8 @@ def _spells_everything(model: Any, vocabulary: dict[str, int], is_byte_level: bo
     return bool(model.byte_fallback) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 
-def _parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
-    """The description of a component, or of those that a sequence is made of."""
+def parts(component: Any, name: str) -> Iterator[dict[str, Any]]:
+    """The descriptions of a component, or of the members of a sequence."""
     pending = [] if component is None else [json.loads(component.__getstate__())]
     while pending:
         part = pending.pop()

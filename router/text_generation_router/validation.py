@@ -1,7 +1,7 @@
-"""What a user asks for, checked against what this server can do. One rule is one function.
+"""Checks the parameters of a request against the limits of this server: one function per rule.
 
-The order of the tables and the sentences are TGI's (fact sheet validation.md): clients see the
-first rule that fails. Comparisons are written so that NaN fails them.
+The order of the rules and the sentences are TGI's: clients see the first rule that fails.
+Comparisons are written so that NaN fails them.
 """
 
 import random
@@ -25,7 +25,7 @@ TRUNCATE_TO_FIT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateParameters:
-    """What a user asks for, types checked and nothing else; None is "not given"."""
+    """The parameters of a request, of which only the types are checked; None: not given."""
 
     inputs: str
     # The prompt as ids, in place of `inputs`; ids are below `Limits.vocab_size`.
@@ -46,7 +46,7 @@ class GenerateParameters:
     ignore_eos_token: bool = False
     return_full_text: bool | None = None
     stop: tuple[str, ...] = ()
-    # So many tokens at the end of the prompt are kept; TRUNCATE_TO_FIT: as many as fit.
+    # Number of tokens kept at the end of the prompt; TRUNCATE_TO_FIT: as many as fit.
     truncate: int | None = None
     watermark: bool = False
     details: bool = False
@@ -68,7 +68,8 @@ class GenerateParameters:
     shows_special_tokens: bool = False
     deterministic: bool = False
     cache_salt: str | None = None
-    # What is asked about the prompt, in place of what follows it; see `Request`.
+    priority: int = 0
+    # For prompt-only requests; see `Request`.
     pooling: Pooling | None = None
     score_token_ids: tuple[int, ...] = ()
 
@@ -81,7 +82,7 @@ class GenerateParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What this server allows; all inclusive. `vocab_size` is the model's, ids are below it."""
+    """The limits of this server, all inclusive; token ids are below `vocab_size`."""
 
     max_best_of: int
     max_stop_sequences: int
@@ -89,7 +90,7 @@ class Limits:
     max_input_tokens: int
     max_total_tokens: int
     vocab_size: int
-    # A request's tokens are the same, bit for bit, whatever else is computed.
+    # The tokens of a request are the same in any batch, bit for bit.
     is_deterministic: bool = True
 
 
@@ -99,12 +100,12 @@ class Lengths:
 
     inputs: int
     max_new_tokens: int
-    # The prompt was not counted: it has so many tokens or more.
+    # `inputs` is a lower bound: the prompt was not tokenized.
     is_least: bool = False
 
     @property
-    def told(self) -> str:
-        """The tokens of the prompt in words."""
+    def described(self) -> str:
+        """The number of prompt tokens in words."""
         return f"at least {self.inputs}" if self.is_least else str(self.inputs)
 
 
@@ -118,30 +119,17 @@ def _best_of_needs_sampling(asked: GenerateParameters, limits: Limits) -> str | 
     return None
 
 
-def _strictly_positive(name: str) -> Rule:
+def _range(name: str, is_valid: Callable[[float], bool], words: str) -> Rule:
     def rule(asked: GenerateParameters, limits: Limits) -> str | None:
         value = getattr(asked, name)
-        return None if value is None or value > 0 else f"`{name}` must be strictly positive"
+        return None if value is None or is_valid(value) else f"`{name}` must be {words}"
 
     return rule
 
 
-def _penalty_in_range(name: str) -> Rule:
-    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
-        value = getattr(asked, name)
-        if value is None or -2.0 <= value <= 2.0:
-            return None
-        return f"`{name}` must be >= -2.0 and <= 2.0"
-
-    return rule
-
-
-def _probability(name: str) -> Rule:
-    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
-        value = getattr(asked, name)
-        return None if value is None or 0.0 < value < 1.0 else f"`{name}` must be > 0.0 and < 1.0"
-
-    return rule
+_POSITIVE = (lambda value: value > 0, "strictly positive")
+_PENALTY = (lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0")
+_PROBABILITY = (lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0")
 
 
 def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -154,11 +142,6 @@ def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | Non
         if not -100.0 <= bias <= 100.0:
             return f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
     return None
-
-
-def _min_p(asked: GenerateParameters, limits: Limits) -> str | None:
-    given = asked.min_p
-    return None if given is None or 0.0 < given <= 1.0 else "`min_p` must be > 0.0 and <= 1.0"
 
 
 def _stop_token_ids(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -198,7 +181,7 @@ def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:
 
 def _input_ids_known(asked: GenerateParameters, limits: Limits) -> str | None:
     ids = asked.input_ids
-    # Ids that are too many are refused for their number, whatever they are.
+    # Too many ids are refused for their number, by a later rule.
     if not ids or (len(ids) > limits.max_input_tokens and asked.truncate is None):
         return None
     if min(ids) >= 0 and max(ids) < limits.vocab_size:
@@ -227,20 +210,22 @@ def _inputs_have_tokens(lengths: Lengths, asked: GenerateParameters, limits: Lim
 
 
 def _total_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    # Of a prompt that nothing follows only its own length is told; the limits leave a token's room.
+    # Nothing follows the prompt: `_input_tokens` checks it, and leaves room for one token.
     is_prompt_only = asked.pooling is not None or asked.score_token_ids
     if is_prompt_only or lengths.inputs + lengths.max_new_tokens <= limits.max_total_tokens:
         return None
     return (
         f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: "
-        f"{lengths.told} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
+        f"{lengths.described} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
     )
 
 
 def _input_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
     if lengths.inputs <= limits.max_input_tokens:
         return None
-    return f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.told}"
+    return (
+        f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.described}"
+    )
 
 
 def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
@@ -264,15 +249,15 @@ def _deterministic(asked: GenerateParameters, limits: Limits) -> str | None:
 RULES: tuple[Rule, ...] = (
     _best_of_needs_sampling,
     _deterministic,
-    _strictly_positive("temperature"),
-    _strictly_positive("repetition_penalty"),
-    _penalty_in_range("frequency_penalty"),
-    _penalty_in_range("presence_penalty"),
-    _probability("top_p"),
-    _probability("typical_p"),
-    _min_p,
-    _strictly_positive("top_k"),
-    _strictly_positive("max_new_tokens"),
+    _range("temperature", *_POSITIVE),
+    _range("repetition_penalty", *_POSITIVE),
+    _range("frequency_penalty", *_PENALTY),
+    _range("presence_penalty", *_PENALTY),
+    _range("top_p", *_PROBABILITY),
+    _range("typical_p", *_PROBABILITY),
+    _range("min_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and <= 1.0"),
+    _range("top_k", *_POSITIVE),
+    _range("max_new_tokens", *_POSITIVE),
     _stop_sequences,
     _stop_token_ids,
     _seed_with_best_of,
@@ -283,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     _truncate,
 )
 
-# Known only once the prompt is tokenized.
+# Rules that need the number of prompt tokens.
 LENGTH_RULES: tuple[LengthRule, ...] = (
     _inputs_have_tokens,
     _total_tokens,
@@ -293,7 +278,7 @@ LENGTH_RULES: tuple[LengthRule, ...] = (
 
 
 def check_stream(asked: GenerateParameters) -> None:
-    """Refuses what can not be streamed; comes before everything else on streaming routes."""
+    """Refuses parameters that can not be streamed; the first check of streaming routes."""
     if asked.best_of is not None and asked.best_of != 1:
         raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
     if asked.decoder_input_details:
@@ -303,7 +288,7 @@ def check_stream(asked: GenerateParameters) -> None:
 
 
 def check_best_of(best_of: int, limits: Limits) -> None:
-    """Refuses a number of generations other than 1 that this server does not allow."""
+    """Refuses a `best_of` that this server does not allow."""
     if limits.max_best_of == 1 and best_of != 1:
         raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
     if not 0 < best_of <= limits.max_best_of:
@@ -313,7 +298,7 @@ def check_best_of(best_of: int, limits: Limits) -> None:
 
 
 class Validation:
-    """Turns what a user asks for into a `Request`, or raises the first rule that fails."""
+    """Turns parameters into a `Request`, or raises the error of the first rule that fails."""
 
     def __init__(
         self, limits: Limits, tokenizer: Tokenizer, metrics: Metrics, grammars: GrammarCompiler
@@ -324,7 +309,7 @@ class Validation:
         self._grammars = grammars
 
     async def validate(self, asked: GenerateParameters) -> Request:
-        """The request to compute: ids truncated from the left, defaults and a seed filled in."""
+        """The valid request: ids truncated from the left, defaults and a seed filled in."""
         if asked.truncate == TRUNCATE_TO_FIT:
             room = self.limits.max_total_tokens - (asked.max_new_tokens or 1)
             asked = replace(asked, truncate=max(1, min(self.limits.max_input_tokens, room)))
@@ -362,12 +347,13 @@ class Validation:
             visible_special_tokens=asked.visible_special_tokens,
             shows_special_tokens=asked.shows_special_tokens,
             cache_salt=asked.cache_salt or "",
+            priority=asked.priority,
             pooling=asked.pooling,
             score_token_ids=asked.score_token_ids,
         )
 
     async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:
-        """How many tokens the prompt has after truncation, and their ids if they may be as many.
+        """The number of prompt tokens after truncation, and their ids if they are not too many.
 
         A text that is too long by its bytes alone is refused before it is tokenized.
         """
@@ -384,7 +370,7 @@ class Validation:
     def _checked_lengths(
         self, asked: GenerateParameters, count: int, is_least: bool = False
     ) -> Lengths:
-        """The lengths of a prompt of so many tokens, or more, and of its answer."""
+        """The lengths of a prompt of `count` tokens and of its answer, if they are valid."""
         room = self.limits.max_total_tokens - count
         asked_length = asked.max_new_tokens
         new_tokens = max(1, room) if asked_length is None else asked_length
@@ -396,7 +382,7 @@ class Validation:
         return lengths
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:
-        """The grammar in the form of the shards, which then know it."""
+        """The grammar in the shards' form, compiled there; empty: none."""
         if asked.grammar is None:
             return ""
         grammar = await self._grammars.compile(asked.grammar)
@@ -408,21 +394,15 @@ class Validation:
         return grammar.text
 
 
-# Called the same by users and by `Sampling`.
+# Parameters with the same name in `Sampling`.
 _NUMBERS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+    *("temperature", "top_k", "top_p", "typical_p", "min_p"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
 
 def _sampling(asked: GenerateParameters) -> Sampling:
-    """The given values, `Sampling`' own defaults for the others, and a seed of 64 bits."""
+    """The given values, the defaults of `Sampling`, and a seed of 64 bits."""
     given = {name: value for name in _NUMBERS if (value := getattr(asked, name)) is not None}
     return Sampling(
         **given,

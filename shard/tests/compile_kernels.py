@@ -1,9 +1,9 @@
-"""Compiles every kernel of the CUDA device, as its launches would, without a GPU: a process of its
-own, since the interpreter and the compiler exclude each other.
+"""Compiles every kernel of the CUDA device as its launches would, without a GPU. A separate
+process, because the interpreter and the compiler exclude each other.
 
-Prints a JSON list: kernel, architecture, heads, type of its first argument, and what ptxas says it
-takes; of the heads of Llama 3 8 B and one --kv-cache-dtype, or of all SHAPES and types with
-`--all`.
+Prints a JSON list: kernel, architecture, heads, dtype of its first argument, and the resources
+reported by ptxas; for the heads of Llama 3 8 B and one --kv-cache-dtype, or for all SHAPES and
+dtypes with `--all`.
 """
 
 import json
@@ -39,7 +39,7 @@ from shard.tests.test_attention import make_batch, to_device
 CAPABILITIES = (80, 89, 90, 100)
 # Heads, KV heads, features of a head, hidden size.
 SHAPES = ((32, 8, 128, 4096), (32, 8, 64, 2048), (8, 1, 256, 2048), (14, 2, 80, 1120))
-# Of weights: None is a float, by one tile.
+# Weights: None is float, by one tile.
 FORMS = (None, "int8", "int4")
 OPTIONS = ("num_warps", "num_stages")
 TYPES = {
@@ -57,19 +57,19 @@ TYPES = {
 
 
 class Compiler:
-    """Takes the place of `launch` and compiles what it is asked to start."""
+    """Replaces `launch`: compiles the kernel instead of launching it."""
 
     def __init__(self) -> None:
         self.capability = 0
         self.shape: tuple[int, ...] = ()
-        # Of kernels that are given a cache, behind their names: fp8, deterministic, or nothing.
+        # Suffix of names of kernels with a cache: fp8, deterministic, or empty.
         self.variant = ""
         self.found: list[dict[str, Any]] = []
         self._seen: set[str] = set()
 
     def __call__(self, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         signature, constants, attributes = {}, {}, {}
-        # Other values of these are compiled anew.
+        # Arguments for which Triton compiles specialized code.
         special: list[str] = []
         for index, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
             if isinstance(value, torch.Tensor):
@@ -133,7 +133,7 @@ def number(pattern: str, text: str) -> int:
 
 
 def exercise(compiler: Compiler) -> None:
-    """Everything a model of such heads launches."""
+    """All kernels of a model with such heads."""
     hidden_size = compiler.shape[3]
     kind, meta = torch.bfloat16, torch.device("meta")
     device = TritonDevice(meta, kind, DeviceOptions("bfloat16", "bfloat16"))
@@ -151,7 +151,7 @@ def exercise(compiler: Compiler) -> None:
 def attend(
     compiler: Compiler, kept: torch.dtype, windows: Sequence[int | None], **options: bool
 ) -> None:
-    """What attention of such heads launches, over a cache of that type."""
+    """Attention kernels for such heads and this cache dtype."""
     num_heads, num_kv_heads, head_dim, _ = compiler.shape
     kind, meta = torch.bfloat16, torch.device("meta")
     heads_of = HeadShape(num_heads, num_kv_heads, head_dim, 0.1)
@@ -175,7 +175,7 @@ def multiply(
     rows: Sequence[int],
     forms: Sequence[str | None] = FORMS,
 ) -> None:
-    """Products of such a hidden size, by the tiles for so many rows."""
+    """Products of this hidden size, by the tiles for each number of rows."""
     size, meta = compiler.shape[3], torch.device("meta")
     weight = torch.empty(size, size, dtype=kind, device=meta)
     for quantize in forms:
@@ -188,7 +188,7 @@ def multiply(
 
 
 def choose() -> None:
-    """Everything that choosing tokens launches, of a vocabulary of Llama 3's size."""
+    """All kernels of the choice of tokens, with a vocabulary of Llama 3's size."""
     scores = torch.empty(2, 128256, device="meta")
     table, rows = SamplingTable(2), np.arange(2)
     drawn = SamplingParams(top_p=0.9, repetition_penalty=1.2, logit_bias=((3, 1.0),))
@@ -202,7 +202,7 @@ def choose() -> None:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """What CONTRIBUTING shows of the first shape: each kernel's largest figures."""
+    """The table of CONTRIBUTING for the first shape: each kernel's largest figures."""
     lines = ["| | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |"]
     lines.append("|---" * (len(CAPABILITIES) + 1) + "|")
     own = [item for item in found if tuple(item["heads"]) == SHAPES[0]]
@@ -241,7 +241,7 @@ def main() -> None:
         multiply(compiler, torch.bfloat16, (16, 256, 4096) if is_all else (16, 4096))
         if is_all:
             multiply(compiler, torch.float16, (16, 256, 4096))
-        # Where tensor cores would take what was int8, and leave out bits.
+        # Tensor cores would multiply values that were int8, and drop bits.
         if is_all or compiler.capability >= 100:
             multiply(compiler, torch.float32, (16,), FORMS if is_all else ("int8",))
         choose()

@@ -1,5 +1,5 @@
-"""Drives an Engine as a router would: gives out blocks, joins, steps, filters; where the device
-runs behind, with a step under way behind the one that is asked for."""
+"""Drives an Engine like a router: allocates blocks, joins, steps, filters. If the device runs
+behind, another step is in flight behind the requested one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,8 +39,8 @@ def load_engine(
     max_total_tokens: int = 400,
     **config: Any,
 ) -> Engine:
-    """An engine that is warm, with room for these rows and NUM_BLOCKS blocks. On `cpu`, or on
-    `stream`: the same with the runner of a GPU."""
+    """A warm engine with these rows and NUM_BLOCKS blocks. On `cpu`, or on `stream`: the same with
+    the runner of a GPU."""
     settings = ShardConfig(model_path=path, **{"dtype": "float32", **config})
     if device == "stream":
         device = stream_over(open_cpu(settings.dtype, settings.quantize), sample)
@@ -80,7 +80,7 @@ def reference_device(
 
 @dataclass
 class Driver:
-    """Knows which blocks are free and what each request has generated."""
+    """Owns the free blocks, and what each request has generated."""
 
     engine: Engine
     free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
@@ -121,7 +121,7 @@ class Driver:
         return request
 
     def add(self, requests: Sequence[NewRequest], advance: StepInput | None = None) -> StepOutput:
-        """Prefill, joining what runs, which `advance` lets go on in the same pass."""
+        """Prefill, joining the running batch, which `advance` advances in the same pass."""
         step = StepInput(runs_on=False) if advance is None else advance
         handle = self.engine.launch(replace(step, new_requests=requests))
         self.settle()
@@ -141,7 +141,7 @@ class Driver:
         return self._step_ahead(self.ahead, speculate)
 
     def _step_ahead(self, handle: StepHandle, speculate: int) -> StepOutput:
-        """What this decode gives, with the next one launched before that is known."""
+        """The result of this decode; the next one is launched before it is known."""
         ahead = None
         if self.engine.device.runs_behind:
             try:
@@ -161,13 +161,13 @@ class Driver:
         return result
 
     def settle(self) -> None:
-        """Take what the step gives that is under way, if there is one."""
+        """Collect the step in flight, if there is one."""
         handle, self.ahead = self.ahead, None
         if handle is not None:
             self._take(handle.result(), StepInput())
 
     def advance(self, chunks: Mapping[int, int], speculate: int = 0) -> StepInput:
-        """How what runs goes on, with the blocks that takes."""
+        """The step of the running requests, with new blocks."""
         grown, more = [], speculate
         if self.ahead is not None:
             # What a row gets there at most.
@@ -186,7 +186,7 @@ class Driver:
         )
 
     def drop(self, request_id: int) -> list[int]:
-        """Filter a request out; what it knew, for coming back."""
+        """Filter a request out; returns its tokens, to resume it later."""
         self.settle()
         keep = [item for item in self.running if item != request_id]
         if keep:

@@ -1,11 +1,18 @@
-"""What the formats of JSON schemas mean, checked by Python's own readers."""
+"""The formats of JSON schemas, checked by Python's own parsers."""
 
 import ipaddress
 import re
 import uuid
+from collections.abc import Callable
 from datetime import datetime
 
 from jsonschema import FormatChecker
+
+
+def _of_text(check: Callable[[str], bool]) -> Callable[[object], bool]:
+    """A format says nothing about values that are no strings."""
+    return lambda value: not isinstance(value, str) or check(value)
+
 
 FORMATS = FormatChecker(formats=())
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]*[a-zA-Z0-9])?"
@@ -17,19 +24,19 @@ _FULL = {
 }
 for _name, _pattern in _FULL.items():
     FORMATS.checks(_name)(
-        lambda value, pattern=_pattern: re.fullmatch(pattern, value, re.ASCII) is not None
+        _of_text(lambda it, pattern=_pattern: re.fullmatch(pattern, it, re.ASCII) is not None)  # type: ignore[misc]
     )
-FORMATS.checks("ipv4", ValueError)(lambda value: bool(ipaddress.IPv4Address(value)) or True)
-FORMATS.checks("ipv6", ValueError)(lambda value: bool(ipaddress.IPv6Address(value)) or True)
-FORMATS.checks("uuid", ValueError)(lambda value: bool(uuid.UUID(value)) or True)
 
 
 def _moment(value: str) -> bool:
-    """Python knows neither the year 0 nor leap seconds, and no more than six decimals."""
+    """Python supports neither the year 0 nor leap seconds, and at most six decimals."""
     plain = re.sub(r"\.(\d{1,6})\d*", lambda found: "." + found[1].ljust(6, "0"), value[4:])
     return bool(datetime.fromisoformat("2000" + plain.replace(":60", ":59").upper()))
 
 
-FORMATS.checks("date", ValueError)(lambda value: len(value) == 10 and _moment(value))
-FORMATS.checks("time", ValueError)(lambda value: _moment("2000-01-01T" + value))
-FORMATS.checks("date-time", ValueError)(lambda value: len(value) > 19 and _moment(value))
+FORMATS.checks("ipv4", ValueError)(_of_text(lambda it: bool(ipaddress.IPv4Address(it)) or True))
+FORMATS.checks("ipv6", ValueError)(_of_text(lambda it: bool(ipaddress.IPv6Address(it)) or True))
+FORMATS.checks("uuid", ValueError)(_of_text(lambda value: bool(uuid.UUID(value)) or True))
+FORMATS.checks("date", ValueError)(_of_text(lambda value: len(value) == 10 and _moment(value)))
+FORMATS.checks("time", ValueError)(_of_text(lambda value: _moment("2000-01-01T" + value)))
+FORMATS.checks("date-time", ValueError)(_of_text(lambda it: len(it) > 19 and _moment(it)))

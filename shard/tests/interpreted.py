@@ -1,5 +1,5 @@
-"""Where the kernels of a GPU are tested: on one, or by numpy under Triton's interpreter, which
-`conftest` has asked for where there is none."""
+"""Where the GPU kernels are tested: on a GPU, or with numpy in Triton's interpreter, which
+`conftest` enables if there is none."""
 
 import os
 from typing import Any
@@ -15,8 +15,8 @@ from triton.runtime import interpreter
 
 
 def _multiply_bfloat16() -> None:
-    """`tl.dot` multiplies the bits of bfloat16 as integers there (triton issue 11584): give it
-    float32, which holds every bfloat16."""
+    """In the interpreter, `tl.dot` multiplies the bits of bfloat16 as integers (triton issue
+    11584): convert to float32."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def wide(handle: Any) -> Any:
@@ -32,8 +32,8 @@ def _multiply_bfloat16() -> None:
 
 
 def _convert_float8() -> None:
-    """What is rounded up to a power of two becomes half of it there, and NaN, infinity and the
-    smallest numbers of 8 bits become others: let torch convert."""
+    """The interpreter's float8 conversion is wrong for rounding up to a power of two, NaN, infinity
+    and the smallest numbers: let torch convert."""
     plain = interpreter.InterpreterBuilder.create_fp_to_fp
     kinds = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
     targets = {tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32}
@@ -62,9 +62,9 @@ if HAS_GPU:
     _major, _minor = torch.cuda.get_device_capability()
     CAPABILITY = 10 * _major + _minor
 PLACE = torch.device("cuda" if HAS_GPU else "cpu")
-"""Where kernels are tested: on the GPU, if there is one."""
+"""The device of kernel tests: the GPU, if there is one."""
 MARKS = [pytest.mark.gpu] if HAS_GPU else []
-"""Of tests of kernels: then they are those of a GPU."""
+"""Marks for tests of kernels that run on a GPU."""
 
 
 FLOAT8 = [
@@ -72,11 +72,11 @@ FLOAT8 = [
     for name, kept in TritonDevice.cache_dtypes.items()
     if not HAS_GPU or FIRST_WITH_CACHE[name] <= CAPABILITY
 ]
-"""What else than its own type a cache is kept in there."""
+"""Cache dtypes other than the device's."""
 
 
 def device(dtype: torch.dtype, **options: Any) -> TritonDevice:
-    """The CUDA device's operators, with other options than the type."""
+    """The CUDA device's operators, with further options."""
     name = str(dtype).removeprefix("torch.")
     found = TritonDevice(PLACE, dtype, DeviceOptions(name, name, **options))
     found.capability = CAPABILITY

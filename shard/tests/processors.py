@@ -1,7 +1,7 @@
-"""Processors that this one is not, and how to run and compile the kernels as on them.
+"""Other processors, and how to run or compile the kernels as on them.
 
-`python -m shard.tests.processors` (`make processors`) runs all tests of the shard as on those whose
-code runs here, and compiles every kernel for the others.
+`python -m shard.tests.processors` (`make processors`) runs all tests of the shard as on each
+processor whose code runs here, and compiles every kernel for the others.
 """
 
 import os
@@ -19,23 +19,23 @@ _WIDE = "+avx2,+fma,+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl"
 
 
 class Processor(NamedTuple):
-    """One that numba is told of."""
+    """A target processor for numba."""
 
     name: str
-    """As LLVM knows it, which adds what belongs to the name."""
+    """LLVM's name, which implies features."""
     features: str
-    """All that our code asks for, and what must be here for its code to run here."""
+    """All features that our code queries; this machine must have them to run the code."""
     triple: str = "x86_64-unknown-linux-gnu"
-    """What kind of machine it is of."""
+    """Target triple."""
 
     @property
     def is_like_this_one(self) -> bool:
-        """Whether its code runs here."""
+        """Whether its code runs on this machine."""
         wanted = {feature[1:] for feature in self.features.split(",")}
         return self.triple == processor.target()[0] and processor.features() >= wanted
 
     def environment(self, cache: Path) -> Mapping[str, str]:
-        """For a process that is to compile for it; cache: where to."""
+        """Environment of a process that compiles for it; cache: NUMBA_CACHE_DIR."""
         told = {"NUMBA_CPU_NAME": self.name, "NUMBA_CPU_FEATURES": self.features}
         return {**os.environ, **told, "NUMBA_CACHE_DIR": str(cache)}
 
@@ -43,12 +43,12 @@ class Processor(NamedTuple):
 HASWELL = Processor("haswell", "+avx2,+fma")
 SKYLAKE = Processor("skylake-avx512", _WIDE)
 SAPPHIRE_RAPIDS = Processor("sapphirerapids", f"{_WIDE},+avx512vbmi,+avx512bf16")
-# The plainest of those that are in use: without instructions for exchanging words.
+# A basic one in use, without atomic instructions.
 ARM = Processor("cortex-a72", "+neon,+fp-armv8", "aarch64-unknown-linux-gnu")
 
 
 def run_tests(told: Processor, cache: Path, arguments: Sequence[str]) -> str:
-    """What pytest says at its end, if all tests pass or are skipped."""
+    """Run tests; returns pytest's summary if all pass or are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
     return _run([*command, *arguments], told, cache)
 
@@ -56,7 +56,7 @@ def run_tests(told: Processor, cache: Path, arguments: Sequence[str]) -> str:
 def write_code(told: Processor, folder: Path, dtype: str, names: Sequence[str]) -> str:
     """See `shard.tests.written_code`, which writes to an empty folder."""
     command = [sys.executable, "-m", "shard.tests.written_code", told.triple, str(folder)]
-    # What is read from a cache has no text.
+    # Code loaded from a cache has no text.
     return _run([*command, dtype, *names], told, folder / "cache")
 
 
@@ -69,7 +69,7 @@ def _run(command: Sequence[str], told: Processor, cache: Path) -> str:
 
 
 def main() -> None:
-    """Everything, one processor after the other."""
+    """Run everything, one processor after another."""
     for told in (HASWELL, SKYLAKE):
         if not told.is_like_this_one:
             print(f"{told.name}: its code does not run here", flush=True)

@@ -1,4 +1,4 @@
-"""Strategies for regular expressions and JSON schemas that have texts, as people may write them."""
+"""Strategies for realistic regular expressions and JSON schemas that have texts."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ _names = st.text('abcdé "\\/_☃', min_size=1, max_size=4)
 
 
 def _between(least: str, most: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[Schema]:
-    """Both bounds, one or none, in their order."""
+    """Both bounds, one or none, in order."""
     pairs = st.lists(values, min_size=2, max_size=2).map(sorted)
     kinds = st.sampled_from([(), (least,), (most,), (least, most)])
     return st.tuples(pairs, kinds).map(

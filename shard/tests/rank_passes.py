@@ -1,9 +1,9 @@
-"""Passes of several ranks, each a process: what computes with all threads of a process can not be
-two ranks.
+"""Passes of several ranks, each in its own process, because the kernels use all threads of a
+process.
 
-`python -m shard.tests.rank_passes` reads from stdin which cases are run with how many ranks, starts
-these as copies of itself, and writes what they found, as JSON. It computes nothing itself, because
-threads that compute do not survive in copies.
+`python -m shard.tests.rank_passes` reads cases and numbers of ranks from stdin, forks the ranks,
+and writes their results as JSON. The parent computes nothing, because kernel threads do not survive
+a fork.
 """
 
 import json
@@ -38,8 +38,8 @@ SHORT_DEADLINE_S = 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """A model; how it is held; how many ranks there are, with how many threads each; bytes of a
-    slot; and whether ranks fail, instead of what they compute."""
+    """A model, its form, the number of ranks and of threads each, bytes of a slot; and whether to
+    test failures instead of results."""
 
     path: str
     form: Mapping[str, Any]
@@ -50,16 +50,16 @@ class Case:
 
 
 Found = dict[str, list[Any]]
-"""By number of ranks and number of the case, what each rank found; see `key`."""
+"""Results of each rank, by number of ranks and index of the case; see `key`."""
 
 
 def key(size: int, number: int) -> str:
-    """Of `Found`."""
+    """The key of `Found`."""
     return f"{size} ranks, case {number}"
 
 
 def run_cases(cases: Sequence[Case]) -> Found:
-    """In processes of their own."""
+    """Run the cases in child processes."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "shard.tests.rank_passes"],
         input=json.dumps([asdict(case) for case in cases]),
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _run_ranks(size: int, cases: Sequence[Case], folder: Path) -> None:
-    """Each rank runs all cases that are for so many, one after another."""
+    """Each rank runs all cases of this number of ranks, one after another."""
     most = max(memory_bytes(size, case.slot_bytes) for case in cases)
     memory = [mmap.mmap(-1, most) for _ in cases]
     ranks = []
@@ -142,8 +142,8 @@ def _ids(number: int, count: int) -> list[int]:
 
 
 def _answers(engine: Engine) -> dict[str, Any]:
-    """Tokens and log-probabilities of prompts of many lengths, one longer than a product's rows, of
-    parts of prompts beside rows that decode, and of guesses."""
+    """Tokens and log-probabilities of prompts of many lengths, one longer than the rows of a
+    product, of parts of prompts together with decoding rows, and of guesses."""
     driver = Driver(engine)
     given: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos_token": True}
     first = driver.request(0, _ids(0, 40), prefill_logprobs=True, **given)
@@ -162,7 +162,7 @@ def _answers(engine: Engine) -> dict[str, Any]:
 
 
 def _failures(engine: Engine, world: World) -> dict[str, Any]:
-    """Rank 1 gives up a message, comes back for the next one, and then no more."""
+    """Rank 1 aborts a message, takes part in the next one, and then in none."""
     driver, collectives = Driver(engine), world.collectives
     given: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
     collectives.begin(1)
@@ -177,10 +177,9 @@ def _failures(engine: Engine, world: World) -> dict[str, Any]:
         collectives.begin(number)
         driver.step()
     if world.rank == 0:
-        decoder: Any = getattr(engine._runner, "_decoder", None)
-        decoder._pass["deadline_ns"] = int(SHORT_DEADLINE_S * 1e9)
+        collectives.wait_at_most(SHORT_DEADLINE_S)
         began = time.monotonic()
-        # What all ranks do first in a message was done in the one before.
+        # The first operation of a message was done in the previous one.
         late, seconds = _error_of_step(driver), time.monotonic() - began
     return {
         "tokens": driver.tokens[0],

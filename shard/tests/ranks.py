@@ -1,4 +1,4 @@
-"""Several ranks in one process: a thread each, and collectives in memory."""
+"""Several ranks in one process: one thread each, with collectives in memory."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ _T = TypeVar("_T")
 
 
 class Board:
-    """Owns what `size` ranks have given each other, by operation, until all have taken it."""
+    """Owns the values that `size` ranks exchange, by operation, until all have read them."""
 
     def __init__(self, size: int, deadline: float = 20.0) -> None:
-        """deadline: seconds that a rank waits for another one."""
+        """deadline: seconds to wait for another rank."""
         self.size, self._deadline = size, deadline
         self._changed = threading.Condition()
-        # Of (message, operation): what each rank gave, and how many have taken it.
+        # By (message, operation): value of each rank, and number of ranks that have read them.
         self._given: dict[tuple[int, int], dict[int, Any]] = {}
         self._taken: dict[tuple[int, int], int] = {}
-        # The message that each rank has given up last, and the ranks that were stopped.
+        # The last message that each rank has aborted, and the ranks that were stopped.
         self._given_up: dict[int, int] = {}
         self._stopped: set[int] = set()
 
     def exchange(self, rank: int, key: tuple[int, int], value: Any) -> list[Any]:
-        """Give a value and wait for those of all ranks, which come in the order of ranks."""
+        """Publish a value and wait for those of all ranks, in rank order."""
         with self._changed:
             given = self._given.setdefault(key, {})
             given[rank] = value
@@ -53,7 +53,7 @@ class Board:
             return RankError(f"shard {rank} is stopping", True)
         for other, given_up in self._given_up.items():
             if other != rank and given_up == number:
-                return RankError(f"shard {other} has given up message {number}", False)
+                return RankError(f"shard {other} has aborted message {number}", False)
         return None
 
     def give_up(self, rank: int, number: int) -> None:
@@ -80,13 +80,17 @@ class ThreadCollectives:
         self.num_operations = 0
         """Since it was made."""
 
+    def wait_at_most(self, seconds: float) -> float:
+        """See Collectives; the deadline does not change."""
+        return seconds
+
     def begin(self, number: int) -> None:
         """See Collectives."""
         self._number, self._count = number, 0
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """See Collectives."""
-        # The others read it after this rank has gone on.
+        # Other ranks read it after this rank has continued.
         first, *others = self._exchange(partial.clone())
         whole = first.float()
         for other in others:
@@ -124,13 +128,13 @@ def run_ranks(
     body: Callable[[World], _T],
     wrap: Callable[[Collectives], Collectives] = lambda collectives: collectives,
 ) -> Sequence[_T]:
-    """What `body` returns on each of `size` ranks, in their order. The first rank that fails by
-    itself has its error raised; the others end with it. `wrap`: what stands in front of the
-    collectives of every rank."""
+    """The results of `body` on each of `size` ranks, in order. Raises the error of the first rank
+    that failed by itself; the other ranks end with it. `wrap`: applied to each rank's
+    collectives."""
     board = Board(size)
 
     def run(rank: int) -> _T:
-        # Each thread would have a pool of threads of its own.
+        # Otherwise each thread has its own thread pool.
         torch.set_num_threads(1)
         collectives = wrap(ThreadCollectives(board, rank))
         try:

@@ -1,5 +1,5 @@
-"""Devices with the runner of a GPU and the arithmetic of the processor: what is right with them and
-wrong on a GPU is not in how steps are launched and collected."""
+"""Devices with a GPU's runner and CPU arithmetic, which test how steps are launched and collected
+without a GPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LateBuffer:
-    """Memory of the processor in place of pinned memory. What was sent is there at once, and the
-    memory is only free for others when it was waited for."""
+    """CPU memory instead of pinned memory. Copies complete at once, but the buffer is reusable only
+    after a wait."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.zeros(nbytes, dtype=torch.uint8)
@@ -38,12 +38,12 @@ class LateBuffer:
         assert not self.is_busy, "it was written while a copy was under way"
         target.copy_(staged)
         self.is_busy = True
-        # Who still reads here reads numbers that were never sent.
+        # A late read gets values that were never sent.
         self.memory.fill_(0xAA)
 
 
 class LateStream:
-    """See `Stream`: the processor, whose results can be read when they were waited for."""
+    """See `Stream`: CPU tensors, whose results are readable only after a wait."""
 
     def __init__(self) -> None:
         self._fetched: list[tuple[Tensor, Tensor]] = []
@@ -59,7 +59,7 @@ class LateStream:
         return SimpleNamespace(synchronize=synchronize)
 
     def fetch(self, found: Tensor) -> Tensor:
-        # No token has this number.
+        # No valid token id.
         there = torch.full_like(found, -1e9)
         self._fetched.append((there, found.clone()))
         return there
@@ -75,8 +75,8 @@ class LateStream:
 
 
 class Recording(TorchDispatchMode):
-    """What a CUDA graph is: operators, on the memory that they were given first. What Python, numpy
-    and the host's numbers were then, they remain."""
+    """Acts like a CUDA graph: operators on the memory of the recording. Values of Python, numpy and
+    the host stay those of the recording."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 class CheckedForward:
-    """See `Forward`: another one, which is given nothing that was read too early. Kernels would
-    read anywhere."""
+    """Wraps a `Forward`, and checks that no input was read too early, because kernels would read at
+    any address."""
 
     def __init__(self, own: Forward) -> None:
         self._own = own
@@ -119,12 +119,12 @@ class CheckedForward:
 
     def _checked(self, batch: ForwardBatch) -> ForwardBatch:
         assert int(batch.input_ids.min()) >= 0, "every input is a token"
-        # As the processor's kernels have them.
+        # As the CPU kernels expect them.
         return replace(batch, block_tables=batch.block_tables.long())
 
 
 class StreamDevice:
-    """See `Device`: another one, but for its runner and what goes up to it."""
+    """Wraps a `Device`, with another runner and other uploads."""
 
     runs_behind = True
     num_spare_blocks = 1
@@ -135,7 +135,7 @@ class StreamDevice:
         sampler: Sampler[Choice] = sample,
         cuda_graphs: tuple[int, ...] | None = (),
     ) -> None:
-        """cuda_graphs: see DeviceOptions; for devices that compute by torch's operators."""
+        """cuda_graphs: see DeviceOptions; for devices with torch's operators."""
         self._own, self._sampler, self._cuda_graphs = own, sampler, cuda_graphs
         self.upload = Uploads(own.torch_device, LateBuffer)
 
@@ -157,12 +157,12 @@ class StreamDevice:
 
 
 def stream_over(own: Device, sampler: Sampler[Choice] = sample) -> Device:
-    """The device `own`, which keeps its arithmetic and gets the runner of a GPU."""
+    """Wrap the device `own`, which keeps its arithmetic, with a GPU's runner."""
     return cast(Device, StreamDevice(own, sampler))
 
 
 def open_device(options: DeviceOptions) -> Device:
-    """In place of another device: the reference."""
+    """Replace a device by the reference."""
     dtype = DTYPES[options.dtype or options.checkpoint_dtype]
     own = TorchDevice(torch.device("cpu"), dtype, options)
     return cast(Device, StreamDevice(own, cuda_graphs=options.cuda_graphs))

@@ -18,6 +18,8 @@ from shard.tests.grammar_formats import FORMATS
 from shard.tests.random_grammars import Schema, regular_expressions, schemas
 from shard.tests.test_grammar import EMBEDDED, walk
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = settings(
     max_examples=500,
     derandomize=True,

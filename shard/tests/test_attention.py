@@ -1,4 +1,4 @@
-"""Paged attention against attention written down plainly, ragged and around block boundaries."""
+"""Paged attention compared to plain attention, for ragged rows and around block boundaries."""
 
 import math
 
@@ -18,7 +18,8 @@ NO_ANGLES = Angles(torch.zeros(1, 2, 0), torch.zeros(0, dtype=torch.int64))
 def expected(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """The last len(query) tokens attend: [T, heads, head_dim], one (token, head) after another."""
+    """Plain attention of the last len(query) tokens: [T, heads, head_dim], for each (token,
+    head)."""
     out = torch.zeros_like(query)
     for token in range(len(query)):
         last = len(key) - len(query) + token
@@ -53,7 +54,7 @@ def make_batch(contexts: list[int], lengths: list[int], is_decode: bool) -> Forw
 
 
 def attention_on(device: str, scale: float = 1.0) -> TorchAttention:
-    """The reference, with its cache there."""
+    """The reference with an allocated cache."""
     return TorchAttention(
         scale, lambda *sizes: torch.zeros(math.prod(sizes), dtype=torch.uint8, device=device)
     )
@@ -88,7 +89,7 @@ def test_one_rows_overflow_does_not_reach_its_neighbours() -> None:
     key[:3], value[:3] = float("nan"), float("inf")
     heads = torch.cat([torch.zeros(23, HEADS, HEAD_DIM), key, value], dim=1)
     backend.forward(heads, 0, None, False, backend.plan(batch, NO_ANGLES))
-    # The second row's table is padded with, and its last block shared by nothing but, block 0 …
+    # Values that are not finite in one row's block must not reach the other row.
     step = make_batch([4, 21], [1, 1], True)
     ones = torch.ones(2, HEADS + 2 * KV_HEADS, HEAD_DIM)
     out = backend.forward(ones, 0, None, False, backend.plan(step, NO_ANGLES))

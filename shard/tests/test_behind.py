@@ -1,4 +1,4 @@
-"""A device that runs behind: steps are launched before tokens of the previous ones are known."""
+"""A device that runs behind: steps are launched before the tokens of previous steps are known."""
 
 import asyncio
 import threading
@@ -28,21 +28,21 @@ SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "temperature": 1.2, "seed": 4},
     {"repetition_penalty": 1.3, "top_k": 40, "seed": 8},
-    # The end token and one other: this row ends, which is not known before.
+    # The end token and one other: this row ends at an unpredictable step.
     {"do_sample": True, "logit_bias": ((2, 60.0), (6, 60.0)), "temperature": 4.0, "seed": 3},
 ]
 
 
 class Later:
-    """A step that is computed when somebody asks for it."""
+    """A step that is computed when its result is requested."""
 
     def __init__(self, runner: "BehindRunner", plan: StepPlan) -> None:
         self.runner, self.plan = runner, plan
-        # Of rows and tables nothing may be read after this.
+        # Rows and tables must not be read after this.
         self.passes = [(item, plan.batch(item), plan.waiting(item)) for item in plan.passes]
 
     def wait(self) -> None:
-        """Nothing goes on meanwhile."""
+        """Returns at once: nothing runs in the background."""
 
     @torch.inference_mode()
     def result(self) -> StepScores:
@@ -68,9 +68,10 @@ class Later:
 
 
 class BehindRunner:
-    """Owns the tokens it chose last, by row, as a device would."""
+    """Owns the last chosen tokens by row, like a device."""
 
     records_steps = False
+    compiles_steps = False
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -82,7 +83,7 @@ class BehindRunner:
 
 
 class BehindDevice(StreamDevice):
-    """Computes when somebody asks."""
+    """Computes when a result is requested."""
 
     def runner(self, model: Model) -> Any:
         return BehindRunner(model)
@@ -90,7 +91,7 @@ class BehindDevice(StreamDevice):
 
 @pytest.fixture(scope="module")
 def engines(tiny_model_path: Path) -> dict[str, Engine]:
-    """By name; what is left of one test is forgotten before the next."""
+    """By name; cleared before each test."""
     behind: Any = BehindDevice(open_cpu("float32"))
     devices: dict[str, Device | str] = {"plain": "cpu", "behind": behind, "stream": "stream"}
     return {name: load_engine(tiny_model_path, device=own) for name, own in devices.items()}
@@ -110,15 +111,15 @@ def stream(engines: dict[str, Engine]) -> Driver:
 
 @pytest.fixture(params=["behind", "stream"])
 def driver(request: pytest.FixtureRequest, engines: dict[str, Engine]) -> Driver:
-    """Of a device that runs behind."""
+    """An engine on a device that runs behind."""
     engine = engines[request.param]
     engine.clear()
     return Driver(engine)
 
 
 def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
-    """Requests that come one after another; each step is launched before the last is collected, if
-    the device allows it."""
+    """Requests that arrive one after another; each step is launched before the previous one is
+    collected, if the device allows it."""
     engine, waiting = driver.engine, list[StepHandle]()
     found: dict[int, list[int]] = {}
 
@@ -154,6 +155,7 @@ def tokens_of(driver: Driver, behind: bool) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_a_device_that_is_not(driver: Driver, plain: Driver) -> None:
     expected = tokens_of(plain, behind=False)
     assert plain.reasons[3] == FinishReason.EOS_TOKEN and len(plain.reasons) == 4
@@ -192,7 +194,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
 
 @pytest.fixture(scope="module")
 def wanted(engines: dict[str, Engine]) -> list[int]:
-    """What one request gives on a device that does not run behind."""
+    """The tokens of one request on a device that does not run behind."""
     driver = Driver(engines["plain"])
     driver.add([driver.request(0, range(3, 20), **LONG)])
     driver.run()
@@ -240,8 +242,8 @@ ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
 
 def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
-    """What a step gives that brings a request and is launched behind one in which another takes
-    part, which has ended in the step before that."""
+    """The output of a step with a new request, launched behind a step in which another request
+    takes part that ended in the step before."""
     engine = driver.engine
     both = [
         driver.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=2),
@@ -256,7 +258,7 @@ def with_one_that_ended(driver: Driver, new: NewRequest) -> StepOutput:
     return last
 
 
-def test_the_row_of_one_that_ended_tells_nothing_to_who_has_it_next(
+def test_the_row_of_an_ended_request_leaks_nothing_to_its_next_request(
     driver: Driver, plain: Driver
 ) -> None:
     found = with_one_that_ended(driver, driver.request(2, range(30, 50)))
@@ -279,7 +281,7 @@ def test_a_step_behind_a_prompt_brings_none_of_its_log_probabilities(stream: Dri
 def test_a_step_ahead_of_the_end_is_no_failure(
     name: str, speculate: int, engines: dict[str, Engine]
 ) -> None:
-    """It is sent, and launched, before it is known that all requests have ended."""
+    """It is sent and launched before the previous step shows that all requests have ended."""
     engine = engines[name]
     engine.clear()
     driver, batch = Driver(engine), Batch(engine)

@@ -1,4 +1,4 @@
-"""Weights of bfloat16 in 12 bits: nothing is lost, and sums are those of 16."""
+"""bfloat16 weights in 12 bits: lossless, with the same sums as 16 bits."""
 
 from pathlib import Path
 
@@ -25,22 +25,22 @@ def _seed() -> None:
 
 
 def bits(sign: Tensor, exponent: Tensor, mantissa: Tensor) -> Tensor:
-    """The bfloat16 of these."""
+    """Build bfloat16 from sign, exponent and mantissa."""
     return (sign * 2**15 + exponent * 2**7 + mantissa).numpy().astype(np.uint16)
 
 
 def any_numbers(*size: int) -> Tensor:
-    """Of all magnitudes, far more than an output's weights ever have."""
+    """A wider range of magnitudes than real weights of an output have."""
     parts = (torch.randint(0, end, size) for end in (2, LARGEST + 1, 2**7))
     sign, exponent, mantissa = parts
-    # What has no exponent is 0, or counts as 0 in products.
+    # Subnormal numbers are 0, or count as 0 in products.
     numbers = bits(sign, exponent, torch.where(exponent == 0, 0, mantissa))
     return torch.from_numpy(numbers.view(np.int16)).view(torch.bfloat16)
 
 
 def weights(outputs: int, inputs: int) -> Tensor:
-    """As in models, but for an output of 0, one of very small and one of large numbers, and one
-    that is much smaller than its largest."""
+    """Like real weights, except for an output of zeros, one of very small numbers, one of large
+    numbers, and one number much smaller than its output's largest."""
     weight = torch.randn(outputs, inputs) * 0.02
     weight[1], weight[2], weight[3] = 0, weight[2] * 1e-30, weight[3] * 1e6
     weight[4] *= 1e-5
@@ -49,6 +49,7 @@ def weights(outputs: int, inputs: int) -> Tensor:
 
 
 @pytest.mark.parametrize("size", [(16, 8), (40, 24), (33, 50), (960, 64)])
+@pytest.mark.slow
 def test_no_number_is_changed(size: tuple[int, int]) -> None:
     inputs = torch.eye(size[1], dtype=torch.bfloat16)
     for weight in (weights(*size), any_numbers(*size)):
@@ -56,8 +57,9 @@ def test_no_number_is_changed(size: tuple[int, int]) -> None:
         assert torch.equal(out, weight)
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit where every number has a code: nothing is 2 ** 14 times smaller than another."""
+    """Bit for bit if every number has a code: no number is 2 ** 14 times smaller than another."""
     weight = (0.001 + torch.rand(320, 96)) * torch.randint(-1, 2, (320, 96))
     weight = weight.bfloat16()
     assert linear.PackedWeight(weight).nbytes < 0.8 * weight.nbytes
@@ -94,7 +96,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_a_trained_model_takes_three_quarters() -> None:
-    """And so hardly has exceptions."""
+    """Few exceptions."""
     path = LAUNCHER / "text_generation_launcher" / "embedded_model" / "model.safetensors"
     plain, narrowed = 0, 0
     for weight in load_file(path).values():

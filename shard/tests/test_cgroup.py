@@ -1,4 +1,4 @@
-"""The memory that control groups leave, and a model that is larger."""
+"""The free memory of control groups, and a model larger than it."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ STAT = "anon 5\ninactive_file 300000000\nactive_file 100000000\ntotal_inactive_f
 
 
 def limit_of(root: Path, own: str, files: dict[str, str]) -> MemoryLimit | None:
-    """With these files under /sys/fs/cgroup and this /proc/self/cgroup."""
+    """Create files for /sys/fs/cgroup and a /proc/self/cgroup."""
     for name, text in files.items():
         path = root / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def half_a_gigabyte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parameters(quantize: str | None, rows: int) -> Parameters:
-    """Of one matrix, read in two parts; rows x 1000 numbers."""
+    """A checkpoint of one matrix with rows x 1000 numbers, read in two parts."""
     made = Parameters(open_cpu("bfloat16"), quantize)
     sections = {"a": [whole(rows // 2)], "b": [whole(rows // 2)]}
     made.add_matrix(sections, whole(1000), made.device.matrix)  # type: ignore[arg-type]

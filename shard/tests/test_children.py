@@ -1,4 +1,4 @@
-"""Processes that fill the cache of kernels: what one of them does not do stops nobody."""
+"""Child processes that fill the kernel cache: jobs that a child does not do are still done."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ FOREVER_S = 60.0
 
 
 def note(path: Path) -> None:
-    """One line more, with the process that was here."""
+    """Append a line with this process's id."""
     with path.open("a") as file:
         file.write(f"{os.getpid()}\n")
 
@@ -40,7 +40,7 @@ def pids(path: Path) -> list[int]:
 
 
 def test_where_children_are_not_waited_for(tmp_path: Path) -> None:
-    """SIGCHLD may be ignored since before this process began."""
+    """SIGCHLD may be ignored already when the process starts."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with Children([partial(note, tmp_path / "done"), die], 2, FOREVER_S) as children:
@@ -121,7 +121,7 @@ def test_two_servers_do_not_fill_one_cache_at_a_time(
         with cache.filling("one") as is_empty:
             return is_empty
 
-    # The first one ends when the second one waits.
+    # The first one ends while the second one waits.
     monkeypatch.setattr(cache.time, "sleep", lambda seconds: may_end.set())
     with ThreadPoolExecutor(2) as pool:
         answers = pool.submit(first), pool.submit(second)
@@ -137,7 +137,7 @@ def test_a_server_that_fills_for_ever_is_not_waited_for(
 
 
 class Function:
-    """Stands for one of numba's; notes who compiles it."""
+    """A fake numba function; records which process compiles it."""
 
     def __init__(self, path: Path, is_deadly: bool = False) -> None:
         self._path, self._is_deadly, self._parent = path, is_deadly, os.getpid()
@@ -165,6 +165,6 @@ def test_kernels_are_compiled_by_other_processes_first(
         for path in paths:
             path.unlink(missing_ok=True)
         compile.compile_all(compile.Wanted(torch.float32, None), processes, free_bytes)
-        # This process looks at all of them, and so compiles what a child did not.
+        # This process compiles every kernel that no child has compiled.
         assert [pids(path)[-1] for path in paths] == [os.getpid()] * 3
         assert [len(pids(path)) for path in paths] == [1, 1 + helpers_now, 1 + helpers_now]

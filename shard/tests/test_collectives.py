@@ -1,4 +1,4 @@
-"""What ranks compute together: as threads of one process, and as processes that are stopped."""
+"""Collective operations: with ranks as threads, and as processes that are stopped."""
 
 import os
 import signal
@@ -23,11 +23,13 @@ from text_generation_shard.parallel import Collectives
 
 from shard.tests.test_meeting import config_of, free_port, join, meet
 
+pytestmark = pytest.mark.slow
+
 SLOT_BYTES = 4096
 
 
 def in_memory(size: int, deadline_s: float = 10.0) -> list[SharedMemoryCollectives]:
-    """Of threads, which share memory as they are."""
+    """Collectives of ranks that are threads."""
     memory = torch.zeros(memory_bytes(size, SLOT_BYTES), dtype=torch.uint8)
     return [
         SharedMemoryCollectives(memory, rank, size, SLOT_BYTES, deadline_s) for rank in range(size)
@@ -35,7 +37,7 @@ def in_memory(size: int, deadline_s: float = 10.0) -> list[SharedMemoryCollectiv
 
 
 def together(ranks: list[Any], work: Callable[[Any, int], Any]) -> list[Any]:
-    """What all ranks get, or their RankErrors."""
+    """The results of all ranks, or their RankErrors."""
 
     def run(rank: int) -> Any:
         try:
@@ -48,7 +50,7 @@ def together(ranks: list[Any], work: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def all_operations(collectives: Collectives, rank: int) -> list[Any]:
-    """Some of every kind and type, of no number, of few and of more than a slot takes."""
+    """Operations of every kind and dtype: empty, small, and larger than a slot."""
     found: list[Any] = []
     for number, count in enumerate((1, 0, 1000, 1024, 5000)):
         collectives.begin(number + 1)
@@ -62,7 +64,7 @@ def all_operations(collectives: Collectives, rank: int) -> list[Any]:
 
 
 def expected_operations(size: int) -> list[Any]:
-    """The same, from what is asked of `Collectives`."""
+    """The expected results, by the definition in `Collectives`."""
     found: list[Any] = []
     for count in (1, 0, 1000, 1024, 5000):
         for kind in (torch.float32, torch.bfloat16, torch.float16):
@@ -78,7 +80,7 @@ def expected_operations(size: int) -> list[Any]:
     return found
 
 
-# torch's generator is one for all threads: numbers are made one rank after another.
+# All threads share torch's generator, so inputs are created for one rank after another.
 @pytest.fixture(autouse=True)
 def numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, seed, randn = threading.Lock(), torch.manual_seed, torch.randn
@@ -98,7 +100,7 @@ def numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_get_the_same(size: int) -> None:
-    """To the last bit: float32 in the order of ranks, rounded once."""
+    """Bit for bit: float32 in the order of ranks, rounded once."""
     expected = expected_operations(size)
     for found in together(in_memory(size), all_operations):
         assert not isinstance(found, RankError), found
@@ -113,7 +115,7 @@ def test_gloo_gets_the_same() -> None:
         for found in together(ranks, all_operations):
             for one, other in zip(found, expected, strict=True):
                 assert torch.equal(one, other)
-        # Who gives up leaves the others, at once.
+        # A failing rank leaves the group immediately.
         began = time.monotonic()
         failed = together(
             ranks,
@@ -132,7 +134,7 @@ def test_a_message_that_one_gives_up_fails_for_all_and_the_next_does_not() -> No
             own.begin(number)
             try:
                 for count in range(4):
-                    # Another rank each time, before one of its operations, or before the first.
+                    # A different rank each time, before its first or a later operation.
                     if number % 3 == rank and number % 4 == count and number % 5:
                         own.fail(number)
                         raise RankError("own", is_final=False)
@@ -152,8 +154,8 @@ def test_a_message_that_one_gives_up_fails_for_all_and_the_next_does_not() -> No
             elif number % 3 == rank:
                 assert sentence == "own"
             else:
-                # It may have heard so from one that heard it.
-                assert sentence.endswith(f"has given up message {number}"), (rank, sentence)
+                # The error may name a rank that aborted because of the first one.
+                assert sentence.endswith(f"has aborted message {number}"), (rank, sentence)
 
 
 def test_who_does_not_come_is_named() -> None:
@@ -174,20 +176,22 @@ def test_a_rank_that_stops_waits_for_nobody() -> None:
 
 
 def test_no_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the others know."""
+    """The other ranks raise an error too."""
     monkeypatch.setattr(shared.host, "free_bytes", lambda: 2**20)
     with meet(2) as meetings:
 
         def work(meeting: Meeting, rank: int) -> None:
             kind = (ModelError, RankError)[rank]
-            with pytest.raises(kind, match=r"through 32 MiB of shared memory, and 1 MiB are free"):
+            with pytest.raises(
+                kind, match=r"need 32 MiB of shared memory to exchange results, and 1 MiB are free"
+            ):
                 SharedMemoryCollectives.meet(meeting, 8 << 20)
 
         together(meetings, work)
 
 
 def rank_main(rank: int, port: int) -> None:
-    """What a process of two does; the other end of `Processes`."""
+    """Main function of one of two processes; controlled by `Processes`."""
     config = config_of(rank, 2, port, deadline_s=1.0)
     meeting = Meeting.join(config, "cpu", "float32")
     collectives = SharedMemoryCollectives.meet(meeting, SLOT_BYTES)
@@ -212,7 +216,7 @@ def rank_main(rank: int, port: int) -> None:
 
 
 class Processes:
-    """Owns two processes of `rank_main`, which do what they are told."""
+    """Owns two processes of `rank_main`, which run commands."""
 
     def __init__(self) -> None:
         code = "import sys; from shard.tests.test_collectives import rank_main; "
@@ -230,7 +234,7 @@ class Processes:
         ]
 
     def tell(self, rank: int, what: object) -> None:
-        """A number: so many sums. "meet": a barrier."""
+        """A number: this number of sums. "meet": a barrier."""
         pipe = self._processes[rank].stdin
         assert pipe is not None
         pipe.write(f"{what}\n")
@@ -245,7 +249,7 @@ class Processes:
         self._processes[rank].send_signal(number)
 
     def exit_code(self, rank: int) -> int:
-        """Of one that has nothing more to do."""
+        """The exit code of a process after its last command."""
         process = self._processes[rank]
         process.communicate(timeout=30)
         return process.returncode
@@ -269,13 +273,13 @@ def processes() -> Iterator[Processes]:
 
 
 def test_processes_that_are_stopped_and_killed(processes: Processes) -> None:
-    """Two processes; the memory they share has no name, and no descriptor is left of it."""
+    """Two processes; their shared memory has no name, and no descriptor of it stays open."""
     assert [processes.answer(rank) for rank in range(2)] == ["ready 0", "ready 0"]
     for count in (1, 500):
         for rank in range(2):
             processes.tell(rank, count)
         assert [processes.answer(rank) for rank in range(2)] == ["done", "done"]
-    # Stopped inside sums: it may be at any place in them.
+    # Stopped at an arbitrary point within sums.
     for rank in range(2):
         processes.tell(rank, 10**9)
     processes.send(1, signal.SIGSTOP)
@@ -284,7 +288,7 @@ def test_processes_that_are_stopped_and_killed(processes: Processes) -> None:
     assert time.monotonic() - began < 4
     processes.send(1, signal.SIGCONT)
     assert processes.answer(1) == "True: shard 0 did not come within 1 s (message 3)"
-    # Stopped while the other waits until both have loaded.
+    # Stopped while the other process waits for it to load.
     processes.send(1, signal.SIGSTOP)
     processes.tell(0, "meet")
     found = processes.answer(0)
@@ -294,11 +298,11 @@ def test_processes_that_are_stopped_and_killed(processes: Processes) -> None:
     processes.send(1, signal.SIGCONT)
     processes.tell(1, "meet")
     assert processes.answer(1) == found
-    # The one that keeps what all read is gone.
+    # The process that serves the store is gone.
     processes.send(0, signal.SIGKILL)
     processes.tell(1, "meet")
     assert processes.answer(1).startswith("True: shard ")
-    # Another program at the port, which says nothing; and an end without an error.
+    # Another program at the port that does not answer; and an exit without an error.
     with socket.create_server(("localhost", 0)) as listener:
         processes.tell(1, f"port {listener.getsockname()[1]}")
         assert "(another program listens there)" in processes.answer(1)

@@ -1,4 +1,4 @@
-"""All layers in one call compute what they do one by one."""
+"""All layers in one call compute the same as one by one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +17,13 @@ from torch import Tensor
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.driver import Driver, load_engine
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = {"dtype": "float32"}
 BFLOAT16 = {"dtype": "bfloat16"}
 INT8 = {"dtype": "bfloat16", "quantize": "int8"}
 INT4 = {"dtype": "bfloat16", "quantize": "int4"}
-# Biases, windows, layers without rotation, heads that are rotated in part, multipliers.
+# Biases, windows, layers without rotation, partial rotation, multipliers.
 CASES = [
     *(("llama3", form) for form in (FLOAT32, BFLOAT16, INT8, INT4)),
     *((family, FLOAT32) for family in ("llama-bias", "mistral", "smollm3", "granite")),
@@ -31,7 +33,7 @@ CASES = [
 
 
 def answers(engine: Engine) -> list[list[float]]:
-    """Log-probabilities of prompts of many lengths and of what follows them."""
+    """Log-probabilities of prompts of many lengths and of their continuations."""
     driver = Driver(engine)
     ids = [
         [3 + (7 * place + number) % 250 for place in range(1 + 9 * number)] for number in range(6)
@@ -44,7 +46,7 @@ def answers(engine: Engine) -> list[list[float]]:
 
 @pytest.mark.parametrize(("family", "form"), CASES)
 def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) -> None:
-    # Sizes that int4 can have.
+    # Sizes that int4 supports.
     path = write_checkpoint(family, tmp_path, mlp_bias=False, intermediate_size=128)
     engine = load_engine(path, **form)
     runner: Any = engine._runner
@@ -54,27 +56,27 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
     one_by_one = answers(engine)
     if family != "qwen3":
         assert compiled == one_by_one
-    # Its heads are normalised by torch there, which adds in another order.
+    # torch normalizes its heads in that case, with another order of additions.
     for left, right in zip(compiled, one_by_one, strict=True):
         assert left == pytest.approx(right, abs=1e-5)
 
 
 def mixed_answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities where some tokens of a pass are followed by a choice and others
-    are not: several prompts at once, parts of prompts beside those who decode, guesses."""
+    """Tokens and log-probabilities of passes that sample after only some tokens: several prompts at
+    once, parts of prompts with decoding rows, guesses."""
     driver = Driver(engine)
     request = partial(driver.request, ignore_eos_token=True)
     ids = [[3 + (7 * place + 11 * number) % 90 for place in range(120)] for number in range(6)]
-    # Two that end in this pass, one that does not, and nobody decodes.
+    # Two prompts that end in this pass, one that does not, and no decoding row.
     first = [request(number, ids[number][: 5 + 30 * number]) for number in range(2)]
     driver.add([*first, request(2, ids[2], chunk_len=16)])
-    # Parts alone are followed by no choice; beside them two rows decode.
+    # Two decoding rows, and parts of prompts without sampling.
     driver.step({2: 32})
     driver.add([request(3, ids[3], chunk_len=48)], driver.advance({2: 16}))
     driver.step({2: 56, 3: 16}, speculate=3)
     driver.step({3: 56}, speculate=3)
     driver.run()
-    # Nobody decodes, and no input is complete.
+    # No row decodes, and no prompt is complete.
     driver.add([request(4, ids[4], chunk_len=64), request(5, ids[5], chunk_len=16)])
     driver.step({4: 56, 5: 48})
     driver.step({5: 56})
@@ -88,7 +90,7 @@ def test_what_is_not_wanted_of_the_last_layer_changes_nothing(
 ) -> None:
     sizes: dict[str, Any] = {"mlp_bias": False, "intermediate_size": 128}
     if family == "llama3":
-        # More than a task's query vectors share a KV head.
+        # More query heads per KV head than query vectors of a task.
         sizes |= {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 16}
     engine = load_engine(write_checkpoint(family, tmp_path, **sizes), **form)
     narrowed = mixed_answers(engine)
@@ -114,7 +116,7 @@ def test_what_is_not_wanted_of_the_last_layer_changes_nothing(
 
 
 def wanted_of(batch: ForwardBatch) -> Tensor | slice:
-    """Of hidden states, those whose logits are wanted."""
+    """The hidden states whose logits are wanted."""
     return slice(None) if batch.logits_indices is None else batch.logits_indices
 
 
@@ -168,7 +170,7 @@ def test_a_gate_with_a_bias_runs_one_by_one(checkpoint: Callable[[str], Path]) -
 
 
 def test_the_buffers_of_a_pass_are_kept(tmp_path: Path) -> None:
-    """Only a larger pass than all before has the system give memory."""
+    """Only a pass larger than all before allocates memory."""
     engine = load_engine(write_checkpoint("llama3", tmp_path), **FLOAT32)
     runner: Any = engine._runner
     driver, compiled = Driver(engine), runner._decoder

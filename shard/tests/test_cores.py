@@ -1,4 +1,4 @@
-"""How many threads compute, from affinity and from the quotas of both versions of cgroups."""
+"""The number of threads, by affinity and by quotas of cgroup versions 1 and 2."""
 
 import os
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def threads(root: Path, own: str, files: dict[str, str], num_ranks: int = 1) -> int:
-    """With these files under /sys/fs/cgroup and this /proc/self/cgroup."""
+    """Create files for /sys/fs/cgroup and a /proc/self/cgroup."""
     for name, text in files.items():
         path = root / "sys" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,8 +81,8 @@ def test_ranks_share_a_quota(tmp_path: Path) -> None:
 
 
 def machine(root: Path, nodes: int, cores: int, threads: int) -> Path:
-    """Made-up /sys/devices/system: so many nodes of so many cores, numbered as Linux does: the
-    first threads of all cores, then the second ones."""
+    """A fake /sys/devices/system with nodes and cores, numbered as by Linux: the first threads of
+    all cores, then the second ones."""
     total = nodes * cores
     for number in range(total * threads):
         core = number % total
@@ -103,25 +103,25 @@ def machine(root: Path, nodes: int, cores: int, threads: int) -> Path:
 @pytest.mark.parametrize(
     ("shape", "allowed", "expected"),
     [
-        # Of one node without and with second threads of cores.
+        # One node without and with second threads of cores.
         ((1, 4, 1), range(4), [{0, 1}, {2, 3}]),
         ((1, 4, 2), range(8), [{0, 4, 1, 5}, {2, 6, 3, 7}]),
         ((1, 4, 2), range(8), [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
-        # What is left over is nobody's: all wait for the slowest.
+        # Remaining cores are unused: all ranks wait for the slowest.
         ((1, 5, 1), range(5), [{0, 1}, {2, 3}]),
-        # A node each, nodes each, a part of a node each.
+        # A rank has one node, several nodes, or a part of a node.
         ((2, 2, 2), range(8), [{0, 4, 1, 5}, {2, 6, 3, 7}]),
         ((4, 1, 1), range(4), [{0, 1}, {2, 3}]),
         ((2, 2, 1), range(4), [{0}, {1}, {2}, {3}]),
-        # Three ranks on two nodes: as if there were none.
+        # Three ranks on two nodes: nodes are ignored.
         ((2, 3, 1), range(6), [{0, 1}, {2, 3}, {4, 5}]),
-        # Only what this process may use counts.
+        # Only the processors that this process may use count.
         ((2, 4, 1), [1, 2, 6, 7], [{1, 2}, {6, 7}]),
         ((1, 4, 2), [0, 1, 4], [{0, 4}, {1}]),
-        # Fewer cores than ranks, but as many threads of them; and fewer of those, too.
+        # Fewer cores than ranks but enough threads; and too few threads.
         ((1, 2, 2), range(4), [{0}, {1}, {2}, {3}]),
         ((1, 2, 1), range(2), [set(), set(), set()]),
-        # A system that does not say.
+        # A system without topology.
         ((0, 0, 0), range(4), [{0, 1}, {2, 3}]),
     ],
 )
@@ -135,7 +135,7 @@ def test_ranks_have_cores_of_their_own(
 
 @pytest.fixture
 def no_nvidia(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[set[int]]:
-    """Of a process without a GPU on two cores: what it is bound to, last."""
+    """The environment of a process on two cores without a GPU; its affinity comes last."""
     bound: list[set[int]] = [{0, 1}]
     monkeypatch.setattr(host, "_NVIDIA", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1])

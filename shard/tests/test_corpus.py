@@ -1,7 +1,7 @@
-"""A corpus of grammars as people write them: each has a text, or is refused for a true reason.
+"""A corpus of realistic grammars: each has a text, or is refused for the expected reason.
 
-`corpus/regexes.txt` and `corpus/schemas.json`: what is refused stands beside a part of the reason.
-Texts are checked by other readers of the same expressions and schemas.
+`corpus/regexes.txt` and `corpus/schemas.json` hold a part of the reason beside a refused grammar.
+Texts are checked by other implementations of regular expressions and schemas.
 """
 
 import json
@@ -28,7 +28,7 @@ SPARE = (0, 1, 9, 30)
 
 
 def regexes() -> list[tuple[str, str]]:
-    """Expressions, each with the reason why it is refused, if it is."""
+    """Expressions, each with the reason if it is refused."""
     found = []
     for line in (CORPUS / "regexes.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("!\t"):
@@ -73,6 +73,7 @@ def test_it_is_large_enough() -> None:
     assert len({name for name, *_ in SCHEMAS}) == len(SCHEMAS)
 
 
+@pytest.mark.slow
 def test_every_regular_expression(
     compiled: Callable[[Asked], Grammar], tokenizer: Tokenizer
 ) -> None:

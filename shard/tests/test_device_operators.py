@@ -1,5 +1,5 @@
-"""How many operators a GPU is given for a step, and that the host waits for none of them: on `meta`
-tensors, which have shapes and no numbers: who reads one fails."""
+"""The number of operators of a step, and that the host waits for none of them: on `meta` tensors,
+which have shapes but no values, so that reading one fails."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
-from text_generation_shard.device.cuda.runner import Processor
+from text_generation_shard.device.cuda.runner import SynchronousStream
 from text_generation_shard.device.cuda.uploads import Uploads
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
@@ -35,7 +35,7 @@ LAYER = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64},
 }
 NUM_LAYERS = {"8B": 32, "1B": 16}
-# What only says how memory is to be read.
+# Operators that only create views.
 VIEWS = {
     *("view", "slice", "expand", "t", "transpose", "unsqueeze", "select", "split", "permute"),
     *("as_strided", "detach", "alias", "unbind", "_unsafe_view", "chunk", "squeeze", "narrow"),
@@ -44,7 +44,7 @@ VIEWS = {
 
 
 class Operators(TorchDispatchMode):
-    """Counts what torch and we give to a device."""
+    """Counts the operators of torch and our kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture(params=list(LAYER))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> LlamaModel:
-    """Of the shape of Llama 3, without weights."""
+    """A model with Llama 3's architecture, without weights."""
     return make_model(request.param, tmp_path)
 
 
@@ -103,7 +103,7 @@ def make_model(size: str, tmp_path: Path, quantize: str | None = None) -> LlamaM
 def count(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch, contexts: list[int], lengths: list[int]
 ) -> Counter[str]:
-    """What a pass asks of the device, from its inputs to its scores."""
+    """The operators of a pass, from its inputs to its scores."""
     is_decode = set(lengths) == {1}
     batch = to_device(make_batch(contexts, lengths, is_decode), "meta")
     seen = Operators()
@@ -114,7 +114,7 @@ def count(
 
 
 def count_launches(seen: Operators, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have our kernels counted, too, and not started."""
+    """Count our kernels too, without launching them."""
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
         seen.counts[kernel.__name__] += 1
@@ -138,7 +138,7 @@ def test_a_decode_step_takes_few_operators(
 def test_prompts_take_no_more_however_many_they_are(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beginnings, parts behind a prefix, and beside rows that decode."""
+    """First parts of prompts, later parts, and parts together with decoding rows."""
     one = count(model, monkeypatch, [300], [300])
     many = count(model, monkeypatch, [300, 900, 20, 700], [300, 100, 20, 1])
     assert one == many
@@ -148,7 +148,7 @@ def test_prompts_take_no_more_however_many_they_are(
         for contexts, lengths in (([40, 300], [1, 300]), ([9, 9, 300, 900], [1, 1, 300, 20]))
     ]
     assert mixed[0] == mixed[1]
-    # Both kinds of attention, and one operator that puts their results together.
+    # Both kinds of attention, and one operator that concatenates their results.
     assert sum(mixed[0].values()) <= 13 * model.config.num_layers + 8, mixed[0]
 
 
@@ -156,8 +156,9 @@ def test_prompts_take_no_more_however_many_they_are(
 def test_weights_of_few_bits_take_no_more(
     quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But to make a vector of int8 three, and to quantise the rows of a product in fp8 one."""
-    # A part of a weight takes as long here as all of it.
+    """Except for three operators of an int8 lookup, and one that quantizes the rows of an fp8
+    product."""
+    # A part of a weight takes as many operators as the whole.
     monkeypatch.setattr(matrices, "_FITTED_NUMBERS", 2**40)
     own = make_model("1B", tmp_path, quantize)
     for contexts, lengths in (([1000, 1001, 1002], [1, 1, 1]), ([300], [300])):
@@ -167,8 +168,8 @@ def test_weights_of_few_bits_take_no_more(
         assert found["multiply"] + found["_scaled_mm"] == 4 * own.config.num_layers + 1
 
 
-class Fetched(Processor):
-    """See `Stream`. Tokens come to the host, and nothing else does."""
+class Fetched(SynchronousStream):
+    """See `Stream`. Only tokens are copied to the host."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -189,7 +190,7 @@ class AllowsAll:
         return torch.full((len(self.places), self._words), -1, dtype=torch.int32)
 
     def settle(self, choice: Any) -> Any:
-        """Nothing is replaced."""
+        """Replaces no token."""
         return choice
 
     def failures(self) -> dict[int, str]:
@@ -211,13 +212,13 @@ EVERYTHING = [
 def test_a_whole_step_waits_for_nothing_but_its_tokens(
     model: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every way to choose, of rows that decode and of a prompt beside them; steps ahead."""
+    """Every kind of choice, for decoding rows and a prompt; steps launched ahead."""
     device: Any = model._device
     device.stream = stream = Fetched()
     engine = Engine(device, model, 0, Watermark(0.5, 2.0))
     engine._max_prefill_tokens = 4096
     engine._use_table(16, 4096, 4000)
-    # A mask for each row: only where it comes from is not a grammar.
+    # A mask for each row, not made by a grammar.
     vocab_size, choose_by = model.config.vocab_size, Plan.choose_by
 
     def choose(plan: Plan, begin: Any, scores: Any) -> Any:
@@ -244,8 +245,8 @@ def test_a_whole_step_waits_for_nothing_but_its_tokens(
     handle.result()
     layers = model.config.num_layers
     prompts, decode, mixed = (sum(item.values()) for item in counted)
-    # Beside the layers: inputs, tables, the head, and choosing in every way.
+    # Outside the layers: inputs, tables, the head, and every kind of choice.
     assert prompts <= 10 * layers + 45 and mixed <= 13 * layers + 45, counted
     assert decode <= 10 * layers + 35, counted[1]
-    # All that comes back: ids, log-probabilities and best scores.
+    # All that is copied back: ids, log-probabilities and best scores.
     assert stream.shapes == [(3, 3), (3, 3), (3, 4)]

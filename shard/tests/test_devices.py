@@ -1,4 +1,4 @@
-"""Every device computes what the definitions say: the same cases for all of them."""
+"""Every device computes the results of the definitions, in the same cases."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from shard.tests import interpreted
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.test_attention import BLOCK, expected, make_batch, to_device
 
-# How far a result may be from its definition, relative to its size.
+# Relative tolerance of results.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.004}
 
 
@@ -36,7 +36,7 @@ DEVICES = {
 }
 
 
-# The GPU's kernels on the processor, which takes too long for what is not small.
+# The GPU's kernels on the CPU, which are too slow for large cases.
 INTERPRETED = {
     "interpreted-float32": lambda: interpreted.device(torch.float32),
     "interpreted-bfloat16": lambda: interpreted.device(torch.bfloat16),
@@ -55,7 +55,7 @@ def any_device(request: pytest.FixtureRequest) -> Device:
 
 
 def on(device: Device, *shape: int) -> Tensor:
-    """Random numbers in the device's type."""
+    """Random numbers in the device's dtype."""
     return torch.randn(*shape).to(device.torch_device, device.dtype)
 
 
@@ -131,7 +131,7 @@ def test_a_norm_takes_in_what_a_block_adds(any_device: Device, multiplier: float
 
 
 def rotated(heads: Tensor, angles: Tensor) -> Tensor:
-    """Heads [T, n, head_dim] by angles [T, rotary_dim / 2]."""
+    """Rotate heads [T, n, head_dim] by angles [T, rotary_dim / 2]."""
     half = angles.shape[1]
     first, second, rest = heads.split((half, half, heads.shape[2] - 2 * half), dim=2)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
@@ -142,7 +142,7 @@ def check_attention(
     device: Device, window: int | None, tails: list[int], rotary_dim: int = 0
 ) -> None:
     heads, kv_heads, head_dim = 6, 2, 16
-    # The longest two make a decode fall into several groups by length.
+    # The longest two split a decode pass into several groups by length.
     contexts = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 15 * BLOCK, 7]
     attention = device.attention(heads, kv_heads, head_dim, 0.25)
     attention.allocate(CacheShape(2, kv_heads, head_dim, BLOCK, device.dtype), 128)
@@ -150,7 +150,7 @@ def check_attention(
     lengths = [min(tails[row % len(tails)], length) for row, length in enumerate(contexts)]
     turn = torch.rand(max(contexts), rotary_dim // 2) * 6
     table = torch.stack((turn.cos(), turn.sin()), dim=1).to(device.torch_device)
-    # Everything before the last tokens comes from an earlier pass.
+    # An earlier pass wrote everything before the last tokens.
     for counts in (contexts, lengths):
         is_decode = counts is lengths and tails == [1]
         batch = to_device(make_batch(contexts, counts, is_decode), str(device.torch_device))
@@ -166,7 +166,7 @@ def check_attention(
     close(device, found, torch.cat(definition))
 
 
-# Rows that decode, that verify guesses, and prompts in parts, in one pass.
+# Decoding rows, rows that verify guesses, and parts of prompts in one pass.
 MIXED = [1, 2, 40, 3, 17, 1, 60, 16]
 
 
@@ -185,11 +185,12 @@ def test_queries_and_keys_are_rotated(device: Device, rotary_dim: int, tails: li
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3", "phi3", "granite", "mistral"])
+@pytest.mark.slow
 def test_a_model_says_what_it_says_by_the_reference(
     device: Device, family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Prompts in parts beside rows that decode; the log-probabilities of a prompt and what
-    follows."""
+    """Parts of prompts together with decoding rows; log-probabilities of a prompt and its
+    continuation."""
     found = []
     for own in (reference_device(), device):
         driver = Driver(load_engine(checkpoint(family), device=own, max_prefill_tokens=24))

@@ -1,4 +1,4 @@
-"""Endings from every state of a text, where few tokens are left or one token asks for much."""
+"""Endings from every state of a text, with few tokens left or after a token that requires many."""
 
 import json
 import random
@@ -125,13 +125,13 @@ def test_what_is_not_read_is_searched(
 
 
 def test_more_than_there_is_finds_the_text_that_is_there(compiler: GrammarCompiler) -> None:
-    """What is forbidden is not in the expression: the matcher refuses the shortest texts."""
+    """Negations are ignored in the expression: the matcher refuses the shortest texts."""
     grammar = compiler.compile_now("start: TEXT\nTEXT: /[a-z]*/ & ~/([0-9a-x].*)?/")
     assert not grammar.error and grammar.min_tokens == 1
 
 
 def test_one_token_may_ask_for_many_more(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    """A bracket is written only where there is room for all that must stand in it."""
+    """A bracket is written only if its required content fits."""
     large = closed(**{f"a_long_name_{number}": {"type": "string"} for number in range(40)})
     schema = {"type": "array", "items": {"anyOf": [{"type": "integer"}, large]}}
     grammar = compiler.compile_now(schema_text(schema))

@@ -1,4 +1,4 @@
-"""The engine's bookkeeping: rows, batches, endings, failures, and the same tokens whatever else."""
+"""The engine's rows, batches, endings and failures, and tokens regardless of batch composition."""
 
 import json
 import shutil
@@ -123,7 +123,7 @@ def test_stop_tokens_end_whatever_is_ignored(driver: Driver) -> None:
     assert driver.reasons[6] == FinishReason.STOP_TOKEN
 
 
-def test_top_tokens_only_for_who_asked(driver: Driver) -> None:
+def test_top_tokens_only_if_requested(driver: Driver) -> None:
     requests = [driver.request(0, [4, 5], top_n_tokens=3), driver.request(1, [4, 5])]
     result = driver.add(requests)
     assert result.top_token_counts == [3, 0]
@@ -168,7 +168,7 @@ def test_what_does_not_exist_is_refused(driver: Driver) -> None:
     assert engine.num_rows_taken == 0
 
 
-def test_a_step_sent_ahead_passes_over_who_has_ended(driver: Driver) -> None:
+def test_a_step_sent_ahead_skips_ended_requests(driver: Driver) -> None:
     short = driver.request(1, [5, 6, 7], max_new_tokens=3, ignore_eos_token=True)
     driver.add([short, driver.request(2, [8, 9], ignore_eos_token=True)])
     engine = driver.engine
@@ -252,7 +252,7 @@ def test_a_step_that_fails_in_sampling_can_be_repeated(
 
 
 def test_there_is_one_batch_by_the_number_it_was_given(driver: Driver) -> None:
-    """As the service has it: what runs is called by the number of the batch that began it."""
+    """As in the service: the running batch has the id of its first Prefill."""
     batch = Batch(driver.engine)
     first, second = driver.request(1, [4, 5, 6]), driver.request(2, [7, 8])
     resting = StepInput([second], runs_on=False)

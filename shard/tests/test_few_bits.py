@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits in the processor's own kernels: gates, tables, and who calls them."""
+"""int8 and int4 weights in the CPU kernels: gates, tables, and their use by models."""
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ def _seed() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 40, 300])
+@pytest.mark.slow
 def test_gated_in_4_bits(rows: int) -> None:
     weight, hidden = torch.randn(160, 96), torch.randn(rows, 96, dtype=torch.bfloat16)
     gate, up = PackedInt4Matrix(weight, torch.bfloat16)(hidden).float().chunk(2, dim=-1)
@@ -31,8 +32,9 @@ def test_gated_in_4_bits(rows: int) -> None:
     assert torch.equal(gated(hidden[-1:]), out[-1:])
 
 
+@pytest.mark.slow
 def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
-    """255 inputs of a single 1, one for each number; 17 outputs, which do not fill the panels."""
+    """255 one-hot inputs, one for each number; 17 outputs, which do not fill the panels."""
     numbers = torch.arange(-127, 128, dtype=torch.int8).expand(17, 255)
     weight = linear.PackedWeight(numbers, torch.full((17,), 0.5))
     out = weight(torch.eye(255, dtype=torch.bfloat16))
@@ -41,7 +43,7 @@ def test_every_number_of_a_byte_is_multiplied_exactly() -> None:
 
 
 def test_bytes_on_a_processor_without_tables_of_them() -> None:
-    """Where AVX512_VBMI is missing: the same bits for every magnitude, whatever the sign."""
+    """Without AVX512_VBMI: the same bits for every magnitude and both signs."""
 
     @njit
     def convert(numbers, lower, upper):  # type: ignore[no-untyped-def]
@@ -71,7 +73,7 @@ def _multiply(code, weight_kind, product):  # type: ignore[no-untyped-def]
 def test_compiled_code_multiplies_by_any_kind(
     form: type[PackedInt8Matrix | PackedInt4Matrix], is_gated: bool, rows: int
 ) -> None:
-    """Item by item; together they read all of the weight."""
+    """Item by item; together they read the whole weight."""
     matrix = form(torch.randn(96, 128), torch.bfloat16, is_gated=is_gated)
     hidden = torch.randn(rows, 128, dtype=torch.bfloat16)
     expected, address = matrix(hidden), matrix.address

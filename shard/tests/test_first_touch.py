@@ -1,4 +1,4 @@
-"""Pages of the KV cache are there before they are written, and nothing in them changes."""
+"""Pages of the KV cache are populated in advance, and their contents do not change."""
 
 import ctypes
 import platform
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def resident_bytes(address: int, size: int) -> int:
-    """How much is there of so many bytes from a page on."""
+    """Resident bytes within a page-aligned range."""
     pages = (ctypes.c_ubyte * -(-size // PAGE))()
     assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
     return sum(page & 1 for page in pages) * PAGE
@@ -33,7 +33,7 @@ def resident_bytes(address: int, size: int) -> int:
 
 @pytest.fixture
 def some_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Not of 512 MiB but of 1024 blocks."""
+    """Populate 1024 blocks ahead instead of 512 MiB."""
     monkeypatch.setattr(first_touch, "_AHEAD_BYTES", COUNT * 1024 * BLOCK_BYTES)
     monkeypatch.setattr(first_touch, "_PIECE_BYTES", COUNT * 8 * BLOCK_BYTES)
     yield
@@ -43,7 +43,7 @@ def test_regions_are_the_pages_of_some_blocks() -> None:
     parts = Parts(10 * PAGE, count=2, num_blocks=10, block_bytes=PAGE // 2)
     assert list(parts.regions(0, 10)) == [(10 * PAGE, 5 * PAGE), (15 * PAGE, 5 * PAGE)]
     assert list(parts.regions(3, 4)) == [(11 * PAGE, PAGE), (16 * PAGE, PAGE)]
-    # A part that begins within a page.
+    # A part that does not begin at a page.
     parts = Parts(0, count=2, num_blocks=3, block_bytes=PAGE // 2)
     assert list(parts.regions(0, 1)) == [(0, PAGE), (PAGE, PAGE)]
     assert list(parts.regions(1, 3)) == [(0, 2 * PAGE), (2 * PAGE, PAGE)]
@@ -65,11 +65,11 @@ def test_pages_are_there_as_far_ahead_as_they_should_be_and_no_further() -> None
     assert there[:-2] == [COUNT * count * BLOCK_BYTES for count in blocks[:-2]]
     assert there[-2:] == [size - PAGE] * 2
     assert (memory[5], memory[-1], int(memory.sum())) == (7, 9, 16)
-    # The next cache begins anew, and the last is left alone.
+    # The next cache starts without pages, and the previous one is not populated further.
     other = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
     touch.catch_up()
     assert resident_bytes(other.data_ptr(), size) == COUNT * 1024 * BLOCK_BYTES
-    # Of another, some at once, without the thread.
+    # Another cache gets its first pages immediately, without the thread.
     third = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES, num_first=100)
     assert resident_bytes(third.data_ptr(), size) == COUNT * 100 * BLOCK_BYTES
 
@@ -87,7 +87,7 @@ def test_passes_are_computed_until_none_has_begun_since_the_last_question() -> N
 
 @pytest.mark.usefixtures("some_ahead")
 def test_whoever_computes_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each part it asks; once busy, it waits until nothing was computed for some looks."""
+    """The thread polls before each part; once busy, it waits for several idle polls."""
     answers = iter([True, True, False, False, True, False, False, False, False, True])
     there, looks = [], []
 
@@ -100,7 +100,7 @@ def test_whoever_computes_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = touch.allocate(COUNT, NUM_BLOCKS, BLOCK_BYTES)
     touch.catch_up()
     part = 8 * BLOCK_BYTES
-    # Nothing until the third free look in a row; then a part a question, until it is busy again.
+    # Nothing until the third consecutive idle poll; then one part per poll, until it is busy again.
     assert there[:12] == [0] * 8 + [part, 2 * part, 2 * part, 2 * part]
     assert len(looks) == 7 + 3
 
@@ -125,7 +125,7 @@ def test_a_cache_may_go_while_its_pages_are_brought() -> None:
 def test_an_engine_tells_where_its_blocks_are(
     dtype: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """The memory of both attentions; what is written comes after, and is as it would be."""
+    """The memory of both attentions; values written later are as usual."""
     answers = []
     for is_brought in (False, True):
         engine = load_engine(checkpoint("llama3"), dtype=dtype)
@@ -133,7 +133,7 @@ def test_an_engine_tells_where_its_blocks_are(
         parts = touch._parts
         assert parts is not None
         size = parts.count * parts.num_blocks * parts.block_bytes
-        # But for what steps were measured with.
+        # Except for the pages of the timed warm-up passes.
         assert resident_bytes(parts.address, size) < size / 2
         if is_brought:
             touch.catch_up()
@@ -150,12 +150,12 @@ def test_a_thread_brings_them_until_the_system_does_not(
 ) -> None:
     brought = threading.Event()
 
-    def bring(address: int, size: int) -> None:
-        first_touch_bring(address, size)
+    def populate(address: int, size: int) -> None:
+        first_touch_populate(address, size)
         brought.set()
 
-    first_touch_bring = first_touch.bring
-    monkeypatch.setattr(first_touch, "bring", bring)
+    first_touch_populate = first_touch.populate
+    monkeypatch.setattr(first_touch, "populate", populate)
     touch = FirstTouch(lambda: False)
     thread = threading.Thread(target=touch.run, daemon=True)
     thread.start()
@@ -165,5 +165,5 @@ def test_a_thread_brings_them_until_the_system_does_not(
     with caplog.at_level("INFO"):
         other = touch.allocate(1, 16, 2**16, num_first=16)
         thread.join(10)
-    assert not thread.is_alive() and "not written beforehand: [Errno 22]" in caplog.text
+    assert not thread.is_alive() and "not populated in advance: [Errno 22]" in caplog.text
     assert resident_bytes(other.data_ptr(), 2**20) == 0

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits in the CUDA device's cache, beside torch's rounding of the same."""
+"""The CUDA device's float8 cache, compared to torch's rounding."""
 
 import logging
 from pathlib import Path
@@ -33,15 +33,14 @@ from shard.tests.test_triton_attention import (
     rounded,
 )
 
-pytestmark = interpreted.MARKS
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
 KINDS = pytest.mark.parametrize("kept", FLOAT8)
-# Of a key that the bits are stored as.
+# The dtype that the bits are stored as.
 WIDTH = 4096
 
 
 def stored(values: Tensor, kept: torch.dtype, angles: Tensor | None = None) -> Tensor:
-    """What the cache has of keys and values [T, 2, head_dim], which are rotated by angles [T, 2,
-    rotary_dim / 2]."""
+    """Cached keys and values [T, 2, head_dim], rotated by angles [T, 2, rotary_dim / 2]."""
     count, _, head_dim = values.shape
     attention = TritonAttention(HeadShape(1, 1, head_dim, 1.0), PLACE, CAPABILITY)
     attention.allocate(CacheShape(1, 1, head_dim, 16, kept), -(-count // 16))
@@ -56,7 +55,7 @@ def stored(values: Tensor, kept: torch.dtype, angles: Tensor | None = None) -> T
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """All there are of 16 bits; of 32 bits, those of every size, and many between the smallest."""
+    """All 16-bit numbers; 32-bit numbers of every magnitude, and many between the smallest."""
     if dtype.itemsize == 2:
         return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     torch.manual_seed(0)
@@ -68,7 +67,7 @@ def numbers(dtype: torch.dtype) -> Tensor:
 @KINDS
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_nearest_number_is_stored(dtype: torch.dtype, kept: torch.dtype) -> None:
-    """Ties to even; beyond the largest one that; NaN stays NaN, and infinity does not."""
+    """Ties to even; saturation, also of infinity; NaN stays NaN."""
     values = numbers(dtype).to(PLACE).view(-1, 2, WIDTH)
     found, wanted = stored(values, kept), rounded(values, kept)
     assert found.float().isinf().sum() == 0
@@ -80,7 +79,7 @@ def test_the_nearest_number_is_stored(dtype: torch.dtype, kept: torch.dtype) -> 
 @KINDS
 @pytest.mark.parametrize("rotary_dim", [80, 24])
 def test_rotated_keys_are_stored(rotary_dim: int, kept: torch.dtype) -> None:
-    """As the type of the heads rounds them, and then 8 bits."""
+    """Rounded to the dtype of the heads, then to 8 bits."""
     torch.manual_seed(0)
     turn = torch.rand(5, rotary_dim // 2) * 6
     angles = torch.stack((turn.cos(), turn.sin()), dim=1).to(PLACE)
@@ -93,7 +92,7 @@ def test_rotated_keys_are_stored(rotary_dim: int, kept: torch.dtype) -> None:
 @KINDS
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_all_numbers_are_gathered(dtype: torch.dtype, kept: torch.dtype) -> None:
-    """In the type that is asked for, exactly: 32 tokens of 8 numbers each."""
+    """Exactly, in the requested dtype: 32 tokens of 8 numbers each."""
     keys = torch.arange(256, dtype=torch.int32).to(PLACE, torch.uint8).view(32, 8)
     found = torch.empty(2, 24, 8, dtype=dtype, device=PLACE)
     tables, lens, starts = (
@@ -112,7 +111,7 @@ def test_all_numbers_are_gathered(dtype: torch.dtype, kept: torch.dtype) -> None
 @TAILS
 @KINDS
 def test_rows_attend(lengths: list[int], kept: torch.dtype) -> None:
-    """Seven heads of 80 features share keys, of which they see a window."""
+    """Seven query heads of 80 features share a KV head, with a window."""
     check(HeadShape(7, 1, 80, 0.1), torch.bfloat16, lengths, 40, kept=kept)
 
 
@@ -125,7 +124,7 @@ def test_rows_attend_in_other_types(dtype: torch.dtype) -> None:
 def test_prompts_by_the_attention_of_torch(
     kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which takes keys and values of 16 bits only."""
+    """FlashAttention gets keys and values of 16 bits only."""
     if not HAS_GPU:
         monkeypatch.setattr(flash, "varlen_attn", plain_varlen)
     check(HeadShape(4, 2, 80, 0.125), torch.bfloat16, [20] * 5, takes_flash=True, kept=kept)
@@ -134,7 +133,7 @@ def test_prompts_by_the_attention_of_torch(
 def test_a_model_says_what_it_says_by_the_reference(
     tiny_model_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose cache has numbers of 8 bits, too, in four times the room: a prompt in parts."""
+    """A prompt in parts, compared to a cache of float32 numbers that 8 bits can hold."""
     plain, found, nbytes = KVCache.store, [], []
 
     def store(self: KVCache, layer: int, slot_index: Tensor, key_value: Tensor) -> None:

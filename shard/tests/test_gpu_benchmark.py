@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # A child of benchmarks/gpu.py; what becomes of it is the name of its first section.
 CHILD = """

@@ -1,4 +1,4 @@
-"""Grammars in the engine: every text ends as its grammar says, whatever the batch does."""
+"""Grammars in the engine: every text follows its grammar, regardless of batch composition."""
 
 import json
 import math
@@ -22,7 +22,7 @@ DRAWN: dict[str, Any] = {"do_sample": True, "seed": 3}
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """A schema as the router sends it."""
+    """A schema in the router's form."""
     return json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": WHITESPACE}}]})
 
 
@@ -53,7 +53,7 @@ def allowed(constraint: Constraint) -> list[int]:
 
 
 def walk(grammar: Grammar, max_new_tokens: int, draw: random.Random) -> list[int]:
-    """What a model that knows nothing writes, without the end token."""
+    """A text of random allowed tokens, without the end token."""
     constraint = Constraint(grammar, (), max_new_tokens, 0)
     written: list[int] = []
     while not constraint.failure and len(written) < max_new_tokens:
@@ -66,6 +66,7 @@ def walk(grammar: Grammar, max_new_tokens: int, draw: random.Random) -> list[int
 
 
 @pytest.mark.parametrize("model", ["tiny", "embedded"])
+@pytest.mark.slow
 def test_random_tokens_always_become_what_the_schema_says(
     model: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -111,7 +112,7 @@ def test_the_engine_writes_what_the_schema_says_beside_others_it_does_not_change
 
 
 @pytest.mark.parametrize("max_new_tokens", [24, 60])
-def test_a_preempted_text_goes_on_as_if_nothing_had_been(
+def test_a_preempted_text_goes_on_as_without_preemption(
     driver: Driver, compiler: GrammarCompiler, max_new_tokens: int
 ) -> None:
     options = {

@@ -1,4 +1,4 @@
-"""Grammars on a device that runs behind: the same texts, while steps and masks are under way."""
+"""Grammars on a device that runs behind: the same texts while steps and masks are in flight."""
 
 import os
 import random
@@ -27,7 +27,7 @@ from shard.tests.test_trial import PERSON
 OTHERS: list[dict[str, Any]] = [
     {"max_new_tokens": 30, "ignore_eos_token": True},
     {"max_new_tokens": 17, "sampling": {"repetition_penalty": 1.3, "top_k": 40, "seed": 8}},
-    # The end token and one other: this row ends, which is not known before.
+    # The end token and one other: this row ends at an unpredictable step.
     {"sampling": {"do_sample": True, "logit_bias": ((2, 60.0), (6, 60.0)), "temperature": 4.0}},
 ]
 
@@ -68,15 +68,15 @@ def stream(stream_engine: Engine) -> Driver:
 
 
 def alone(driver: Driver, **options: Any) -> list[int]:
-    """What request 0 writes with nobody beside it."""
+    """What request 0 writes alone."""
     driver.add([driver.request(0, [3, 4], **options)])
     driver.run()
     return driver.tokens[0]
 
 
 def texts(driver: Driver, grammars: Sequence[Grammar], spare: int) -> tuple[Any, ...]:
-    """What requests give that come one after another, some of them without a grammar. Behind the
-    shortest text known `spare` tokens are allowed."""
+    """The tokens of requests that arrive one after another, some without a grammar. They may have
+    `spare` tokens more than the shortest known text."""
     for number, grammar in enumerate(grammars):
         options = {
             "sampling": {"do_sample": number % 2 == 0, "seed": number},
@@ -152,7 +152,7 @@ def test_a_step_is_answered_while_masks_of_the_next_are_under_way(
     assert second.result().request_ids == [0]
 
 
-def test_who_is_cancelled_while_two_steps_are_under_way_leaves_the_others_as_they_were(
+def test_a_request_cancelled_while_two_steps_are_in_flight_changes_no_other(
     stream: Driver, plain: Driver, open_ended: dict[str, Any]
 ) -> None:
     wanted = alone(plain, **open_ended)
@@ -233,7 +233,7 @@ ENDING: dict[str, Any] = {"logit_bias": ((2, 1000.0),)}
 
 
 def test_a_grammar_follows_its_own_tokens(stream: Driver, compiler: GrammarCompiler) -> None:
-    """Though the row in front of it has ended in the step before, and is dropped."""
+    """Also if the row in front of it ended in the previous step, and is dropped."""
     engine, grammar = stream.engine, compiler.compile_now("start: /[0-4]{3}/")
     old = stream.request(0, range(3, 12), max_new_tokens=30, sampling=ENDING, min_new_tokens=1)
     engine.step(StepInput([old], runs_on=False))
@@ -275,7 +275,7 @@ async def test_a_guarded_grammar_is_followed_and_fails_alone(
 def test_a_forced_token_leaves_the_scores_alone(
     plain: Driver, open_ended: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device they may be those of the next step by then."""
+    """On a device their memory may hold those of the next step by then."""
     verify, seen = output.verify, list[Any]()
 
     def compare(plan: Any, choice: Any, *rest: Any) -> Any:
@@ -296,8 +296,8 @@ def test_a_forced_token_leaves_the_scores_alone(
 def test_recorded_steps_are_as_others(
     tiny_model_path: Path, open_ended: dict[str, Any], compiler: GrammarCompiler
 ) -> None:
-    """Their scores lie where those of the step before did. A token is replaced in that, which ends
-    a row in front of another, or lets the step be launched again."""
+    """Their scores use the memory of the previous step. A token is replaced in that step, which
+    ends a row in front of another, or makes the engine launch the step again."""
     digits = {
         "grammar": compiler.compile_now("start: /[0-9]+/"),
         "sampling": {"logit_bias": ((0, -100.0), (2, -100.0))},

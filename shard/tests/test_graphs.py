@@ -1,4 +1,4 @@
-"""Passes that are recorded once and given to a device in one piece."""
+"""Passes that are recorded once and replayed."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,8 @@ def test_sizes(asked: tuple[int, ...] | None, rows: int, expected: tuple[int, ..
 
 
 def launched_ahead(driver: Driver, prompts: int, steps: int) -> list[StepOutput]:
-    """What steps give of several requests, each launched before the one before is collected."""
+    """Results of steps with several requests, each launched before the previous one is
+    collected."""
     requests = [
         driver.request(
             *(number, range(3 + number, 20 + 5 * number)),
@@ -73,10 +74,10 @@ def expected(tiny_model_path: Path) -> list[StepOutput]:
 
 
 def stream_driver(path: Path) -> Driver:
-    """Of a device that records; three rows are filled up to four."""
+    """An engine whose device records; three rows are padded to four."""
     device = reference_device(StreamDevice)
     driver = Driver(load_engine(path, device=device, max_batch_size=4))
-    # What warm-up recorded is forgotten: a test sees each size recorded anew.
+    # Discard the recordings of the warm-up, so that each test records every size.
     runner: Any = driver.engine._runner
     runner.graphs.use(runner._rows)
     return driver
@@ -90,7 +91,7 @@ def graphs_of(driver: Driver) -> Graphs:
 def test_recorded_steps_give_what_others_give(
     tiny_model_path: Path, expected: list[StepOutput]
 ) -> None:
-    """Filled up to a size, replayed with other tokens, positions and blocks."""
+    """Padded to a size, replayed with other tokens, positions and blocks."""
     driver = stream_driver(tiny_model_path)
     outputs = launched_ahead(driver, 3, 12)
     assert values_of(outputs) == values_of(expected)
@@ -102,8 +103,8 @@ def test_recorded_steps_give_what_others_give(
 def test_each_part_of_a_recorded_step_counts(
     fault: str, tiny_model_path: Path, expected: list[StepOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores that the next step overwrites, tables that are not sent, and tokens that are not taken
-    from the device are seen."""
+    """Detects scores overwritten by the next step, tables that are not sent, and tokens that are
+    not read from the device."""
     driver = stream_driver(tiny_model_path)
     runner: Any = driver.engine._runner
     if fault == "scores":
@@ -134,7 +135,7 @@ def test_what_can_not_be_recorded_is_computed(
 
 
 def test_what_is_sent_of_block_tables() -> None:
-    """What grew, all of a row that another request has, and once more what could not be sent."""
+    """New blocks, whole tables of reused rows, and entries whose upload failed are sent."""
     rows: Any = SimpleNamespace(
         block_tables=np.array([[3, 4, 5], [6, 7, 8]]),
         num_blocks=np.array([2, 1]),
@@ -169,7 +170,8 @@ def test_what_is_sent_of_block_tables() -> None:
 
 
 def test_what_all_take_is_told_by_two(tiny_model_path: Path) -> None:
-    """Sizes 1, 2 and 4 with contexts of 512 tokens: of the largest 100 bytes, 10 of each more."""
+    """Sizes 1, 2 and 4 with contexts of 512 tokens: 100 bytes for the largest, 10 for each other
+    one."""
     driver = stream_driver(tiny_model_path)
     graphs, stream = graphs_of(driver), driver.engine._runner.stream  # type: ignore[attr-defined]
     before = stream.num_recorded

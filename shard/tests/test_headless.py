@@ -45,7 +45,7 @@ def test_a_bare_model_is_loaded(
     behead(path, architectures=[architecture])
     with caplog.at_level(logging.WARNING):
         driver = Driver(load_engine(path))
-    assert ("it is for embeddings" in caplog.text) == (not is_tied)
+    assert ("it is an embedding model" in caplog.text) == (not is_tied)
     output = driver.add([driver.request(0, IDS, max_new_tokens=1, pooling=Pooling.LAST)])
     [(_, pooled)] = output.pooled_prompts
     assert np.frombuffer(pooled, "<f4") == pytest.approx(expected, rel=1e-4, abs=1e-4)

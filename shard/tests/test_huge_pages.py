@@ -1,4 +1,4 @@
-"""Weights in huge pages: which, that they are, and that nothing in them changes."""
+"""Weights in huge pages: which pages, the conversion, and unchanged contents."""
 
 import mmap
 import platform
@@ -21,9 +21,9 @@ HALF = PAGE_BYTES // 2
     [
         ([], []),
         ([(0, PAGE_BYTES)], [0]),
-        # Two that together fill half of a page, and one that does not.
+        # Two regions that together fill half a page, and one that does not.
         ([(10, HALF // 2), (HALF, HALF // 2), (5 * PAGE_BYTES, HALF - 1)], [0]),
-        # Across pages: what it fills of the last is too little.
+        # A region across pages fills too little of the last one.
         ([(HALF, 2 * PAGE_BYTES)], [0, PAGE_BYTES, 2 * PAGE_BYTES]),
         ([(HALF + 1, PAGE_BYTES + HALF)], [PAGE_BYTES]),
     ],
@@ -33,13 +33,13 @@ def test_pages_that_are_filled_by_half(regions: list[tuple[int, int]], pages: li
 
 
 def huge_bytes() -> int:
-    """Of this process, where the system counts them."""
+    """Bytes of huge pages of this process, if the system counts them."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHuge"))
 
 
 def has_collapse() -> bool:
-    """Whether the system makes huge pages of small ones, asked without the code under test."""
+    """Whether the system collapses pages, checked without the code under test."""
     memory = mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"1" * len(memory))
     try:
@@ -57,7 +57,7 @@ def test_what_lies_there_stays_as_it_is() -> None:
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     numbers[:] = np.arange(len(numbers))
     memory.madvise(mmap.MADV_HUGEPAGE)
-    # Whole pages, of this map alone.
+    # Whole pages of this mapping only.
     start = -(-numbers.ctypes.data // PAGE_BYTES) * PAGE_BYTES
     pages, before = pages_of([(start, 5 * PAGE_BYTES)]), huge_bytes()
     assert len(pages) == 5
@@ -68,7 +68,7 @@ def test_what_lies_there_stays_as_it_is() -> None:
 
 
 def test_nothing_is_tried_for_long_where_it_can_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses that nothing is mapped at any more."""
+    """Addresses without a mapping."""
     memory = mmap.mmap(-1, 500 * PAGE_BYTES, prot=mmap.PROT_READ)
     numbers = np.frombuffer(memory, np.uint8)
     pages = pages_of([(numbers.ctypes.data, numbers.nbytes)])
@@ -88,5 +88,5 @@ def test_the_weights_that_every_pass_reads_are_known(checkpoint: Callable[[str],
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     numbers = config.num_layers * layer + config.vocab_size * config.hidden_size
     nbytes = (1.5 if are_vectors_wide() else 2) * numbers
-    # Outputs are filled up to whole vectors.
+    # Outputs are padded to whole vectors.
     assert 0 <= sum(size for _, size in engine.device._weights) - nbytes < 0.1 * numbers

@@ -1,4 +1,4 @@
-"""The kernels against torch, and what they promise: a result depends on its own row alone."""
+"""The kernels compared to torch, and their guarantee: a result depends only on its own row."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from shard.tests.test_attention import NO_ANGLES
 
 DTYPES = [torch.float32, torch.bfloat16]
-# Of one rounding of a result near 1, and of sums of some hundred products.
+# Tolerance of one rounding of a result near 1, and of sums of some hundred products.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 
@@ -61,7 +61,7 @@ def test_weights_of_8_and_4_bits(forms: tuple[type, type], size: tuple[int, int]
     tiled, reference = forms
     weight = torch.randn(size)
     product = tiled(weight, torch.bfloat16)
-    # The same numbers, spelled out.
+    # The same numbers in plain form.
     exact = reference(weight, torch.bfloat16)(torch.eye(size[1], dtype=torch.bfloat16)).double()
     hidden = torch.randn(300, size[1], dtype=torch.bfloat16)
     together = product(hidden)
@@ -129,7 +129,7 @@ def test_rotation(dtype: torch.dtype, rows: int, rotary_dim: int) -> None:
 
 
 class Sequences:
-    """Sequences of heads that a pass may continue anywhere, in shuffled blocks."""
+    """Sequences of heads in shuffled blocks, which a pass may continue anywhere."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, int, int], lengths: list[int]) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = shape
@@ -145,7 +145,7 @@ class Sequences:
         self.attention.allocate(cache, count + 2)
 
     def run(self, spans: list[tuple[int, int, int]], window: int | None = None) -> list[Tensor]:
-        """One pass over (sequence, start, end); what attention answers to each."""
+        """One pass over (sequence, start, end); returns the attention of each."""
         parts = [self.heads[item][start:end] for item, start, end in spans]
         passed = torch.cat(parts)
         offsets = np.cumsum([0, *(len(part) for part in parts)]).tolist()
@@ -192,7 +192,7 @@ class Sequences:
 @pytest.mark.parametrize("window", [None, 7, 70])
 def test_attention(dtype: torch.dtype, shape: tuple[int, int, int], window: int | None) -> None:
     sequences = Sequences(dtype, shape, [1, 100, 17, 170])
-    # What came before first, then all at once: one token, a few, a long piece, a beginning.
+    # First the preceding tokens, then all at once: one token, a few, a long part, a beginning.
     sequences.run([(1, 0, 97), (3, 0, 130)], window)
     spans = [(0, 0, 1), (1, 97, 100), (2, 0, 17), (3, 130, 170)]
     for out, span in zip(sequences.run(spans, window), spans, strict=True):
@@ -223,14 +223,14 @@ def test_what_is_not_finite_harms_its_own_sequence_alone() -> None:
     _, out = sequences.run(spans)
     expected = sequences.expected(1, 0, 40, None)
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=0.05)
-    # The block that held them is given to the other sequence, which fills it in part.
+    # Their block is reused by the other sequence, which fills a part of it.
     sequences.tables[1][2:] = sequences.tables[0][2:]
     _, out = sequences.run([(0, 0, 40), (1, 0, 33)])
     assert out.isfinite().all()
 
 
 def test_angles_are_looked_up_however_far_a_position_is() -> None:
-    """The table grows; what was looked up before stays as it was."""
+    """The table grows; earlier results do not change."""
     rotary = RotaryEmbedding(RopeConfig("default", 1e4, 16, 2048, 2048, {}), torch.device("cpu"))
     frequencies = 1.0 / 1e4 ** (torch.arange(0, 16, 2).float() / 16)
     for places in ([0, 5], [1023, 1024], [0, 4095, 4096], [3, 1]):

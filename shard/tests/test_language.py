@@ -1,4 +1,4 @@
-"""Expressions of grammars where they could be wrong, endless, slow, or too large for memory."""
+"""Expressions of grammars that could be wrong, endless, slow, or too large for memory."""
 
 import gc
 import json
@@ -130,12 +130,13 @@ def test_what_is_nested_too_deep_for_the_stack_is_followed_without_its_expressio
     found = search.find(matcher, position, 10, 1000)
     assert found is not None
     assert tokenizer.decode_str(found) == "abc"
-    monkeypatch.setattr(ending, "after", too_deep)
+    monkeypatch.setattr(ending, "after_text", too_deep)
     assert search.advance(position, tokenizer.tokenize_str("a")).places == ()
     monkeypatch.setattr(ending, "start", too_deep)
     assert search.begin(text) == ending.Position(())
 
 
+@pytest.mark.slow
 def test_what_places_remember_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_MOST_REMEMBERED", 200)
     monkeypatch.setattr(expressions, "_MOST_KNOWN", 200)
@@ -211,3 +212,26 @@ def test_an_intersection_is_searched_less_behind_its_beginning(
     # What is not found out is taken to be as near as it can be.
     assert 2 < distance(found) < right
     assert read(found, 'abbbbbbbb"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "parts"),
+    [
+        ({"type": "string"}, ["abc", "é€", '"', "x"]),
+        ({"type": "string", "minLength": 4, "maxLength": 9}, ["ab", "cdefg", '"', "hij", "\\n"]),
+        ({"type": "string", "pattern": "^[a-c]{3,8}$"}, ["ab", "ca", "abcd", "d", '"']),
+        ({"type": "string", "pattern": "^[a-c]*cb[a-z]{2,}$"}, ["abcb", "cb", "zz", '"', "a"]),
+        ({"type": "array", "items": {"type": "string", "maxLength": 3}}, ["abc", '"', ", ", "]"]),
+        ({"type": "integer", "minimum": 10}, ["10", "2345", "0"]),
+    ],
+)
+def test_a_text_read_at_once_leads_where_its_characters_lead(
+    schema: dict[str, object], parts: list[str]
+) -> None:
+    numbers = random.Random(3)
+    begin = start(schema_expression(schema))
+    for _ in range(300):
+        slowly = quickly = begin
+        for text in ['["' if schema["type"] == "array" else '"', *numbers.choices(parts, k=6)]:
+            slowly, quickly = read(slowly, text), places.after_text(quickly, text)
+            assert set(slowly) == set(quickly), text

@@ -1,4 +1,4 @@
-"""Ranks meet: who is missing, who is unlike the others, who has failed. As threads here."""
+"""Ranks meet, as threads: a missing, a different or a failed rank is named."""
 
 import json
 import socket
@@ -36,7 +36,7 @@ def join(config: ShardConfig, within_s: float = 5.0) -> Meeting:
 
 @contextmanager
 def meet(size: int, deadline_s: float = 10.0) -> Iterator[list[Meeting]]:
-    """So many ranks that have met."""
+    """`size` ranks that have met."""
     port = free_port()
     with ThreadPoolExecutor(size) as pool:
         configs = [config_of(rank, size, port, deadline_s) for rank in range(size)]
@@ -63,7 +63,7 @@ def test_only_this_address_is_listened_on() -> None:
             socket.create_connection(("127.0.0.2", port), timeout=5).close()
 
 
-def test_who_fails_is_named_with_the_reason() -> None:
+def test_a_failed_rank_is_named_with_the_reason() -> None:
     with meet(3) as meetings, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(meetings[rank].all_here, "loaded") for rank in (0, 2)]
         meetings[1].fail("no weights here")
@@ -73,13 +73,15 @@ def test_who_fails_is_named_with_the_reason() -> None:
             assert error.value.is_final
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     place = config_of(0, 2, free_port())
     where = f"localhost:{place.master_port}"
     with pytest.raises(RankError, match=f"^shard 1 did not come to {where} within 0.3 s$"):
         join(place, within_s=0.3)
     nobody = config_of(1, 2, free_port())
-    with pytest.raises(RankError, match=r"^shard 0 was not found at .* \(nobody listens there\)"):
+    with pytest.raises(
+        RankError, match=r"^shard 0 was not found at .* \(no program listens there\)"
+    ):
         join(nobody, within_s=0.3)
 
 
@@ -90,7 +92,7 @@ def test_a_port_that_is_taken() -> None:
             join(config_of(0, 2, port))
 
 
-def test_a_name_that_nobody_has() -> None:
+def test_an_unknown_host_name() -> None:
     with pytest.raises(ModelError, match=r"shard 0 can not listen at nowhere\.invalid:29500"):
         join(replace(config_of(0, 2, 29500), master_addr="nowhere.invalid"))
 
@@ -122,7 +124,7 @@ def test_all_ranks_say_in_what_they_differ() -> None:
         ("device", "cpu", "shard 1 has device cpu, shard 0 has 2.2: start all shards with one "),
     ],
 )
-def test_what_must_be_alike(name: str, value: str, sentence: str) -> None:
+def test_settings_that_must_be_equal(name: str, value: str, sentence: str) -> None:
     facts = facts_of(config_of(0, 2, 1), "cpu", "float32")
     assert difference([facts, json.loads(json.dumps(facts))]) == ""
     found = difference([facts | {name: "2.2"}, facts | {name: value}])

@@ -1,4 +1,4 @@
-"""Messages have their turns in the order of their numbers, whatever the order of arrival."""
+"""Messages have their turns in the order of their numbers, in any order of arrival."""
 
 import pytest
 from text_generation_shard.errors import BatchError
@@ -6,7 +6,7 @@ from text_generation_shard.message_order import MessageOrder, Turn
 
 
 def arrive(order: MessageOrder, number: int, may_skip: bool = False) -> list[Turn]:
-    """A message that needs no preparation; the turns that there are then."""
+    """Take a message that needs no preparation; the turns after it."""
     order.take(number, may_skip)
     order.set_ready(number)
     return turns(order)
@@ -20,7 +20,7 @@ def turns(order: MessageOrder) -> list[Turn]:
 
 
 def after(last: int) -> MessageOrder:
-    """An order in which this was the last turn."""
+    """An order after this turn."""
     order = MessageOrder()
     assert arrive(order, last, may_skip=True)[-1].number == last
     return order

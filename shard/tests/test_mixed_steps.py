@@ -1,4 +1,4 @@
-"""Prompts in parts, beside rows that decode and guess: the same tokens as one request alone."""
+"""Chunked prompts beside rows that decode and guess: the same tokens as each request alone."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
     {"sampling": PENALISED},
     {"top_n_tokens": 3, "min_new_tokens": 6},
     {"prefill_logprobs": True, "ignore_eos_token": True},
-    # Nearly nothing else, so that guesses are right.
+    # Almost no other tokens, so that guesses are right.
     {"sampling": {"logit_bias": ((7, 30.0), (8, 30.0))}, "ignore_eos_token": True},
     {"sampling": {"watermark": True, "typical_p": 0.9}, "ignore_eos_token": True},
 ]
@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 @dataclass
 class Wanted:
-    """What a request gives alone."""
+    """The tokens of a request alone."""
 
     ids: list[int]
     options: dict[str, Any]
@@ -44,7 +44,7 @@ class Wanted:
 
 
 def make_wanted(driver: Driver, draw: random.Random, count: int) -> list[Wanted]:
-    """Requests of all kinds, and what each gives alone, in one piece and without guesses."""
+    """Requests of all kinds, and the tokens of each alone, unchunked and without guesses."""
     requests = []
     for number in range(count):
         # Half of the prompts repeat themselves.
@@ -63,7 +63,7 @@ def make_wanted(driver: Driver, draw: random.Random, count: int) -> list[Wanted]
 
 
 def run_mixed(driver: Driver, requests: list[Wanted], draw: random.Random) -> None:
-    """Let the requests arrive at any time, in parts of any size, some rest, some come back."""
+    """Requests arrive at random times, in chunks of random sizes; some rest, some are preempted."""
     waiting = [
         driver.request(number, wanted.ids, **wanted.options)
         for number, wanted in enumerate(requests)
@@ -133,7 +133,7 @@ def test_the_same_tokens_whatever_a_step_mixes(
     for number, wanted in enumerate(requests):
         assert driver.tokens[number] == wanted.tokens
         assert driver.reasons[number] == wanted.reason
-        # A token at the edge of top_p may be in or out, as rounding has it.
+        # Rounding may include or exclude a token at the limit of top_p.
         assert driver.logprobs[number] == pytest.approx(wanted.logprobs, abs=1e-2)
         if wanted.prefill_logprobs:
             served = driver.prefill_logprobs[number]
@@ -153,7 +153,7 @@ def test_the_same_tokens_whatever_a_step_mixes(
         ("qwen3", "bfloat16", None, "stream"),
         pytest.param("qwen3", "bfloat16", "int8", "cpu", marks=NEEDS_WIDE),
         pytest.param("qwen3", "bfloat16", "int4", "cpu", marks=NEEDS_WIDE),
-        # Residuals and scores that are scaled, biases, gates with a bias.
+        # Scaled residuals and scores, biases, gates with a bias.
         ("granite", "float32", None, "cpu"),
         ("granite", "float32", None, "stream"),
         ("granite", "bfloat16", None, "cpu"),
@@ -161,10 +161,11 @@ def test_the_same_tokens_whatever_a_step_mixes(
         ("llama-bias", "bfloat16", None, "cpu"),
     ],
 )
+@pytest.mark.slow
 def test_bit_for_bit(
     family: str, dtype: str, quantize: str | None, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Not nearly: log-probabilities show any difference in the last bit of a hidden state."""
+    """Log-probabilities show any difference in the last bit of a hidden state."""
     engine = load_engine(checkpoint(family), device=device, dtype=dtype, quantize=quantize)
     assert engine.is_deterministic
     draw = random.Random(1)
@@ -180,7 +181,7 @@ def test_bit_for_bit(
 
 
 def test_longrope_in_parts_and_with_guesses(checkpoint: Callable[[str], Path]) -> None:
-    """Inputs and outputs on both sides of the 64 tokens at which a row is computed anew."""
+    """Inputs and outputs on both sides of the 64 tokens at which a row is recomputed."""
     engine = load_engine(checkpoint("phi3-longrope"))
     for seed in range(2):
         draw = random.Random(seed)
@@ -190,7 +191,9 @@ def test_longrope_in_parts_and_with_guesses(checkpoint: Callable[[str], Path]) -
         assert [driver.tokens[number] for number in range(14)] == [r.tokens for r in requests]
 
 
-def test_who_is_not_named_rests_and_who_is_gets_no_token_before_the_end(driver: Driver) -> None:
+def test_a_chunked_prompt_rests_unless_named_and_gets_no_token_before_its_end(
+    driver: Driver,
+) -> None:
     ids = list(range(3, 53))
     driver.add([driver.request(0, ids, max_new_tokens=9)])
     driver.run()
@@ -218,7 +221,7 @@ def test_rows_in_parts_are_filtered_and_cleared_like_others(driver: Driver) -> N
 def test_a_part_that_can_not_be_is_refused(driver: Driver) -> None:
     ids = list(range(3, 53))
     request = driver.request(0, ids)
-    with pytest.raises(BatchError, match="a part of 51 tokens behind 0"):
+    with pytest.raises(BatchError, match="a chunk of 51 tokens after 0"):
         driver.add([replace(request, chunk_len=51)])
     driver.add([replace(request, chunk_len=20)])
     for chunks, sentence in [
@@ -260,11 +263,11 @@ def test_a_failed_prefill_leaves_those_that_advance_where_they_were(
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [4096, 16])
-def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
+def test_a_row_reads_what_an_earlier_row_writes_in_the_same_pass(
     max_prefill_tokens: int, tiny_model_path: Path
 ) -> None:
-    """Both in parts: the first computes its second block in the pass in which the other, which has
-    the first two in its table, begins behind them."""
+    """Both in chunks: the first computes its second block in the pass in which the other, which
+    shares the first two blocks, starts after them."""
     driver = Driver(load_engine(tiny_model_path, max_prefill_tokens))
     ids = list(range(3, 60))
     driver.add([driver.request(0, ids, max_new_tokens=9, ignore_eos_token=True)])
@@ -275,7 +278,7 @@ def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
     table = [*leader.block_table[:2], *other.block_table[2:]]
     driver.add([replace(leader, chunk_len=16)], driver.advance({}))
     other = replace(other, block_table=table, num_cached_tokens=32, chunk_len=10)
-    # Rows of the batch come first in the pass, so what they write is there for the new ones.
+    # Rows of the batch come first in the pass, so new rows can read what they write.
     driver.add([other], driver.advance({1: 20}))
     driver.step({1: 21, 2: 15})
     driver.run()
@@ -286,7 +289,7 @@ def test_who_reads_what_an_earlier_one_writes_in_the_same_pass(
 def test_the_best_tokens_in_place_of_those_of_a_prompt(
     device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In one piece and in parts; among all tokens is the one that the prompt has, at its rank."""
+    """Unchunked and chunked; with all tokens requested, the prompt's own is at its rank."""
     engine = load_engine(checkpoint("llama3"), device=device)
     num_tokens = engine.model.config.vocab_size
     driver, ids = Driver(engine), [random.Random(2).randrange(3, 300) for _ in range(50)]
@@ -314,6 +317,6 @@ def test_the_best_tokens_in_place_of_those_of_a_prompt(
 
 
 def batched(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """As many at a time."""
+    """Schedule this number of tokens at a time."""
     for first in range(0, len(items), size):
         yield items[first : first + size]

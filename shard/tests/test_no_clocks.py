@@ -1,4 +1,4 @@
-"""What several ranks must decide alike depends on no clock and on no free memory."""
+"""Decisions that several ranks must make alike depend on no clock and no free memory."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import text_generation_shard
 
 ROOT = Path(text_generation_shard.__file__).parent
-# What tells the time, or what memory there is.
+# Functions that return times or free memory.
 TELLING = {
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
     *("process_time", "thread_time", "clock_gettime", "sleep", "now_ns", "cpu_s", "now"),
@@ -16,17 +16,17 @@ TELLING = {
 }
 # Where messages are carried out.
 IN_STEPS = (
-    *("service.py", "messages.py", "message_order.py", "parallel.py", "engine", "sampling"),
-    *("models", "layers", "grammars", "device"),
+    *("service.py", "translate.py", "messages.py", "message_order.py", "parallel.py", "engine"),
+    *("sampling", "models", "layers", "grammars", "device"),
 )
 REPORTED = "how long the step took is reported"
-LIMITED = "one rank follows grammars, and tells the others what came of it"
+LIMITED = "one rank follows grammars, and broadcasts the results"
 LOADING = "before the first message"
-BESIDE = "beside steps: what is in memory, and where, changes no sum"
-THREADS = "how many threads compute changes no sum"
-WAITING = "how long another rank is waited for: then the step fails"
-ROOM = "in warm-up: the ranks take the least, and the rest is told in the log"
-# By file: by function, or all of it.
+BESIDE = "beside steps: the place of data in memory changes no sum"
+THREADS = "the number of threads changes no sum"
+WAITING = "the deadline for another rank: after it the step fails"
+ROOM = "in warm-up: all ranks use the least, and the rest is only logged"
+# By file and function; or the whole file.
 ALL = "*"
 ALLOWED = {
     "engine/engine.py": {
@@ -64,7 +64,7 @@ ALLOWED = {
 
 
 def tells(path: Path) -> Iterator[str]:
-    """The functions of a file that ask for the time or for memory."""
+    """The functions of a file that read a clock or free memory."""
 
     def walk(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):

@@ -1,5 +1,5 @@
-"""Steps for which there is no memory: all get the tokens they get where there is enough, and only
-who does not fit alone fails."""
+"""Steps that run out of memory: all requests get the same tokens as with enough memory, and only a
+request that does not fit alone fails."""
 
 import random
 import weakref
@@ -29,9 +29,9 @@ from shard.tests.test_behind import tokens_of
 from shard.tests.test_mixed_steps import make_wanted, run_mixed
 
 BAD = 77
-"""The token for which there is never memory."""
+"""A pass with this token always runs out of memory."""
 LONG: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
-# Where a device says that there is no memory.
+# Where a device can run out of memory.
 PLACES = [
     (TorchDevice, "forward"),
     (StreamDevice, "forward"),
@@ -42,7 +42,7 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def loaded(tiny_model_path: Path) -> dict[type[TorchDevice], Engine]:
-    # What is recorded asks for no memory any more: here nothing is.
+    # Without graphs: a recorded step allocates no memory.
     return {
         kind: load_engine(tiny_model_path, device=reference_device(kind, cuda_graphs=()))
         for kind in (TorchDevice, StreamDevice)
@@ -51,16 +51,16 @@ def loaded(tiny_model_path: Path) -> dict[type[TorchDevice], Engine]:
 
 @pytest.fixture
 def engines(loaded: dict[type[TorchDevice], Engine]) -> dict[type[TorchDevice], Engine]:
-    """By device; nothing runs."""
+    """By device; without running requests."""
     for engine in loaded.values():
         engine.clear()
     return loaded
 
 
 class Memory:
-    """What an engine has from now on: room for passes of so many tokens, and half as many scores.
-    For a larger one, or one with the token `bad`, there is none at `place`. Asserts that nothing of
-    such a pass is held then."""
+    """Limits an engine's memory: passes have at most `most` tokens, and half as many scores. A
+    larger pass, or one with the token `bad`, runs out of memory at `place`. Asserts that nothing of
+    such a pass is held afterwards."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ def test_the_same_tokens_with_little_memory(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in parts, guesses, penalties, seeds, log-probabilities, rows that come back, and with
-    longrope rows that are computed anew; bit for bit, where products do not depend on the batch."""
+    """Chunked prompts, guesses, penalties, seeds, log-probabilities, preempted rows, and with
+    longrope recomputed rows; bit for bit if products do not depend on the batch."""
     engine = load_engine(checkpoint(family), 40)
     draw = random.Random(1)
     requests = make_wanted(Driver(engine), draw, 14)
@@ -181,7 +181,7 @@ def test_steps_ahead_are_computed_behind_it(
 def test_a_row_that_fails_is_not_in_the_steps_behind(
     engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that comes with one of them does not notice."""
+    """A request that arrives with one of them is not affected."""
     engine = engines[StreamDevice]
     driver = Driver(engine)
     alone, late = range(3, 12), range(30, 50)
@@ -212,14 +212,14 @@ def test_a_row_that_fails_is_not_in_the_steps_behind(
 
 @pytest.mark.parametrize(("kind", "place"), PLACES)
 @pytest.mark.parametrize("chunk_len", [0, 20])
-def test_who_does_not_fit_alone_fails_alone(
+def test_a_request_that_does_not_fit_alone_fails_alone(
     kind: type[TorchDevice],
     place: str,
     chunk_len: int,
     engines: dict[type[TorchDevice], Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With its whole prompt in the step, or with a part behind which no token is chosen."""
+    """With its whole prompt in the step, or with a chunk that samples no token."""
     driver = Driver(engines[kind])
     ids, other = list(range(3, 43)), list(range(80, 110))
     for number, prompt in ((0, ids), (1, other)):
@@ -264,7 +264,7 @@ def test_a_prompt_that_fails_in_one_part_is_not_in_the_next(
     assert [item.request_ids for item in outputs] == [[0], [0]] and engine.num_rows_taken == 1
 
 
-def test_who_reads_what_one_that_fails_was_to_write_computes_it(
+def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
     engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engines[TorchDevice])
@@ -281,7 +281,7 @@ def test_who_reads_what_one_that_fails_was_to_write_computes_it(
         return batch(self, scheduled, *rest)
 
     monkeypatch.setattr(Plan, "batch", no_memory)
-    # Blocks in which nobody has written.
+    # Blocks that were not written.
     driver.free.reverse()
     # There is never memory for it; the others have its first two blocks.
     leader = driver.request(1, ids, **LONG)

@@ -1,4 +1,4 @@
-"""Two ranks, each with its part of the weights, compute and choose what one does."""
+"""Two ranks, each with a part of the weights, choose the same tokens as one rank."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ SAMPLING = {"do_sample": True, "temperature": 1.2, "seed": 9, "top_k": 50}
 
 
 def run(driver: Driver) -> dict[str, Any]:
-    """Prompts in parts, rows that decode beside them, guesses, prompt log-probabilities."""
+    """Chunked prompts beside decoding rows, guesses, prompt log-probabilities."""
     options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos_token": True}
     driver.add([driver.request(0, range(3, 40), prefill_logprobs=True, **options)])
     driver.step()
@@ -32,7 +32,7 @@ def run(driver: Driver) -> dict[str, Any]:
 @pytest.mark.parametrize("family", ["llama-bias", "phi3", "qwen3"])
 def test_two_ranks_are_as_one(family: str, checkpoint: Callable[[str], Path]) -> None:
     """Tied and untied heads, biases on both sides of a split, fused projections, normed heads. Each
-    rank chooses by itself."""
+    rank samples independently."""
     path = checkpoint(family)
 
     def body(world: World) -> dict[str, Any]:

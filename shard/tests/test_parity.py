@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probabilities are those of transformers, however they are batched."""
+"""The engine's tokens and log-probabilities equal those of transformers, in any batch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,8 @@ import torch
 from integration_tests.checkpoints import FAMILIES
 from integration_tests.oracle import Oracle, ragged_prompts
 from shard.tests.driver import Driver, load_engine
+
+pytestmark = pytest.mark.slow
 
 PIECES = (4096, 37)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -58,7 +60,7 @@ IN_BFLOAT16 = [
 def test_bfloat16_is_as_good_as_transformers(
     family: str, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """What the prompts' log-probabilities lose by it, on the same device."""
+    """Compares the error of prompt log-probabilities on the same device."""
     path = checkpoint(family)
     exact = Oracle(path, family, device)
     prompts = [exact.encode(text) for text in ragged_prompts(path)]

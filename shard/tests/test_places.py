@@ -1,4 +1,4 @@
-"""Folders that nobody else may have put something into."""
+"""Folders to which no other user may have written."""
 
 import os
 import stat
@@ -61,7 +61,7 @@ def test_where_kernels_are_kept(
     monkeypatch.setattr(cache, "_candidates", lambda: iter([open_to_all, own]))
     cache.choose_directory()
     assert Path(cache.config.CACHE_DIR).parent == own
-    assert f"not kept in {open_to_all}" in caplog.text
+    assert f"not cached in {open_to_all}" in caplog.text
 
 
 def test_a_full_place_is_named(
@@ -74,7 +74,7 @@ def test_a_full_place_is_named(
     monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda prefix: str(own))
     cache.choose_directory()
     assert Path(cache.config.CACHE_DIR) == own
-    assert f"not kept in {full}" in caplog.text and "No space left on device" in caplog.text
+    assert f"not cached in {full}" in caplog.text and "No space left on device" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["own", "open", "file", "~"])
@@ -93,4 +93,4 @@ def test_where_kernels_of_a_gpu_are_kept(
         assert chosen == asked and caplog.text == ""
     else:
         assert chosen == str(tmp_path / f"pytgi-triton-{os.geteuid()}")
-        assert f"not kept in {asked} but in {chosen}: " in caplog.text
+        assert f"not cached in {asked} but in {chosen}: " in caplog.text

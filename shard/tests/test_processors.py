@@ -1,4 +1,4 @@
-"""Code for processors that this one is not: run where it can be, else compiled and looked at.
+"""Code for other processors: run if possible, else compiled and inspected.
 
 `make processors` runs all tests of the shard so, and compiles all kernels.
 """
@@ -27,16 +27,18 @@ from shard.tests.processors import (
     write_code,
 )
 
+pytestmark = pytest.mark.slow
+
 KERNELS = "shard/tests/test_kernels.py"
 LAYERS = "shard/tests/test_compiled.py::test_equals_one_by_one[llama3-form1]"
 FEW_BITS = ["shard/tests/test_few_bits.py", "shard/tests/test_bfloat12.py"]
-# In float32 a Skylake does nothing that another with AVX-512 does not.
+# In float32, Skylake's code is like that of any AVX-512 processor.
 TESTED = {HASWELL: [KERNELS, LAYERS], SKYLAKE: [KERNELS, *FEW_BITS, "-k", "not dtype0"]}
 COMPILED = ["multiply_item", "attend_task"]
 
 
 class Work(NamedTuple):
-    """What other processes find out, all of which began with the first test that asked."""
+    """Results of child processes, all of which start with the first test that needs one."""
 
     tested: dict[Processor, Future[str]]
     written: dict[Processor, Future[str]]
@@ -45,7 +47,7 @@ class Work(NamedTuple):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work]:
-    """What takes longest first."""
+    """Slowest first."""
     folders = {
         told: tmp_path_factory.mktemp(told.name)
         for told in (HASWELL, SKYLAKE, SAPPHIRE_RAPIDS, ARM)
@@ -72,11 +74,11 @@ def test_of_this_processor_it_is_known_what_torch_knows() -> None:
 @pytest.mark.parametrize(
     ("told", "present", "absent"),
     [
-        # Registers of 256 bits, and of 512; products, and rounding, of AVX512_BF16.
+        # Registers of 256 bits and of 512 bits; products and rounding of AVX512_BF16.
         (HASWELL, [r"vfmadd\w+ps.*%ymm"], ["zmm", "vdpbf16ps"]),
         (SKYLAKE, [r"vfmadd\w+ps.*%zmm"], ["vdpbf16ps", "vcvtneps2bf16"]),
         (SAPPHIRE_RAPIDS, [r"vdpbf16ps.*%zmm", "vcvtneps2bf16"], []),
-        # And calls, written as those that are looked up.
+        # Calls, in the form that is searched for.
         (ARM, [r"\n\tfmla\tv\d+\.4s", r"\n\tbl\t[A-Za-z_]\w+\n"], ["xmm"]),
     ],
     ids=lambda value: value.name if isinstance(value, Processor) else "",
@@ -102,7 +104,7 @@ def test_kernels_compute_the_same_as_on(told: Processor, work: Work) -> None:
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None and int(passed[1]) > 100, said
     reasons = re.findall(r"^SKIPPED .*: (.*)$", said, re.MULTILINE)
-    # Weights of 8, 4 and 12 bits are multiplied with AVX-512 alone.
+    # Weights of 8, 4 and 12 bits need AVX-512.
     assert all("AVX-512" in reason for reason in reasons)
     assert bool(reasons) == (told is HASWELL)
 
@@ -113,7 +115,7 @@ def test_with_tiles_of_bfloat16_the_faster_products_are_taken(
 ) -> None:
     times = {linear.PackedFloatMatrix: ours, linear.OneDnnMatrix: torchs}
     monkeypatch.setattr(device, "has_bfloat16_tiles", lambda: True)
-    # Measured for real once, whichever is faster; torch's form only runs with AVX-512 or newer.
+    # One real measurement, with any result; torch's form needs at least AVX-512.
     runs_here = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     forms = times if runs_here else [linear.PackedFloatMatrix]
     assert all(device._milliseconds(kind) > 0 for kind in forms)

@@ -1,5 +1,5 @@
-"""Compiled passes of several ranks: the same as of one, to the last bit where sums have fixed
-parts; and a rank that fails."""
+"""Compiled passes of several ranks: the same results as with one rank, bit for bit if sums have
+fixed parts; and a failing rank."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from text_generation_shard.device.cpu.kernels import are_vectors_wide
 
 from integration_tests.checkpoints import write_checkpoint
 from shard.tests.rank_passes import Case, Found, key, run_cases
+
+pytestmark = pytest.mark.slow
 
 DETERMINISTIC = {"deterministic": True}
 FORMS: list[dict[str, Any]] = [
@@ -24,11 +26,11 @@ QUANTIZED: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     folder = tmp_path_factory.mktemp("ranks")
-    # Features of the feed-forward that are no whole number of parts, two KV heads, a vocabulary
-    # that is no multiple of 8.
+    # A feed-forward size that is not a whole number of parts, two KV heads, a vocabulary that is
+    # not a multiple of 8.
     eight = {"num_attention_heads": 8, "head_dim": 16, "vocab_size": 301, "mlp_bias": False}
     small = str(write_checkpoint("llama3", folder / "llama3", **eight))
-    # Biases behind attention, multipliers, normed heads; slots of a few rows.
+    # Biases of `out`, multipliers, normalized heads; slots of a few rows.
     granite = str(write_checkpoint("granite", folder / "granite", mlp_bias=False))
     cases = [
         Case(small, FORMS[0], [1, 2, 4, 8]),
@@ -67,8 +69,8 @@ def test_ranks_give_what_one_gives(cases: list[Case], found: Found) -> None:
 def test_a_rank_that_gives_up_or_does_not_come_is_named(cases: list[Case], found: Found) -> None:
     number = next(number for number, case in enumerate(cases) if case.fails)
     first, other = found[key(2, number)]
-    assert first["given_up"] == "shard 1 has given up message 2 False"
-    # What was undone is computed as if nothing had been.
+    assert first["given_up"] == "shard 1 has aborted message 2 False"
+    # The aborted message is computed again with the same result.
     assert first["tokens"] == other["tokens"] and len(first["tokens"]) == 4
     assert first["late"].startswith("shard 1 did not come within") and first["late"].endswith(
         "True"
@@ -82,7 +84,7 @@ def test_ranks_have_fixed_parts_of_a_sum(tmp_path: Path) -> None:
     from text_generation_shard.device.cpu.kernels.vector import BFLOAT16, FLOAT32, INT4
 
     assert [num_parts(1536 // size, 192, BFLOAT16) for size in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    # Groups of 4 bits are taken in pairs.
+    # int4 groups are processed in pairs.
     assert [num_parts(768 // size, 96, INT4) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
-    # No whole parts, or as many as no branch of a tree has.
+    # No whole parts, or a number of parts that is no branch of a tree.
     assert num_parts(200, 192, FLOAT32) == num_parts(576, 192, FLOAT32) == 1

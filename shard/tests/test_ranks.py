@@ -34,7 +34,7 @@ def test_a_rank_that_has_given_up_is_not_waited_for_and_is_there_again() -> None
         world.collectives.begin(6)
         return message, world.all_reduce(torch.ones(1)).item()
 
-    assert run_ranks(2, body) == [("shard 1 has given up message 5", 2.0), ("", 2.0)]
+    assert run_ranks(2, body) == [("shard 1 has aborted message 5", 2.0), ("", 2.0)]
 
 
 def test_the_error_of_the_rank_that_failed_is_raised() -> None:

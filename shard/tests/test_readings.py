@@ -1,4 +1,4 @@
-"""Pooled hidden states and scores are those of transformers, however they are computed."""
+"""Pooled hidden states and scores equal those of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def vectors(output: StepOutput) -> dict[int, Floats]:
 
 
 def hidden_of(oracle: Oracle, ids: Sequence[int]) -> Tensor:
-    """The hidden states behind the last norm [T, hidden_size]."""
+    """The hidden states after the last norm [T, hidden_size]."""
     with torch.no_grad():
         model: Any = oracle._fresh()
         found: Tensor = model.model(torch.tensor([list(ids)])).last_hidden_state[0]
@@ -40,7 +40,7 @@ def hidden_of(oracle: Oracle, ids: Sequence[int]) -> Tensor:
 
 
 def scores_of(oracle: Oracle, ids: Sequence[int]) -> list[float]:
-    """The log-probabilities of SCORED behind a prompt."""
+    """The log-probabilities of SCORED after a prompt."""
     with torch.no_grad():
         logits = oracle._fresh()(torch.tensor([list(ids)])).logits[0, -1]
     found: list[float] = logits.log_softmax(-1)[list(SCORED)].tolist()
@@ -58,7 +58,7 @@ def assert_right(oracle: Oracle, ids: Sequence[int], pooling: Pooling, found: Fl
 def test_equals_transformers_beside_generation(
     family: str, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In pieces of 37 tokens and in parts of 7, while another request gets its tokens."""
+    """In passes of 37 tokens and in chunks of 7, while another request gets its tokens."""
     path = checkpoint(family)
     oracle = Oracle(path, family)
     driver = Driver(load_engine(path, max_prefill_tokens=37, device=device))
@@ -90,7 +90,7 @@ def test_equals_transformers_beside_generation(
 
 
 def test_scores_are_the_models_own(tiny_model_path: Path) -> None:
-    """Whatever is done to what is chosen from them."""
+    """Regardless of the sampling parameters."""
     driver = Driver(load_engine(tiny_model_path))
     changed = {"logit_bias": ((5, 50.0),), "repetition_penalty": 3.0, "temperature": 0.1}
     requests = [
@@ -114,7 +114,7 @@ def test_cached_tokens_do_for_the_last_one(tiny_model_path: Path) -> None:
     found = vectors(driver.add([first]))
     behind = vectors(driver.engine.step(StepInput([second])))
     assert behind[1] == pytest.approx(found[0], abs=1e-4)
-    with pytest.raises(BatchError, match="the mean of all hidden states is wanted"):
+    with pytest.raises(BatchError, match="the mean of all hidden states needs those of"):
         driver.engine.step(StepInput([replace(second, id=2, pooling=Pooling.MEAN)]))
 
 
@@ -187,14 +187,14 @@ def test_a_step_in_parts_for_want_of_memory(
 
 
 class _Norm:
-    """See `Model`, of which only the norm is asked."""
+    """See `Model`; only the norm is used."""
 
     def normed(self, hidden: Tensor) -> Tensor:
         return hidden * 2
 
 
 def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of `meta` have no numbers: who reads one fails."""
+    """Tensors on `meta` have no values: reading one fails."""
     fetched: list[tuple[int, ...]] = []
 
     def fetch(found: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What warm-up rehearses where a device measures its memory: nothing later takes more."""
+"""What warm-up rehearses if a device measures its memory: no later step takes more."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +26,7 @@ ROWS, TOKENS, LONGEST, KEYS = 6, 64, 200, 384
 
 
 class Launch(NamedTuple):
-    """A step, as it was launched."""
+    """A launched step."""
 
     passes: list[ScheduledTokens]
     num_under_way: int
@@ -98,7 +98,7 @@ class MeasuringDevice(StreamDevice):
 
 
 def peak_of(compute: Callable[[], Any]) -> tuple[Any, int]:
-    """What it answers, and the most bytes that torch held for it at once."""
+    """Its result, and torch's peak bytes during it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         answer = compute()
     held = peak = 0
@@ -133,8 +133,8 @@ def split(item: ScheduledTokens) -> tuple[list[tuple[int, int]], list[tuple[int,
 
 
 def test_the_largest_steps_are_rehearsed(engine: Engine, device: MeasuringDevice) -> None:
-    """A part behind the longest prefix beside all other rows, in one pass, and nobody is chosen for
-    less than everything."""
+    """A chunk after the longest prefix beside all other rows, in one pass; all choices use all
+    sampling parameters."""
     largest = [item for item in device.rehearsed if split(item.passes[-1])[1]]
     assert [len(item.passes) for item in largest] == [1, 1]
     assert all(item.wants_hidden for item in largest)

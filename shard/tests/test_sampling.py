@@ -1,4 +1,4 @@
-"""Choosing tokens: each parameter alone against a plain definition of it, and draws in bulk."""
+"""Sampling: each parameter against a plain definition of it, and the distribution of draws."""
 
 import math
 import random
@@ -133,7 +133,7 @@ def test_top_p_counts_what_min_p_has_left() -> None:
 
 @pytest.mark.parametrize("sample", [compiled_sampling.sample, sampling.sample])
 def test_stop_tokens_are_not_chosen_too_early(sample: Sampler) -> None:
-    """Those of a row concern that row alone, and it may have biases, too."""
+    """Stop tokens of a row affect that row only, and it may have biases, too."""
     table, ends = SamplingTable(3), np.array([9], dtype=np.int64)
     bias = ((3, 50.0), (4, 40.0), (5, 30.0))
     for row, stops in enumerate([(3, 4), (4,), (3, 4)]):
@@ -280,7 +280,7 @@ def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tens
 
 
 def random_params(draw: random.Random, vocab: int) -> SamplingParams:
-    """Of every parameter often none."""
+    """Random parameters, each of them often off."""
     token = draw.randrange(vocab)
     return SamplingParams(
         temperature=draw.choice([1.0, 0.3, 1.7]),
@@ -308,7 +308,7 @@ def random_history(draw: random.Random, rows: int, vocab: int) -> TokenHistory:
 
 
 def test_the_kernel_chooses_as_the_operators_do() -> None:
-    """Thousands of rows of all kinds: the same tokens stay, and the same are chosen."""
+    """Thousands of rows of all kinds: the same tokens are kept, and the same are chosen."""
     draw, generator = random.Random(4), torch.Generator().manual_seed(4)
     strayed = total = 0
     for _ in range(200):
@@ -326,8 +326,8 @@ def test_the_kernel_chooses_as_the_operators_do() -> None:
     assert strayed <= total // 500
 
 
-def test_a_row_is_chosen_alike_in_any_company() -> None:
-    """To the last bit, wherever it lies in memory."""
+def test_a_choice_is_the_same_regardless_of_batch_composition() -> None:
+    """To the last bit, at any place in memory."""
     draw, generator = random.Random(5), torch.Generator().manual_seed(5)
     scores = torch.randn(9, 1001, generator=generator) * 4
     params = [random_params(draw, 1001) for _ in range(9)]
@@ -352,7 +352,7 @@ def test_a_row_is_chosen_alike_in_any_company() -> None:
     "filtering", [{"top_p": 0.9}, {"top_k": 5}, {"typical_p": 0.5}, {"min_p": 0.5}]
 )
 def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[str, Any]) -> None:
-    """What a model emits that has overflowed, or penalties at the end of what float32 holds."""
+    """Scores after an overflow, and penalties at the limits of float32."""
     infinite = torch.randn(rows, 300)
     infinite[0, 7] = math.inf
     params = [SamplingParams(do_sample=True, **filtering)] * rows
@@ -366,8 +366,8 @@ def test_scores_that_are_not_numbers_crash_nothing(rows: int, filtering: dict[st
 
 @pytest.mark.parametrize("sample", [compiled_sampling.sample, sampling.sample])
 def test_rows_that_nothing_can_be_chosen_from_are_known(sample: Sampler) -> None:
-    """One NaN or +inf anywhere, or nothing above -inf; whatever is asked for, and no other row is
-    chosen in another way for it."""
+    """One NaN or +inf anywhere, or no score above -inf, with any parameters; no other row's choice
+    changes."""
     draw, generator = random.Random(6), torch.Generator().manual_seed(6)
     for _ in range(100):
         scores = random_scores(draw, generator)

@@ -1,4 +1,4 @@
-"""Scores that are not numbers: the request they belong to fails with a sentence, and no other."""
+"""Scores that are not finite: only their request fails, with a sentence."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine
 
 BAD = 77
-"""The token whose embedding is not a number."""
+"""The token whose embedding is NaN."""
 SENTENCE = "the model's scores for the next token are not numbers (NaN or infinite)"
 REQUESTS: list[dict[str, Any]] = [
     {},
@@ -42,7 +42,7 @@ def engine(
     checkpoint: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Engine:
-    """Of a model in which one embedding is NaN: with the kernels, and with torch's operators."""
+    """Engines of a model with one NaN embedding: with the kernels, and with torch's operators."""
     source = checkpoint("llama3-untied")
     folder = tmp_path_factory.mktemp("damaged") / "model"
     damaged = damage(source, folder, "model.embed_tokens.weight", BAD)
@@ -61,12 +61,12 @@ def good_ids(number: int) -> list[int]:
 
 @pytest.mark.parametrize("speculate", [0, 3])
 @pytest.mark.parametrize("bad_options", REQUESTS)
-def test_one_row_fails_and_the_others_do_not_notice(
+def test_one_row_fails_and_no_other_changes(
     driver: Driver, speculate: int, bad_options: dict[str, Any]
 ) -> None:
-    """Their tokens and log-probabilities are the same, bit for bit, as without it."""
+    """The other requests' tokens and log-probabilities are bit for bit the same as without it."""
     options = [{**item, "max_new_tokens": 9, "ignore_eos_token": True} for item in REQUESTS]
-    # The kernels' promise; torch's operators may differ with the number of rows.
+    # Only our kernels guarantee this; torch's operators may differ with the number of rows.
     is_exact = driver.engine.is_deterministic
     for number, item in enumerate(options):
         driver.add([driver.request(number, good_ids(number), **item)])
@@ -134,7 +134,7 @@ def test_a_model_without_any_scores_starts_and_fails_each_request(
 
 @pytest.mark.parametrize(("bad", "fails"), [(0, True), (1, True), (2, False), (3, True)])
 def test_behind_a_wrong_guess_nothing_counts(bad: int, fails: bool) -> None:
-    """A row of two guesses, the second of which is wrong, and a row without any."""
+    """A row with two guesses, the second of which is wrong, and a row without guesses."""
     table = RowTable(2, 100, 16, 20)
     for number in range(2):
         table.take(NewRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))

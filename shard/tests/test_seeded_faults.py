@@ -1,5 +1,5 @@
-"""Mistakes that running behind invites: the same requests give something else with each of them,
-so that what is tested over the stream fails."""
+"""Typical mistakes in running behind: with each of them the same requests give other results, so
+that the tests over the stream would fail."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -118,7 +118,7 @@ def compiler(tiny_model_path: Path) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def wanted(compiler: GrammarCompiler, tiny_model_path: Path) -> Any:
-    """What a device gives that does not run behind."""
+    """The results of a device that does not run behind."""
     return texts(Driver(load_engine(tiny_model_path)), compiler)
 
 

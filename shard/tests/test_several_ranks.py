@@ -53,12 +53,12 @@ class Shards:
         return self.number
 
     async def all(self, name: str, request: Any) -> list[Any]:
-        """What each rank answers to a message, or its error."""
+        """Each rank's answer to a message, or its error."""
         calls = [getattr(rank, name)(request, None) for rank in self.ranks]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def warm_up(self, max_batch_size: int = 8) -> list[Any]:
-        """Answers to the first message. Guesses pay nearly always from then on."""
+        """Answers to the first message. Sets costs with which guesses pay almost always."""
         request = pb.WarmupRequest(
             max_prefill_tokens=64,
             max_batch_size=max_batch_size,
@@ -73,7 +73,7 @@ class Shards:
     def prefill(
         self, requests: Sequence[pb.Request], joins: int | None = None, **advances: Any
     ) -> pb.PrefillRequest:
-        """A message with new requests, which `joins` lets go on."""
+        """A message with new requests; `joins` advances the running batch."""
         batch = pb.Batch(id=requests[0].id, requests=requests)
         advance = None if joins is None else pb.Advance(**advances)
         return pb.PrefillRequest(
@@ -105,13 +105,13 @@ class Shards:
         )
 
     def decode(self, batch_id: int, **advance: Any) -> pb.DecodeRequest:
-        """A message that lets a batch go on."""
+        """A message that advances a batch."""
         return pb.DecodeRequest(
             batch_ids=[batch_id], advance=pb.Advance(**advance), number=self.next()
         )
 
     async def step(self, *requests: pb.DecodeRequest) -> list[Any]:
-        """What each rank answers to the last of some messages of one call, or its error."""
+        """Each rank's answer to the last of some messages of one call, or its error."""
 
         async def ask(rank: ShardService) -> pb.StepResponse:
             return [answer async for answer in rank.Decode(_stream(requests), None)][-1]
@@ -120,7 +120,7 @@ class Shards:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def clear(self) -> list[Any]:
-        """Forget all."""
+        """Clear all batches."""
         self._num_blocks = 0
         return await self.all("ClearCache", pb.ClearCacheRequest(number=self.next()))
 
@@ -152,8 +152,8 @@ async def shards(tiny_model_path: Path) -> AsyncIterator[Shards]:
 def fail_once(
     engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """Have the next step fail on this rank alone: before it is planned, when it is planned, or when
-    all ranks have computed it."""
+    """Make the next step fail on this rank only: before it is planned, while it is planned, or
+    after all ranks have computed it."""
     owner: Any = engine if moment == "unplanned" else engine._runner
     plain = owner.launch
 
@@ -167,9 +167,9 @@ def fail_once(
 
 
 async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> dict[str, Any]:
-    """A drawn text, one that repeats itself and is guessed, and one with a grammar, to their ends;
-    these join the first, behind a step that `joins` breaks. The tokens by request, and of each step
-    the digests by rank."""
+    """Run a sampled text, a repetitive one with guesses, and one with a grammar, to their ends; the
+    latter two join the first after a step that `joins` breaks. Returns tokens by request, and each
+    step's digests by rank."""
     first = shards.request(1, range(10, 37), do_sample=True, bias=FEW, top_n_tokens=2)
     later = first.block_table[2:4]
     del first.block_table[2:]
@@ -214,7 +214,7 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
 
 
 async def alone(path: Path) -> dict[str, Any]:
-    """The same by one shard."""
+    """The tokens with one shard."""
     shards = Shards(path, 1)
     await shards.warm_up()
     try:
@@ -249,7 +249,7 @@ async def test_a_rank_that_fails_takes_the_step_with_it_and_nothing_else(
     given_up, own = found["errors"]
     assert isinstance(own, MemoryError)
     assert isinstance(given_up, RankError) and not given_up.is_final
-    assert "shard 1 has given up" in str(given_up)
+    assert "shard 1 has aborted" in str(given_up)
     assert [found[name] for name in "123"] == [expected[name] for name in "123"]
     assert not shards.final
 
@@ -257,13 +257,13 @@ async def test_a_rank_that_fails_takes_the_step_with_it_and_nothing_else(
 async def test_a_step_that_one_rank_has_done_and_another_not(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was sent ahead stands on what this rank does not have; the router clears the batch."""
+    """A message sent ahead needs state that this rank lacks; the router clears the batch."""
     fail_once(shards.ranks[1]._engine, MemoryError("none left"), monkeypatch, "computed")
     request = shards.request(1, range(3, 30))
     done, error = await shards.all("Prefill", shards.prefill([request]))
     assert done.batch.request_ids == [1] and isinstance(error, MemoryError)
     errors = await shards.step(shards.decode(1, is_ahead=True))
-    assert "shard 1 has given up" in str(errors[0])
+    assert "shard 1 has aborted" in str(errors[0])
     assert "the step before this one has failed" in str(errors[1])
     await shards.clear()
     assert not shards.final and all(not rank._engine.num_rows_taken for rank in shards.ranks)
@@ -300,7 +300,7 @@ async def test_a_wrong_token_is_found_in_its_step(
 
 
 async def test_messages_wait_for_those_before_them(shards: Shards) -> None:
-    """On rank 1 they arrive the other way round, and one whose call has ended is carried out."""
+    """On rank 1 they arrive in reverse order, and one whose call was cancelled is carried out."""
     prefill = shards.prefill([shards.request(1, range(3, 30))])
     decode, clear = shards.decode(1), pb.ClearCacheRequest(number=shards.next())
     first, second = shards.ranks
@@ -321,7 +321,7 @@ async def test_messages_wait_for_those_before_them(shards: Shards) -> None:
         await first.ClearCache(pb.ClearCacheRequest(), None)
 
 
-async def test_a_message_that_is_lost_is_named_and_passed_over(shards: Shards) -> None:
+async def test_a_message_that_is_lost_is_named_and_skipped(shards: Shards) -> None:
     first, second = shards.ranks
     lost = shards.decode(1)
     # Rank 0 waits for rank 1 in it, until that knows that it will not come.
@@ -333,7 +333,7 @@ async def test_a_message_that_is_lost_is_named_and_passed_over(shards: Shards) -
     waits = asyncio.ensure_future(anext(first.Decode(_stream([lost]), None)))
     clear = pb.ClearCacheRequest(id=77, number=shards.next())
     await second.ClearCache(clear, None)
-    with pytest.raises(RankError, match="shard 1 has given up") as given_up:
+    with pytest.raises(RankError, match="shard 1 has aborted") as given_up:
         await waits
     assert not given_up.value.is_final and second._batch.id is None
     await first.ClearCache(clear, None)
@@ -381,7 +381,7 @@ async def test_all_ranks_have_the_blocks_of_the_one_with_least_room(
 async def test_a_grammar_that_went_on_in_a_lost_step_ends(
     shards: Shards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 alone follows it, and has written its token when another rank fails."""
+    """Only rank 0 follows it, and has advanced it when another rank fails."""
     request = shards.request(3, range(40, 50), grammar=WORDS, max_new_tokens=60)
     await shards.all("Prefill", shards.prefill([request]))
     fail_once(shards.ranks[1]._engine, MemoryError("none left"), monkeypatch, "computed")

@@ -1,4 +1,4 @@
-"""Rows that read blocks which an earlier row of the same prefill, or of an earlier one, writes."""
+"""Rows that read blocks written by an earlier row of the same or of an earlier prefill."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ def prompt_of(length: int) -> list[int]:
 def follower(
     driver: Driver, request_id: int, leader: NewRequest, known: list[int], **options: Any
 ) -> NewRequest:
-    """A request that shares the leader's blocks of prompt, as the router's Queue would have it."""
+    """A request that shares the leader's prompt blocks, as planned by the router."""
     size = driver.engine.block_size
     num_shared = (leader.num_prompt_tokens - 1) // size
     request = driver.request(
@@ -52,7 +52,7 @@ FAMILIES = ["llama3", "mistral", "llama-dynamic", "phi3"]
 def test_siblings_write_what_each_writes_alone(
     family: str, max_prefill_tokens: int, device: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """In one prefill, also where it is computed in pieces that end inside a block."""
+    """In one prefill, also in passes that end inside a block."""
     driver = Driver(load_engine(checkpoint(family), max_prefill_tokens, device))
     for length in LENGTHS:
         prompt = prompt_of(length)
@@ -93,7 +93,7 @@ def test_a_sibling_joins_later_and_outlives_the_one_that_computed(
 
 
 @pytest.mark.parametrize(("family", "limit"), [("phi3-longrope", 64), ("llama3", None)])
-def test_who_writes_its_blocks_anew_says_so(
+def test_a_model_that_recomputes_blocks_reports_it(
     family: str, limit: int | None, checkpoint: Callable[[str], Path]
 ) -> None:
     assert load_engine(checkpoint(family)).model.recompute_at == limit

@@ -1,4 +1,4 @@
-"""Guesses change when tokens come, never which: found, trusted, limited, cut, and verified."""
+"""Guesses change the speed of tokens, never the tokens: found, trusted, limited, cut, verified."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def driver(engine: Engine) -> Driver:
 
 
 def table_of(*rows: list[int]) -> RowTable:
-    """Rows that know these tokens, the last of which is not computed yet."""
+    """Rows with these known tokens; the KV of the last one is not computed."""
     table = RowTable(len(rows), 200, 16, 12)
     for number, ids in enumerate(rows):
         sampling = SamplingParams()
@@ -61,7 +61,7 @@ def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[
 
 
 def guess_of(guesser: Guesser, table: RowTable, limit: int, price: float) -> int:
-    """How many tokens are guessed of the only row."""
+    """The number of guesses of the only row."""
     rows = np.array([0])
     counts = guesser.guess(table, rows, lambda asked: np.full_like(asked, limit), price)
     return 0 if counts is None else int(counts[0])
@@ -123,7 +123,7 @@ def test_what_does_not_pay_is_tried_now_and_then() -> None:
 
 
 def test_wrong_guesses_become_rare_and_right_ones_come_back() -> None:
-    """Of a text whose pairs recur without meaning, and then of one that repeats itself."""
+    """First with a text whose pairs recur at random, then with a repetitive one."""
     table, guesser, rows = table_of([5] * 100), Guesser(1, World().broadcast), np.array([0])
     steps_with_guesses = 0
     for _ in range(500):
@@ -156,7 +156,7 @@ def test_a_text_that_repeats_takes_few_steps(driver: Driver) -> None:
 
 
 def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
-    """Equal draws, not only an equal distribution: a draw hangs on seed, position and scores."""
+    """Equal draws, not only an equal distribution: a draw depends on seed, position and scores."""
     options = {"max_new_tokens": 40, "top_n_tokens": 2}
     for seed in range(12):
         sampling = {**FEW, "seed": seed, "presence_penalty": 0.3 * (seed % 2)}
@@ -177,7 +177,8 @@ def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
 
 
 def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
-    """Three tokens drawn behind the same prompts with two sets of seeds, guessed and not."""
+    """Three tokens drawn after the same prompts with two sets of seeds, with and without
+    guesses."""
     sampling = {"do_sample": True, "logit_bias": ((5, 201.0), (6, 200.0), (7, 199.3))}
 
     def draw(first_seed: int, speculate: int) -> tuple[list[int], int]:
@@ -205,7 +206,7 @@ def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])
 def test_an_end_token_ends_behind_right_guesses(driver: Driver, reason: FinishReason) -> None:
-    """The row repeats itself until its minimum, then can only end, amid what was guessed."""
+    """The row repeats itself until min_new_tokens, then can only end, within its guesses."""
     end = 0 if reason is FinishReason.EOS_TOKEN else 8
     sampling = {"logit_bias": ((end, 100.0), (7, 60.0))}
     options = {"sampling": sampling, "min_new_tokens": 21, "max_new_tokens": 50}
@@ -251,7 +252,7 @@ def test_a_grammar_is_followed_and_ended_as_without_guesses(
     assert several > 0
 
 
-def test_a_step_sent_ahead_follows_whatever_the_one_before_gave(driver: Driver) -> None:
+def test_a_step_sent_ahead_follows_any_result_of_the_previous_step(driver: Driver) -> None:
     """All guesses are right: one row has five tokens more by then, the other has ended."""
     options = {"ignore_eos_token": True, "sampling": {"logit_bias": [(7, 90)]}}
     driver.add([driver.request(0, [7] * 25, max_new_tokens=40, **options)])

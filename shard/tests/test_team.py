@@ -1,4 +1,4 @@
-"""Threads that go through phases together, stopped wherever they may be."""
+"""The thread pool, with threads stopped at arbitrary points."""
 
 import threading
 from typing import Any
@@ -10,46 +10,45 @@ from numba import int64, njit, typeof
 from text_generation_shard.device.cpu.kernels import thread_pool
 from text_generation_shard.device.cpu.kernels.llvm import (
     address_of,
-    exchange_word,
-    get_word,
-    give_way,
+    compare_exchange,
+    load_word,
     pause,
+    yield_core,
 )
 from text_generation_shard.device.cpu.kernels.vector import aligned
 
 LOOKS = 200_000_000
-"""Seconds, for what would otherwise never end."""
+"""Seconds, for tests that would otherwise hang."""
 
 
 @njit(nogil=True)
 def _count(address):  # type: ignore[no-untyped-def]
     while True:
-        before = get_word(address)
-        if exchange_word(address, before, before + 1):
+        before = load_word(address)
+        if compare_exchange(address, before, before + 1):
             break
 
 
 @njit(nogil=True)
 def _dawdle(state):  # type: ignore[no-untyped-def]
-    """Mostly goes on at once; now and then stands still for much longer than an item takes."""
+    """Usually continues at once; sometimes pauses for much longer than an item takes."""
     while True:
-        before = get_word(state)
+        before = load_word(state)
         number = before * np.int64(6364136223846793005) + np.int64(1442695040888963407)
-        if exchange_word(state, before, number):
+        if compare_exchange(state, before, number):
             break
     draw = (number >> 33) & 1023
     if draw < 40:
         for _ in range(draw * 200):
             pause()
     elif draw < 160:
-        give_way()
+        yield_core()
 
 
 @njit(nogil=True)
 def _follow(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
-    """An item writes one more than all items of the phase before have written, or something
-    negative. Phases write to two rows in turn, as passes use buffers again; what is late there
-    shows."""
+    """An item writes one more than all items of the previous phase, or a negative number. Phases
+    write to two rows in turn, as passes reuse buffers, so that late writes are detected."""
     counts, values = given
     own, state = phases[phase].step, values[2].ctypes.data
     value, number = np.int64(1), phases[phase].layer
@@ -60,7 +59,7 @@ def _follow(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
             if values[1 - own, place] != number - 1:
                 value = np.int64(-1)
     _dawdle(state)
-    if not phases[phase].is_short or thread_pool.may_put(ticket):
+    if not phases[phase].is_short or thread_pool.may_store(ticket):
         _dawdle(state)
         values[own, item] = value
         if value != number:
@@ -70,23 +69,23 @@ def _follow(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _stop(given, phases, phase, item, ticket):  # type: ignore[no-untyped-def]
-    """Who comes first to item `values[0, 0]` of phase 1 stops there until all is done."""
+    """The first thread at item `values[0, 0]` of phase 1 stops there until all phases are done."""
     counts, values = given
     is_first = phase == 1 and item == values[0, 0]
-    if is_first and exchange_word(values[1].ctypes.data, 0, 1):
+    if is_first and compare_exchange(values[1].ctypes.data, 0, 1):
         for _ in range(LOOKS):
-            if get_word(values[2].ctypes.data) == phases[len(phases) - 1].items:
+            if load_word(values[2].ctypes.data) == phases[len(phases) - 1].items:
                 values[3, 0] = 1
                 break
             pause()
-    if thread_pool.may_put(ticket):
+    if thread_pool.may_store(ticket):
         _count(counts.ctypes.data + (phase * counts.shape[1] + item) * 8)
         if phase == len(phases) - 1:
             _count(values[2].ctypes.data)
 
 
 def _given(items: list[int], is_short: bool) -> Any:
-    """How often each item's results were put, what is written, and the phases."""
+    """How often each item's results were stored, the written values, and the phases."""
     phases = np.zeros(len(items), thread_pool.PHASE)
     phases["items"], phases["is_short"] = items, is_short
     size = max(4, len(items)), max(2, len(items) + 1, *items)
@@ -96,14 +95,14 @@ def _given(items: list[int], is_short: bool) -> Any:
 def _go(
     function: Any, given: Any, num_threads: int, coming: int, words: torch.Tensor | None = None
 ) -> None:
-    """So many threads are expected, and so many come; words: those of the board."""
+    """`num_threads` threads are planned, and `coming` arrive; words: those of the board."""
     words = aligned(thread_pool.board_words(num_threads), torch.int64) if words is None else words
     arrays, phases = given
     code = address_of(function, (typeof(arrays), typeof(phases), int64, int64, int64))
     work = thread_pool.Work(code, arrays, phases, words.data_ptr(), num_threads)
     thread_pool.begin(work)
     comers = [
-        threading.Thread(target=thread_pool.take_part, args=(work, me)) for me in range(coming)
+        threading.Thread(target=thread_pool.run_thread, args=(work, me)) for me in range(coming)
     ]
     for comer in comers:
         comer.start()
@@ -113,9 +112,10 @@ def _go(
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
-    """However many threads come, wherever they dawdle, on a board that is used again and again.
-    Phases without items are passed over, the last ones too."""
+    """For any number of threads, with pauses anywhere, on a reused board. Phases without items are
+    skipped, also at the end."""
     draw = np.random.default_rng(seed)
     words = aligned(thread_pool.board_words(13), torch.int64)
     for _ in range(600):
@@ -139,7 +139,7 @@ def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
 
 @pytest.mark.parametrize("item", [0, 3, 7])
 def test_who_is_stopped_is_not_waited_for(item: int) -> None:
-    """The others do its item and all that follows; what it finds when it goes on is not put."""
+    """The other threads compute its item and all later ones; its own result is not stored."""
     given = _given([3, 8, 5, 6], is_short=True)
     (counts, values), phases = given
     values[0, 0] = item
@@ -150,4 +150,7 @@ def test_who_is_stopped_is_not_waited_for(item: int) -> None:
 
 
 def test_without_phases_there_is_nothing_to_do() -> None:
-    _go(_follow, _given([0, 0], is_short=False), 2, 2)
+    given = _given([0, 0], is_short=False)
+    _go(_follow, given, 2, 2)
+    (counts, values), _ = given
+    assert not counts.any() and not values.any()

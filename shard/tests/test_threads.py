@@ -1,4 +1,4 @@
-"""How many threads a pass uses: ThreadChoice against machines that are played."""
+"""The number of threads of a pass: ThreadChoice on simulated machines."""
 
 from collections.abc import Callable
 

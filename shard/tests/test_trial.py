@@ -1,4 +1,4 @@
-"""Trials: what a hostile grammar costs, whom it delays, and that nothing of it is left."""
+"""Trials: the cost of a hostile grammar, which requests it delays, and that it leaves nothing."""
 
 import asyncio
 import gc
@@ -32,14 +32,14 @@ VOCAB_SIZE = 4096
 
 
 def all_of(number: int, form: str = "a{}") -> str:
-    """A schema of patterns that must hold at once: 26 take more memory than there is."""
+    """A schema that intersects patterns: 26 exceed the memory limit."""
     patterns = [{"type": "string", "pattern": form.format(n)} for n in range(number)]
     return schema_text({"allOf": patterns})
 
 
 def hidden(number: int) -> str:
-    """A schema that is compiled in no time: its shortest text has no `b`. What may follow where the
-    value of `b` begins takes more memory than there is."""
+    """A schema that compiles fast, as its shortest text has no `b`. The mask at the start of the
+    value of `b` exceeds the memory limit."""
     patterns = [{"type": "string", "pattern": f"^(z{{0,3}}|y.*a{n}.*)$"} for n in range(number)]
     properties = {"a": {"type": "null"}, "b": {"allOf": patterns}}
     schema = {"type": "object", "properties": properties, "required": ["a"]}
@@ -59,7 +59,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 
 def servers() -> list[psutil.Process]:
-    """The processes that fork, of this one alone: other tests have launchers."""
+    """This process's own trial servers; other tests have launchers."""
     name = "text_generation_shard.grammars.trial_server"
     return [child for child in psutil.Process().children() if name in child.cmdline()]
 
@@ -90,7 +90,7 @@ async def test_too_large_is_refused_and_nothing_goes_on(compiler: GrammarCompile
     assert time.monotonic() - began < 0.1
 
 
-async def test_small_ones_do_not_wait_and_the_third_large_one_is_told_to_come_again(
+async def test_small_ones_do_not_wait_and_the_third_large_one_is_refused_for_now(
     compiler: GrammarCompiler,
 ) -> None:
     hostile = [asyncio.create_task(compiler.compile(all_of(30 + n))) for n in range(8)]
@@ -105,10 +105,50 @@ async def test_small_ones_do_not_wait_and_the_third_large_one_is_told_to_come_ag
     ended = [task.result() for task in hostile]
     assert all(grammar.error for grammar in ended)
     assert sum(not grammar.retry_after_s for grammar in ended) <= 4
+    # The one that waits for another small grammar.
+    await until(lambda: len(children()) == 1)
+
+
+async def test_a_child_tries_small_grammars_one_after_another(compiler: GrammarCompiler) -> None:
+    for count in range(2, 12):
+        assert not (await compiler.compile(regex(f"[0-9]{{{count}}}"))).error
+    [child] = children()
+    guarded = await compiler.compile(
+        schema_text({"patternProperties": {"^a": {"minLength": 5000}}})
+    )
+    assert isinstance(guarded, GuardedGrammar), "it has taken the child"
+    assert not (await compiler.compile(regex("[a-z]{2}"))).error
+    assert len(children()) == 2
+    for one in children():
+        one.kill()
     await until(lambda: not children())
+    assert not (await compiler.compile(regex("[a-z]{3}"))).error, "a new child tries it"
+    assert child not in children()
 
 
-async def test_one_trial_for_all_who_ask_and_none_for_nobody(compiler: GrammarCompiler) -> None:
+async def test_a_child_that_has_tried_many_ends(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("text_generation_shard.grammars.trial._MOST_TRIED", 3)
+    seen = set()
+    for count in range(2, 9):
+        await compiler.compile(regex(f"[0-9]{{{count}}}"))
+        seen |= {child.pid for child in children()}
+    assert 2 <= len(seen) <= 3
+
+
+async def test_what_a_child_has_tried_counts_for_no_other_grammar(
+    compiler: GrammarCompiler,
+) -> None:
+    for count in range(2, 6):
+        await compiler.compile(regex(f"[0-9]{{{count}}}"))
+    assert "too" in (await compiler.compile(all_of(26))).error
+    assert not (await compiler.compile(regex("[0-9]{9}"))).error
+
+
+async def test_concurrent_calls_share_a_trial_that_ends_with_the_last_of_them(
+    compiler: GrammarCompiler,
+) -> None:
     asked = [asyncio.create_task(compiler.compile(all_of(60))) for _ in range(3)]
     await until(lambda: len(children()) == 1)
     child = children()[0]
@@ -121,9 +161,12 @@ async def test_one_trial_for_all_who_ask_and_none_for_nobody(compiler: GrammarCo
     await until(lambda: not children())
 
 
-async def test_who_waits_is_told_when_the_server_dies_and_it_is_started_again(
-    compiler: GrammarCompiler,
+async def test_a_waiting_call_fails_when_the_server_dies_and_it_is_restarted(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The trial must still run when the server is killed, also if this machine stands still.
+    monkeypatch.setattr("text_generation_shard.grammars.trial._MOST_CPU_S", 60.0)
+    monkeypatch.setattr("text_generation_shard.grammars.trial._LONGEST_S", 60.0)
     asked = asyncio.create_task(compiler.compile(all_of(40)))
     await until(lambda: len(children()) == 1)
     [server] = servers()
@@ -132,7 +175,7 @@ async def test_who_waits_is_told_when_the_server_dies_and_it_is_started_again(
     assert not (await compiler.compile(regex("[0-9]{2}"))).error
 
 
-async def test_closing_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closing_ends_running_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing else ends it, also if the processor's clock runs ahead while the machine stands still.
     monkeypatch.setattr("text_generation_shard.grammars.trial._MOST_CPU_S", 60.0)
     monkeypatch.setattr("text_generation_shard.grammars.trial._LONGEST_S", 60.0)
@@ -239,10 +282,10 @@ async def test_what_blows_up_while_it_is_followed_fails_alone_and_soon(
 
 
 @pytest.mark.parametrize("pattern", ["([^x]{1000000})?", "(([^x]{100}){100}){100}?|a"])
-async def test_repeats_that_are_reached_with_the_first_token_hurt_nobody(
+async def test_repeats_that_are_reached_with_the_first_token_delay_no_request(
     compiler: GrammarCompiler, pattern: str
 ) -> None:
-    """Here they would take a second. Compiling them takes no time: the shortest text has none."""
+    """In this process they would block. Compiling is fast: the shortest text has no repeats."""
     grammar = await compiler.compile(regex(pattern))
     assert isinstance(grammar, GuardedGrammar), grammar.error
     for room in (24, 4096):
@@ -285,7 +328,7 @@ def test_what_is_repeated_often_may_grow(text: str) -> None:
     assert may_grow(text)
 
 
-async def test_a_row_that_is_given_up_is_forgotten(compiler: GrammarCompiler) -> None:
+async def test_a_released_row_is_forgotten(compiler: GrammarCompiler) -> None:
     guarded = await compiler.compile(schema_text(PERSON))
     row: AnyConstraint = begin(guarded, (), 60, 0)
     number = row.row if isinstance(row, GuardedConstraint) else 0

@@ -1,4 +1,4 @@
-"""The CUDA device's attention against attention written down plainly."""
+"""The CUDA device's attention compared to plain attention."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.interpreted import CAPABILITY, FLOAT8, HAS_GPU, PLACE
 from shard.tests.test_attention import NO_ANGLES, attention_on, make_batch, to_device
 
-pytestmark = interpreted.MARKS
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Around the ends of blocks, tiles and splits; the interpreter's are smaller.
 CONTEXTS = [1, 16, 64, 65, 129, *([511, 512, 513, 1500] if HAS_GPU else [])]
@@ -32,7 +32,8 @@ def definition(
     slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The last `count` tokens of a row attend: [count, num_heads * head_dim], in float64."""
+    """Plain attention of the last `count` tokens of a row: [count, num_heads * head_dim], in
+    float64."""
     kinds = shape.num_heads, shape.num_kv_heads, shape.num_kv_heads
     query, key, value = heads.double().split(kinds, dim=1)
     group = shape.num_heads // shape.num_kv_heads
@@ -54,7 +55,7 @@ def definition(
 
 
 def rounded(values: Tensor, kept: torch.dtype) -> Tensor:
-    """To the nearest numbers of 8 bits; what is beyond the largest one becomes that."""
+    """Round to float8, with saturation."""
     largest = torch.finfo(kept).max
     return values.float().clamp(-largest, largest).to(kept)
 
@@ -70,8 +71,8 @@ def check(
     kept: torch.dtype | None = None,
     is_deterministic: bool = False,
 ) -> None:
-    """Rows of CONTEXTS tokens, the last `lengths` of which attend in one pass behind the others;
-    kept: what keys and values are rounded to in the cache."""
+    """Rows of CONTEXTS tokens; one pass computes the last `lengths` of each. kept: the dtype of the
+    cache."""
     torch.manual_seed(0)
     slopes, sinks = (None if item is None else item.to(PLACE) for item in (slopes, sinks))
     attention = TritonAttention(
@@ -87,7 +88,7 @@ def check(
     if kept is not None:
         for row in rows:
             row[:, shape.num_heads :] = rounded(row[:, shape.num_heads :], kept).to(dtype)
-    # What came before is in the cache, and not asked for.
+    # The preceding tokens are only stored in the cache.
     batch = on_place(CONTEXTS, counts)
     put(attention, on_place(CONTEXTS, CONTEXTS), torch.cat(rows)[:, shape.num_heads :])
     put(attention, batch, torch.zeros_like(heads[:, shape.num_heads :]))
@@ -105,11 +106,11 @@ def check(
 
 
 def put(attention: TritonAttention, batch: ForwardBatch, key_value: Tensor) -> None:
-    """Keys and values [T, 2 * num_kv_heads, head_dim] into the cache."""
+    """Store keys and values [T, 2 * num_kv_heads, head_dim] in the cache."""
     assert attention.cache is not None
     keys, values = key_value.to(attention.cache.dtype).chunk(2, dim=1)
     for part, own in zip(attention.cache[0], (keys, values), strict=True):
-        # By bytes: not every version of torch puts 8 bits elsewhere on a GPU.
+        # As bytes: not every version of torch can index float8 on a GPU.
         part.view(torch.uint8)[batch.slots] = own.contiguous().view(torch.uint8)
 
 
@@ -119,7 +120,7 @@ def on_place(contexts: list[int], lengths: list[int]) -> ForwardBatch:
 
 
 ONE = [1] * 5
-# Two rows that decode, and behind them prompts, one of which has but one token left.
+# Two decoding rows, followed by prompts, one of which has one token left.
 MIXED = [1, 1, 33, 1, 20]
 TAILS = pytest.mark.parametrize("lengths", [ONE, MIXED], ids=["decode", "mixed"])
 
@@ -145,7 +146,7 @@ def test_heads_have_any_size(lengths: list[int], head_dim: int) -> None:
 @pytest.mark.parametrize("rotary_dim", [64, 24])
 @pytest.mark.parametrize("count", [1, 20])
 def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
-    """Against the reference device, which others are tested against, too."""
+    """Compared to the reference device."""
     torch.manual_seed(0)
     length, shape = 33, CacheShape(1, 2, 64, 16, torch.float32)
     turn = torch.rand(64, rotary_dim // 2) * 6
@@ -167,7 +168,7 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
 def test_a_model_says_what_it_says_by_the_reference(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A prompt in parts, beside a row that decodes."""
+    """A prompt in parts, together with a decoding row."""
     found = []
     for device in (reference_device(), interpreted.device(torch.float32)):
         limits = {"max_prefill_tokens": 8, "max_batch_size": 2, "max_total_tokens": 20}
@@ -206,7 +207,7 @@ def test_rows_are_decoded_in_groups_that_fit_the_memory(monkeypatch: pytest.Monk
 @TAILS
 @pytest.mark.parametrize("kept", [torch.bfloat16, *FLOAT8])
 def test_what_is_no_number_is_not_lost(lengths: list[int], kept: torch.dtype) -> None:
-    """In one split of several, and in the row that has it only."""
+    """NaN in one split of several makes only its own row NaN."""
     shape = HeadShape(2, 1, 64, 0.125)
     attention = TritonAttention(shape, PLACE, CAPABILITY)
     attention.allocate(CacheShape(1, 1, 64, 16, kept), 1024)

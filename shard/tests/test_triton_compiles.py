@@ -1,4 +1,4 @@
-"""The CUDA device's kernels become code for GPUs that are not here, and fit them."""
+"""The CUDA device's kernels compile for other GPUs, within their limits."""
 
 import json
 import os
@@ -12,19 +12,21 @@ from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8
 
 from shard.tests import compile_kernels
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
-# What a block may have of it: 163 KiB on 8.0, 99 on 8.9, 227 on 9.0 and 10.0.
+# Most shared memory of a block: 163 KiB on 8.0, 99 on 8.9, 227 on 9.0 and 10.0.
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 PRODUCTS = {"attend_split", "attend_prompts", "multiply"}
 ON_CACHE = {"attend_split", "attend_prompts", "rotate_and_store", "gather"}
-# Older GPUs do not know its type.
+# Older GPUs do not support its dtype.
 FLOAT8 = {"quantize_rows"}
 
 
 @pytest.fixture(scope="module")
 def kernels() -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "shard.tests.compile_kernels"]
-    # The interpreter, which other tests ask for, compiles nothing.
+    # The interpreter, which other tests enable, compiles nothing.
     environment = {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
@@ -57,8 +59,8 @@ def test_products_are_those_of_tensor_cores(kernels: list[dict[str, Any]]) -> No
 
 
 def test_no_bit_of_float32_is_left_out(kernels: list[dict[str, Any]]) -> None:
-    """Tensor cores take 10 bits of a mantissa. Triton 3.7 gives them float32 on 10.0 where it was
-    int8 before, though it is told not to."""
+    """Tensor cores use 10 bits of a float32 mantissa. On 10.0, Triton 3.7 uses them for float32
+    converted from int8, against its option."""
     wide = [kernel for kernel in kernels if kernel["first"] == "*fp32"]
     assert ("multiply", 100) in {(kernel["kernel"], kernel["sm"]) for kernel in wide}
     assert all(kernel["products"] == 0 for kernel in wide)
@@ -70,8 +72,9 @@ def test_what_they_take_is_written_down(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_nothing_is_compiled_while_requests_are_served(kernels: list[dict[str, Any]]) -> None:
-    """Triton compiles a kernel for 1, for multiples of 16 and for other numbers, but for arguments
-    that it is told of; these are of the model, and the same in all steps."""
+    """Triton specializes a kernel for 1, for multiples of 16 and for other numbers, except for
+    excluded arguments. The remaining ones depend only on the model, and are the same in all
+    steps."""
     of_the_model = {"vocab", "num_words", "num_parts", "num_tokens"}
     for kernel in kernels:
         assert set(kernel["special"]) <= of_the_model, kernel

@@ -1,4 +1,5 @@
-"""With `is_deterministic` the CUDA device's attention gives a token the same bits in any pass."""
+"""With `is_deterministic`, a token gets the same bits in any pass of the CUDA device's
+attention."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +24,11 @@ from shard.tests.interpreted import CAPABILITY, FLOAT8, PLACE
 from shard.tests.test_attention import NO_ANGLES
 from shard.tests.test_triton_attention import check, on_place, put
 
-pytestmark = interpreted.MARKS
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
 SHAPE = HeadShape(3, 1, 64, 0.125)
-# The tokens of two rows, one beyond a split of the interpreter, and those computed before.
+# Tokens of two rows, one longer than a split of the interpreter, and tokens computed before.
 CONTEXTS, BEFORE = (67, 4), (62, 0)
-# How the others are cut, pass after pass.
+# How the remaining tokens are split into passes.
 WHOLE = [(5, 4)]
 PARTS = [(2, 0), (1, 3), (2, 1)]
 DECODED = [(1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
@@ -39,7 +40,7 @@ def attended(
     passes: Sequence[tuple[int, int]],
     window: int | None,
 ) -> list[Tensor]:
-    """What each of these tokens gets, of rows of heads, [tokens, num_heads * head_dim] of each."""
+    """Results of the tokens of each row of heads: [tokens, num_heads * head_dim] each."""
     found: list[list[Tensor]] = [[] for _ in rows]
     whole, ends = on_place(list(CONTEXTS), list(CONTEXTS)), list(BEFORE)
     slots = whole.slots.split(CONTEXTS)
@@ -61,7 +62,7 @@ def attended(
 
 @pytest.mark.parametrize(("window", "kept"), [(None, torch.bfloat16), (20, FLOAT8[-1])])
 def test_bit_for_bit(window: int | None, kept: torch.dtype) -> None:
-    """In one pass, in parts beside another row, and token by token."""
+    """In one pass, in parts together with another row, and token by token."""
     torch.manual_seed(0)
     rows = [torch.randn(count, 5, 64).to(PLACE, torch.bfloat16) for count in CONTEXTS]
     answers = []
@@ -74,14 +75,14 @@ def test_bit_for_bit(window: int | None, kept: torch.dtype) -> None:
 
 
 def test_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In as many launches as the memory asks for; torch's attention is not asked."""
+    """In as many launches as the memory bound requires; torch's attention is not called."""
     monkeypatch.setattr(own_attention, "_MOST_SPLITS", 16)
     options = {"takes_flash": True, "is_deterministic": True}
     check(SHAPE, torch.bfloat16, [1, 1, 9, 1, 6], 40, **options)
 
 
 def test_a_program_is_the_same_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that is decoded is not computed by a kernel that was compiled anew."""
+    """Decoding a token does not compile another kernel."""
     seen = []
 
     def launch(kernel: object, grid: object, *arguments: object, **options: object) -> None:
@@ -102,14 +103,14 @@ def test_a_program_is_the_same_in_every_pass(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class RowByRow(FloatMatrix):
-    """A product that does not depend on how many rows there are."""
+    """A product that does not depend on the number of rows."""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.cat([super(RowByRow, self).__call__(row, bias) for row in hidden.split(1)])
 
 
 class DeterministicDevice(TritonDevice):
-    """Whose products are RowByRow, and attention is deterministic."""
+    """A device with RowByRow products and deterministic attention."""
 
     def matrix(
         self,
@@ -131,8 +132,8 @@ class DeterministicDevice(TritonDevice):
 def test_a_model_says_the_same_bit_for_bit(
     tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in one pass, in parts beside another request, and with the tokens that were
-    decoded."""
+    """A prompt in one pass, in parts together with another request, and extended by its decoded
+    tokens."""
     monkeypatch.setattr(own_engine, "measure", lambda *_: Costs(1, 1, 1, 0))
     device = DeterministicDevice(PLACE, torch.float32, DeviceOptions("float32", "float32"))
     device.capability = CAPABILITY

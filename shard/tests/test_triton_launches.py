@@ -1,4 +1,4 @@
-"""How the CUDA device starts its kernels: nothing is computed."""
+"""How the CUDA device launches its kernels; nothing is computed."""
 
 from typing import Any
 
@@ -18,8 +18,7 @@ META = torch.device("meta")
 def test_what_is_changed_in_place_has_a_thread_for_each_number(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads with the same number might load it one after another, and the second one what
-    the first has stored."""
+    """Of two threads with the same number, the second may load what the first has stored."""
     asked: dict[str, dict[str, Any]] = {}
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
@@ -36,5 +35,5 @@ def test_what_is_changed_in_place_has_a_thread_for_each_number(
     columns = table.columns(rows, plain_upload(META))
     sampler.choose(torch.empty(2, size, device=META), columns, torch.empty(2, device=META))
     for name, tile in (("add_norm", "SIZE_PAD"), ("draw", "TILE")):
-        # Within a warp all load at once.
+        # All threads of a warp load at the same time.
         assert 32 * asked[name]["num_warps"] <= max(32, asked[name][tile])

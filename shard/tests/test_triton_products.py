@@ -1,5 +1,5 @@
-"""The CUDA device's matrices: floats multiplied by one tile, int8, int4 and fp8, against what the
-definitions of their numbers say."""
+"""The CUDA device's matrices: floats by one tile, int8, int4 and fp8, compared to the
+definitions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,8 +40,8 @@ from shard.tests.driver import reference_device
 from shard.tests.interpreted import CAPABILITY, HAS_GPU, PLACE
 from shard.tests.test_attention import make_batch, to_device
 
-pytestmark = interpreted.MARKS
-# The interpreter cuts off what does not fit into bfloat16.
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
+# The interpreter truncates to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 # None: floats, by one tile.
@@ -64,7 +64,7 @@ def rows_of(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 
 def defined(weight: Tensor, quantize: str | None, dtype: torch.dtype) -> Tensor:
-    """What stands for a weight, in float32: by the numbers of the reference."""
+    """The dequantized weight in float32, by the reference."""
     if quantize == "int8":
         numbers, scale = quantize_rows(weight, dtype)
         return numbers.float() * scale.float()[:, None]
@@ -97,7 +97,7 @@ def check(weight: Tensor, quantize: str | None, dtype: torch.dtype, count: int) 
 @QUANTIZED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_by_every_tile(quantize: str | None, dtype: torch.dtype) -> None:
-    """Rows, outputs and inputs that fill no tile, nor a block of int4."""
+    """Rows, outputs and inputs that fill no whole tile and no int4 block."""
     for count in (1, 17, 257) if quantize and dtype != torch.float32 else (3, 70):
         check(weight_of(33, 160), quantize, dtype, count)
 
@@ -114,8 +114,8 @@ def test_floats_have_any_number_of_inputs() -> None:
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_numbers_are_the_references_bit_for_bit(quantize: str) -> None:
-    """A row with a single 1 gets what stands for a weight, rounded to the type of the row. Zeros,
-    equal and tiny weights among them."""
+    """One-hot rows return the dequantized weight, rounded to the dtype of the rows; with zeros,
+    equal and tiny weights."""
     weight = weight_of(40, 192)
     weight[0], weight[1], weight[2, :32] = 0.0, 0.25, -3.0
     weight[3], weight[3, 5] = 0.0, 1e-6
@@ -149,13 +149,13 @@ def test_gated_products(quantize: str, has_bias: bool) -> None:
     ("shape", "quantize", "kind", "obstacle"),
     [
         ((50, 64), "int8", "int8", ""),
-        ((64, 24), "int8", "bfloat16", "24 inputs are no multiple of 16"),
+        ((64, 24), "int8", "bfloat16", "24 inputs are not a multiple of 16"),
         ((50, 64), "int4", "int4", ""),
-        ((64, 48), "int4", "int8", "48 inputs are no multiple of 32"),
-        ((64, 24), "int4", "bfloat16", "24 inputs are no multiple of 32"),
+        ((64, 48), "int4", "int8", "48 inputs are not a multiple of 32"),
+        ((64, 24), "int4", "bfloat16", "24 inputs are not a multiple of 32"),
         ((64, 48), "fp8", "fp8", ""),
-        ((64, 24), "fp8", "bfloat16", "24 inputs are no multiple of 16"),
-        ((50, 64), "fp8", "bfloat16", "50 outputs are no multiple of 16"),
+        ((64, 24), "fp8", "bfloat16", "24 inputs are not a multiple of 16"),
+        ((50, 64), "fp8", "bfloat16", "50 outputs are not a multiple of 16"),
         ((64, 64), None, "bfloat16", ""),
     ],
 )
@@ -173,7 +173,7 @@ def test_what_a_matrix_becomes(
     options = {"quantize": quantize, "deterministic": is_deterministic}
     matrix = interpreted.device(torch.bfloat16, **options).matrix(weight, quantize)
     assert (matrix.kind, matrix.obstacle) == (kind, obstacle)
-    # Blocks of int4 have 128 inputs, with 4 groups.
+    # int4 blocks have 128 inputs in 4 groups.
     blocks = shape[0] * -(-shape[1] // 128)
     assert (
         matrix.nbytes
@@ -198,7 +198,7 @@ def test_vectors_and_scores_of_a_vocabulary_are_int8(quantize: str) -> None:
     hidden = rows_of(2, 64, torch.float32)
     assert torch.allclose(matrix(hidden), hidden @ spelled.t(), rtol=1e-4, atol=1e-5)
     odd = device.embedding(weight_of(50, 24), quantize)
-    assert (odd.kind, odd.obstacle) == ("float32", "24 inputs are no multiple of 16")
+    assert (odd.kind, odd.obstacle) == ("float32", "24 inputs are not a multiple of 16")
 
 
 def test_a_tied_float_head_takes_no_memory() -> None:
@@ -210,7 +210,7 @@ def test_a_tied_float_head_takes_no_memory() -> None:
 @TYPES
 @NEEDS_FLOAT8
 def test_rows_in_fp8_are_those_of_the_reference(dtype: torch.dtype) -> None:
-    """Zeros, tiny and large numbers; what is no number stays none."""
+    """Zeros, tiny and large numbers; NaN stays NaN."""
     hidden = rows_of(6, 100, dtype)
     hidden[1], hidden[2], hidden[3] = 0.0, hidden[2] * 1e-5, hidden[3] * 1e4
     hidden[4, 7] = float("nan")
@@ -227,7 +227,7 @@ def test_rows_in_fp8_are_those_of_the_reference(dtype: torch.dtype) -> None:
 @TYPES
 @NEEDS_FLOAT8
 def test_products_in_fp8(dtype: torch.dtype) -> None:
-    """Beside the product of what stands for both operands, rounded to bfloat16."""
+    """Compared to the product of the dequantized operands, rounded to bfloat16."""
     weight = weight_of(48, 160)
     matrix, bias = matrix_of(weight, "fp8", dtype), rows_of(1, 48, dtype)[0]
     for count in (1, 5, 17):
@@ -247,7 +247,8 @@ def test_products_in_fp8(dtype: torch.dtype) -> None:
 def test_one_tile_serves_every_number_of_rows(
     quantize: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As all that a kernel is compiled for; without --deterministic it is chosen by the rows."""
+    """One tile is a compile-time constant; without --deterministic the number of rows selects the
+    tile."""
     used: set[tuple[tuple[str, Any], ...]] = set()
 
     def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
@@ -271,7 +272,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
     quantize: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not HAS_GPU:
-        # The interpreter's own product sums a row, on some processors, by its place in the tile.
+        # On some processors, the interpreter's product sums a row in an order that depends on its
+        # place in the tile.
         monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))
     matrix = matrix_of(weight_of(40, 160), quantize, dtype, is_deterministic=True)
     hidden = rows_of(67, 160, dtype)
@@ -286,7 +288,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 def test_a_row_has_the_same_bits_in_large_matrices(
     quantize: str | None, dtype: torch.dtype
 ) -> None:
-    """Sizes of layers, on a GPU alone: among as many rows as prompts have."""
+    """Sizes of real layers, on a GPU only: with as many rows as prompts have."""
     matrix = matrix_of(weight_of(4096, 4096), quantize, dtype, is_deterministic=True)
     hidden = rows_of(1000, 4096, dtype)
     together = matrix(hidden)
@@ -298,7 +300,7 @@ def test_a_row_has_the_same_bits_in_large_matrices(
 @pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1000, 4096)])
 def test_large_products(quantize: str | None, shape: tuple[int, int]) -> None:
-    """Sizes of layers, on a GPU alone, by every tile."""
+    """Sizes of real layers, on a GPU only, by every tile."""
     if quantize == "fp8" and (CAPABILITY < FIRST_WITH_FLOAT8 or shape[0] % 16):
         pytest.skip("not in fp8")
     for count in (1, 16, 64, 300):
@@ -310,7 +312,7 @@ def test_large_products(quantize: str | None, shape: tuple[int, int]) -> None:
 
 
 class Spelled:
-    """See `Matrix`: a product with what stands for a weight; in fp8 for each row, too."""
+    """See `Matrix`: a product with a dequantized weight; in fp8 also with dequantized rows."""
 
     obstacle = ""
 
@@ -327,7 +329,7 @@ class Spelled:
 
 
 class SpellingDevice(TorchDevice):
-    """The reference, whose weights are what int8, int4 and fp8 make of them."""
+    """The reference with weights quantized to int8, int4 or fp8, and dequantized."""
 
     def matrix(
         self,
@@ -347,7 +349,7 @@ class SpellingDevice(TorchDevice):
 @pytest.mark.parametrize(
     ("family", "quantize"),
     [
-        # Among them int8: the head, and what has no whole groups.
+        # int8 for the head, and for weights without whole groups.
         ("qwen2", "int4"),
         pytest.param("phi3", "fp8", marks=NEEDS_FLOAT8),
     ],
@@ -377,7 +379,7 @@ def test_determinism_is_claimed_where_it_was_asked_for() -> None:
         if quantize != "fp8":
             options = {"quantize": quantize, "deterministic": True}
             assert interpreted.device(torch.float16, **options).is_deterministic
-    with pytest.raises(ModelError, match="can not be kept with --quantize fp8 on this"):
+    with pytest.raises(ModelError, match="is not supported with --quantize fp8 on"):
         interpreted.device(torch.bfloat16, quantize="fp8", deterministic=True)
 
 
@@ -397,7 +399,7 @@ def test_attention_is_told_and_must_keep_it(
     if not is_asked:
         assert isinstance(device.attention(4, 2, 16, 0.25), Attention)
         return
-    with pytest.raises(ModelError, match="can not be kept with the attention made up on this"):
+    with pytest.raises(ModelError, match="is not supported with the attention made up on"):
         device.attention(4, 2, 16, 0.25)
     monkeypatch.setattr(Attention, "is_deterministic", True)
     assert isinstance(device.attention(4, 2, 16, 0.25), Attention)

@@ -1,4 +1,4 @@
-"""Choosing tokens by the CUDA device's kernels against torch's operators."""
+"""The CUDA device's choice of tokens compared to torch's operators."""
 
 import random
 from collections import Counter
@@ -29,11 +29,11 @@ from shard.tests.test_sampling import (
     random_params,
 )
 
-pytestmark = interpreted.MARKS
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
 
 
 def own(scores: Scores, *rest: Any) -> Choice:
-    """The device's choice from scores of the processor."""
+    """The device's choice from CPU scores."""
     there = torch.as_tensor(scores).to(PLACE)
     found = begin(plain_upload(PLACE), there, *rest, *([None] if len(rest) < 5 else [])).cpu()
     token_ids, logprobs, _ = found.numpy()
@@ -41,13 +41,13 @@ def own(scores: Scores, *rest: Any) -> Choice:
 
 
 def sample(scores: Scores, *rest: Any) -> Choice:
-    """Its definition."""
+    """The choice by definition."""
     choice = plain(torch.as_tensor(scores).to(PLACE), *rest)
     return choice._replace(scores=torch.as_tensor(choice.scores).cpu())
 
 
 def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tensor:
-    """Rows flat and steep, with ties, with most tokens forbidden."""
+    """Flat and steep rows, with ties, with most tokens forbidden."""
     vocab = draw.choice([1, 5, 50, 129, 300])
     scores = torch.randn(8, vocab, generator=generator) * torch.rand(8, 1) * 12
     if draw.random() < 0.5:
@@ -58,7 +58,8 @@ def random_scores(draw: random.Random, generator: torch.Generator) -> torch.Tens
 
 
 def check(found: Choice, wanted: Choice) -> int:
-    """How many rows strayed where a sum meets a limit but for its last bits; the others agree."""
+    """The number of rows that differ because a sum equals a limit up to its last bits; all other
+    rows must agree."""
     differs = (found.scores > float("-inf")) != (wanted.scores > float("-inf"))
     same = ~differs.any(dim=1).numpy() & (found.token_ids == wanted.token_ids)
     assert found.logprobs[same] == pytest.approx(wanted.logprobs[same], **CLOSE)
@@ -68,7 +69,7 @@ def check(found: Choice, wanted: Choice) -> int:
 
 @pytest.mark.parametrize("sizes", ["own", "small"])
 def test_kernels_choose_as_the_operators_do(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With small sizes every loop takes several turns, and candidates often have no room."""
+    """With small sizes, every loop has several turns, and candidates often exceed the capacity."""
     if sizes == "small":
         small = {"_PART": 64, "_DRAW_TILE": 64, "_FEW": 32, "_CAPACITY": 20, "_TILE": 32}
         for name, value in small.items():
@@ -93,7 +94,7 @@ def test_ties_are_kept_by_top_k_and_taken_in_order_by_top_p() -> None:
 
 @pytest.mark.parametrize("top_k", [0, 3, 40])
 def test_min_p_keeps_what_the_definition_keeps(top_k: int) -> None:
-    """Also where fewer are left than top_k, near the best and far below it."""
+    """Also if fewer than top_k candidates are left, near the best and far below it."""
     scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)) * 6
     params = [
         SamplingParams(min_p=min_p, top_k=top_k, top_p=0.99, seed=3)
@@ -143,7 +144,7 @@ def test_a_row_is_chosen_alike_in_any_company() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:divide by zero")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
 def test_rows_that_nothing_can_be_chosen_from_are_known(bad: float | None) -> None:
-    """None: nothing is above -inf."""
+    """None: all scores are -inf."""
     scores = torch.randn(6, 300, generator=torch.Generator().manual_seed(6))
     kinds = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
     params = [*kinds, SamplingParams(typical_p=0.5), SamplingParams(do_sample=True), kinds[0]]
@@ -165,7 +166,7 @@ def test_what_is_forbidden_may_be_no_number() -> None:
 
 
 def test_watermarks_and_grammars() -> None:
-    """Both at once, three masks for two rows, one of which has guessed a token."""
+    """Both at once; three masks for two rows, one of which has guessed a token."""
     vocab = 70
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64).int()
     job: Future[torch.Tensor] = Future()
@@ -191,7 +192,7 @@ def test_watermarks_and_grammars() -> None:
 def test_a_step_waits_for_nothing_and_takes_as_many_kernels_for_any_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On `meta` tensors, which refuse to be read."""
+    """On `meta` tensors, which can not be read."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(
         own_sampling, "launch", lambda kernel, *_, **__: counts.update([kernel.__name__])

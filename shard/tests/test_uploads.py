@@ -1,4 +1,4 @@
-"""Small arrays to a device, through a ring of buffers that are not written too early."""
+"""Uploads through a ring of buffers, which are not reused too early."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def test_arrays_arrive_as_they_were_in_one_copy_each_turn() -> None:
             assert tensor.dtype == getattr(torch, array.dtype.name)
             assert np.array_equal(tensor.numpy(), array)
             assert tensor.data_ptr() % 16 == 0 or not tensor.numel()
-    # What two steps send at most: the host waits for no copy that comes behind a step's kernels.
+    # The most uploads of two steps: the host does not wait for a copy behind a step's kernels.
     assert len(made) >= 2 * 12
 
 

@@ -1,6 +1,7 @@
-"""What a shard finds out about itself before it serves: its memory and what its steps cost."""
+"""Warm-up: a shard measures its memory and the times of its steps."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,16 @@ def test_the_ledger_names_everything(engine: Engine, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 2), (1, 3), (4, 60), (64, 400)])
-def test_steps_are_measured_whatever_the_limits(engine: Engine, rows: int, longest: int) -> None:
+def test_steps_are_measured_with_any_limits(engine: Engine, rows: int, longest: int) -> None:
     result = engine.warmup(WarmupLimits(64, rows, max_total_tokens=longest))
     assert 0 < result.prefill_token_ns <= result.decode_step_ns
     assert engine.num_rows_taken == 0
 
 
 class ScriptedSteps:
-    """An engine whose steps take 5 ms, 100 us a token, and 20 ns for each in front of that."""
+    """An engine whose steps take 5 ms, 100 us per token, and 20 ns per preceding token of each."""
 
-    block_size, records_steps = 16, False
+    block_size, records_steps, measures_once = 16, False, True
 
     def step(self, step: StepInput) -> StepOutput:
         result = StepOutput([], [])
@@ -71,8 +72,30 @@ def test_what_is_in_front_of_a_prompt_token_has_its_price(longest: int, context_
     assert costs.token_ns == pytest.approx(100_000, rel=0.01)
 
 
+def test_a_long_step_is_measured_once_unless_it_may_have_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = ScriptedSteps()
+    plain, asked = engine.step, Counter[bool]()
+
+    def step(given: StepInput) -> StepOutput:
+        found = plain(given)
+        asked[bool(given.new_requests)] += 1
+        found.total_ns *= 100
+        return found
+
+    monkeypatch.setattr(engine, "step", step)
+    costs = measure(engine, 4096, 8, 8192)
+    assert costs.token_ns == pytest.approx(10_000_000, rel=0.01)
+    assert asked[True] == 4, "with everything, a prompt, behind others, all rows"
+    asked.clear()
+    engine.measures_once = False
+    assert measure(engine, 4096, 8, 8192) == costs
+    assert asked[True] == 8
+
+
 def test_what_is_recorded_is_measured_as_it_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of all rows is fast when it was asked for four times."""
+    """A step of all rows is fast after four runs."""
     engine, asked = ScriptedSteps(), 0
     engine.records_steps = True
     plain = engine.step
@@ -89,8 +112,8 @@ def test_what_is_recorded_is_measured_as_it_will_be(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
-    """The largest step, by what torch allocates in it: prompt tokens beside rows that decode, with
-    prompt log-probabilities and every way to choose."""
+    """The largest step, by torch's allocations: prompt tokens beside decoding rows, with prompt
+    log-probabilities and all sampling parameters."""
     engine = load_engine(tiny_model_path, max_prefill_tokens=PROMPT)
     driver = Driver(engine)
     sampling = {
@@ -124,5 +147,5 @@ def test_deterministic_is_kept_or_refused(tiny_model_path: Path) -> None:
     # torch multiplies 8 bits where our kernels do not.
     quantized = load_engine(tiny_model_path, dtype="bfloat16", quantize="int8")
     assert quantized.is_deterministic == are_vectors_wide()
-    with pytest.raises(ModelError, match="--deterministic can not be kept"):
+    with pytest.raises(ModelError, match="--deterministic is not supported"):
         load_engine(tiny_model_path, dtype="float16", deterministic=True)

@@ -1,4 +1,4 @@
-"""Weights come to a device as they are in the checkpoint, by plain copies and through buffers."""
+"""Loading of weights from a checkpoint, by plain copies and through buffers."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device
 
-# q, k and v; a matrix that stacks two projections; one that is split by its inputs; vectors.
+# q, k and v; a matrix of two stacked projections; one split by its inputs; vectors.
 SHAPES = {
     "q": (24, 20),
     "k": (8, 20),
@@ -43,7 +43,7 @@ HEADS = {"q": 24, "k": 8, "v": 8}
 
 
 class LateBuffer:
-    """What was sent is copied when somebody waits for it, and not earlier."""
+    """A buffer that copies only when it is waited for."""
 
     def __init__(self, nbytes: int) -> None:
         self.memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -66,7 +66,7 @@ class LateBuffer:
 
 
 class StagingDevice(TorchDevice):
-    """Loads as a GPU does, into memory of the host."""
+    """A device that loads like a GPU, into host memory."""
 
     make_buffer: Callable[[int], LateBuffer] = LateBuffer
     buffer_bytes = 1000
@@ -79,7 +79,7 @@ class StagingDevice(TorchDevice):
 
 @pytest.fixture(autouse=True)
 def none_remains() -> Iterator[None]:
-    """No thread that copies; and in later threads torch computes with as many as before."""
+    """No copying thread is left, and torch's number of threads is restored for later threads."""
     count = num_torch_threads()
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
@@ -103,8 +103,8 @@ def write(folder: Path, dtype: torch.dtype, num_files: int = 3) -> None:
 
 
 def loaded(device: Device, rank: int, size: int, folder: Path) -> dict[str, Tensor]:
-    """Everything that a model could ask for, as the layers of a rank get it. The inputs of `down`
-    are filled up where they can not be divided."""
+    """All weights of a model, as the layers of a rank load them. The inputs of `down` are padded if
+    they can not be divided."""
     parameters = Parameters(device)
     found: dict[str, Tensor] = {}
 
@@ -152,7 +152,7 @@ def test_through_buffers_every_bit_is_as_by_plain_copies(
     buffer_bytes: int,
     tmp_path: Path,
 ) -> None:
-    """Rows larger than a buffer too; and no buffer is filled before what it held has gone."""
+    """Also rows larger than a buffer; no buffer is filled before its last copy is complete."""
     write(tmp_path, stored)
     plain = loaded(reference_device(dtype=kept), *rank, tmp_path)
     device = reference_device(StagingDevice, kept)
@@ -163,7 +163,7 @@ def test_through_buffers_every_bit_is_as_by_plain_copies(
     for name, tensor in plain.items():
         assert tensor.dtype == staged[name].dtype == kept
         assert torch.equal(tensor, staged[name]), name
-    # What the parts of the last ranks are filled up with is not copied.
+    # The padding of the last ranks' parts is not copied.
     size = sum(int(tensor.count_nonzero()) * kept.itemsize for tensor in staged.values())
     assert sum(buffer.num_sent for buffer in device.buffers) >= size / buffer_bytes
 
@@ -186,7 +186,7 @@ def test_a_matrix_is_never_held_in_the_type_of_the_checkpoint(tmp_path: Path) ->
 
 
 def test_a_model_that_was_staged_answers_the_same(checkpoint: Callable[[str], Path]) -> None:
-    """Tied heads, fused projections, biases: all that happens after the last copy."""
+    """Tied heads, fused projections, biases: everything that happens after the last copy."""
     path, found = checkpoint("llama-bias"), []
     for kind in (TorchDevice, StagingDevice):
         driver = Driver(load_engine(path, device=reference_device(kind)))
@@ -197,7 +197,7 @@ def test_a_model_that_was_staged_answers_the_same(checkpoint: Callable[[str], Pa
 
 
 class FailingBuffer(LateBuffer):
-    """The third copy through it fails."""
+    """A buffer whose third copy fails."""
 
     def send(self, staged: Tensor, target: Tensor) -> None:
         super().send(staged, target)
@@ -337,7 +337,7 @@ def test_a_gpu_gets_the_same_bits_both_ways(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> None:
-    """A matrix of several buffers. Pinned memory is given back."""
+    """A matrix of several buffers. Pinned memory is released."""
     big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
     save_file({"big": big}, tmp_path / "model.safetensors")
     device = open_device("cuda", DeviceOptions(dtype, "float32"))
@@ -351,7 +351,7 @@ def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> Non
     torch.cuda.reset_peak_memory_stats()
     before, pinned = torch.cuda.memory_allocated(), pinned_bytes()
     parameters.load(tmp_path)
-    # The allocator takes memory in units of 2 MiB.
+    # The allocator allocates in units of 2 MiB.
     assert torch.cuda.max_memory_allocated() - before <= found[0].nbytes + 2**21
     assert torch.equal(found[0].cpu(), big.to(device.dtype))
     assert pinned_bytes() <= pinned
@@ -360,7 +360,7 @@ def test_a_gpu_holds_no_more_than_the_weights(dtype: str, tmp_path: Path) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_gpu_quantises_what_the_checkpoint_holds(quantize: str, tmp_path: Path) -> None:
-    """In its own type, a matrix at a time; what that took beside the result is free again."""
+    """In the checkpoint's dtype, one matrix at a time; temporary memory is released."""
     big = torch.randn(12_000, 4096, generator=torch.Generator().manual_seed(1))
     save_file({"big": big}, tmp_path / "model.safetensors")
     device = open_device("cuda", DeviceOptions(None, "float32", quantize))
@@ -376,12 +376,12 @@ def test_a_gpu_quantises_what_the_checkpoint_holds(quantize: str, tmp_path: Path
     before = torch.cuda.memory_allocated()
     parameters.load(tmp_path)
     assert found[0].kind == quantize
-    # Some copies in float32 of a part of 2 ** 22 numbers.
+    # Some float32 copies of a part of 2 ** 22 numbers.
     most = big.nbytes + found[0].nbytes + 20 * 4 * 2**22
     assert torch.cuda.max_memory_allocated() - before <= most
     assert torch.cuda.memory_allocated() - before <= found[0].nbytes + 2**21
 
 
 def pinned_bytes() -> int:
-    """Of the host, by torch."""
+    """Pinned host memory allocated by torch."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))

@@ -1,10 +1,10 @@
-"""Writes down the code of kernels: a process of its own, since numba compiles for one processor in
-each.
+"""Writes the code of kernels to files. A separate process, because numba compiles for one processor
+per process.
 
-`python -m shard.tests.written_code TRIPLE FOLDER DTYPE [NAME ...]`: of the kernels for models of a
-type, those with these names, or all; NAME.ll in LLVM's language and NAME.s in the processor's. All
-is compiled as on machines of the kind TRIPLE, and may not run here. Fails if code calls what there
-is not. Prints how many functions were written.
+`python -m shard.tests.written_code TRIPLE FOLDER DTYPE [NAME ...]`: the kernels for models of this
+dtype with these names, or all; NAME.ll has LLVM IR and NAME.s assembly. Code is compiled for
+TRIPLE, and may not run here. Fails if code calls a missing function. Prints the number of
+functions.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llvmlite import binding
 
-# Where a function begins; and of ARM, what is called, with or without coming back.
+# Beginnings of functions; and on ARM, calls and tail calls.
 _DEFINED = re.compile(r"^([\w.$]+):", re.MULTILINE)
 _CALLED = re.compile(r"^\s+bl?\s+([A-Za-z_][\w.$]*)$", re.MULTILINE)
 
@@ -23,14 +23,14 @@ def main(triple: str, folder: str, dtype: str, names: Sequence[str]) -> None:
     """See above."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    # Whom numba asks what it compiles for.
+    # Where numba looks up its target.
     binding.get_process_triple = lambda: triple
     import torch
     from numba.np.ufunc.parallel import _launch_threads
     from text_generation_shard.device.cpu.kernels import compile, processor
 
     assert processor.target()[0] == triple
-    # What loops in threads call is known from then on.
+    # From here on, functions called by parallel loops are declared.
     _launch_threads()
     count = 0
     for kernel in compile._kernels(compile.Wanted(getattr(torch, dtype), None, True, True)):

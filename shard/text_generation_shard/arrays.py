@@ -1,7 +1,6 @@
-"""The numbers that the host keeps and counts with.
+"""Types of arrays on the host.
 
-In numpy: between two passes, when nothing of it is in the caches any more, an operation on a few of
-them costs a fifth of what it costs torch.
+The host computes in numpy: on small arrays its operations are faster than torch's.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +22,8 @@ Upload = Callable[[Sequence[Array]], Sequence[Tensor]]
 
 
 def plain_upload(device: torch.device) -> Upload:
-    """One copy after another, each of which is waited for; none to the processor."""
+    """An upload by synchronous copies; on the CPU without copies."""
     if device.type == "cpu":
-        # What leaves arrays where they are still takes time.
+        # `to` would take time even without a copy.
         return lambda arrays: [torch.from_numpy(array) for array in arrays]
     return lambda arrays: [torch.from_numpy(array).to(device) for array in arrays]

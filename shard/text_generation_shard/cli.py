@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from text_generation_process.defaults import LOGGER_LEVEL
 from text_generation_process.descriptors import Output, raise_file_limit
 
 from text_generation_shard import logs
@@ -19,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; what the user can mend is one ERROR line and exit code 1, and that another
-    shard has failed one and exit code 3."""
+    """Run the command. Errors that the user can fix are one ERROR line and exit code 1; the failure
+    of another shard is one ERROR line and exit code 3."""
     arguments = build_parser().parse_args(argv)
     raise_file_limit()
     output = logs.set_up(arguments.logger_level, arguments.json_output)
@@ -64,28 +65,29 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--watermark-delta", type=float, default=ShardConfig.watermark_delta)
     serve.add_argument("--deterministic", action="store_true")
     serve.add_argument("--enable-reflection", action="store_true")
+    serve.add_argument("--otlp-endpoint")
+    serve.add_argument("--otlp-service-name", default=ShardConfig.otlp_service_name)
     download = commands.add_parser("download-weights", help="bring a model to this machine")
     download.add_argument("model_id", help="hub id or local directory")
     download.add_argument("--revision", help="branch, tag, commit or refs/pr/N")
     download.add_argument("--huggingface-hub-cache", type=Path)
     for command in (serve, download):
-        command.add_argument("--logger-level", default="INFO", type=str.upper)
+        command.add_argument("--logger-level", default=LOGGER_LEVEL, type=str.upper)
         command.add_argument("--json-output", action="store_true")
     return parser
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """Numbers with commas between; of 0 alone none."""
+    """Comma-separated numbers; "0" means none."""
     return tuple(int(item) for item in text.split(",") if item != "0")
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    # Compiled kernels are read at the next start, and run: nobody else may have written them.
+    # Compiled kernels are loaded and run at the next start: no other user may write them.
     os.umask(os.umask(0o022) | 0o022)
     prepare_process(os.environ, arguments.rank, arguments.world_size, arguments.device)
-    # Importing torch takes seconds; `--help` and downloads do without. It makes half a million
-    # objects that stay: looked through again and again for garbage among them, a third of a second
-    # more until the server is ready, and 60 ms in the middle of some step.
+    # Importing torch takes seconds, which `--help` and downloads save. Its many permanent objects
+    # are kept out of garbage collection, which would slow the start and pause steps.
     gc.disable()
     from text_generation_shard.server import serve
 
@@ -100,7 +102,7 @@ def _download(arguments: argparse.Namespace, output: Output) -> int:
 
     path = resolve_model(arguments.model_id, arguments.revision, arguments.huggingface_hub_cache)
     output.write(json.dumps({"model_path": str(path)}), is_needed=True)
-    output.flush(None)  # who asked may be stopped, and goes on with it later
+    output.flush(None)  # the reader may be suspended and read later
     return 0
 
 

@@ -1,30 +1,31 @@
-"""Errors a person can mend; the message is the one sentence they read."""
+"""Errors that a user can fix; the message is the one sentence the user reads."""
 
 
 class ModelError(ValueError):
-    """The model can not be served: says what is wrong with it, what was expected, what to do."""
+    """The model can not be served; the message says what is wrong, what was expected, what to
+    do."""
 
 
 class BatchError(ValueError):
-    """A call named a batch or request the shard does not have, or asked for more than it has."""
+    """A call names an unknown batch or request, or exceeds what the shard has."""
 
 
 class OwnError(BatchError):
-    """The same for a reason that this rank has and others may not have: it can not compute what
-    they do, and has to say so. Of any other BatchError all ranks have the same."""
+    """A BatchError of this rank that other ranks may not have: this rank must report it to them.
+    Any other BatchError occurs on all ranks alike."""
 
 
 class RankError(RuntimeError):
-    """Another shard did not come, or has given up: the message names it. What the ranks computed
-    together in this message is lost."""
+    """Another shard is lost or has failed; the message names it. The results of the current
+    message are lost."""
 
     def __init__(self, sentence: str, is_final: bool) -> None:
         super().__init__(sentence)
         self.is_final = is_final
-        """Whether this rank can not go on: another one did not come within the step deadline, is
-        gone, or this process is stopping. False: another rank has given up this message only, and
-        the next one can be computed."""
+        """Whether this rank must end: another one missed the step deadline or has ended, or this
+        process is stopping. False: another rank failed this message only, and the next one can be
+        computed."""
 
 
 OTHER_RANK_FAILED = 3
-"""Exit code of a shard that has ended because another one did."""
+"""Exit code of a shard that ends because another one failed."""

@@ -1,4 +1,4 @@
-"""The one door through which a failed call leaves the shard."""
+"""Turns the exceptions of calls into gRPC errors."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -20,8 +20,8 @@ else:
 
 
 class ExceptionInterceptor(_Interceptor):
-    """Turns exceptions into INTERNAL with the exception's text. After an error that leaves the
-    device unusable, `on_fatal` is called so that the process ends instead of limping on."""
+    """Turns exceptions into INTERNAL with the exception's text. Calls `on_fatal` after an error
+    that leaves the device unusable."""
 
     def __init__(self, on_fatal: Callable[[], None]) -> None:
         self._on_fatal = on_fatal
@@ -31,7 +31,7 @@ class ExceptionInterceptor(_Interceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap calls of both kinds that there are: unary, and streams both ways."""
+        """Wrap a call: unary, or a stream in both directions."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -61,10 +61,10 @@ class ExceptionInterceptor(_Interceptor):
 
     async def _fail(self, method: str, error: Exception, context: Any) -> None:
         if isinstance(error, BatchError | ModelError):
-            # The caller reports it as an error; one ERROR line for one failure.
+            # The router logs it as an error: one ERROR line per failure.
             logger.warning("%s: %s", method, error)
         elif isinstance(error, RankError):
-            # The rank that has failed says why; one that can not go on ends, and says so then.
+            # The failed rank logs the reason; `on_final` logs a final error.
             if not error.is_final:
                 logger.warning("%s: %s", method, error)
         else:
@@ -75,7 +75,7 @@ class ExceptionInterceptor(_Interceptor):
 
 
 def _is_fatal(error: Exception) -> bool:
-    """A CUDA error other than lack of memory poisons the context: nothing after it can work."""
+    """A CUDA error other than lack of memory makes the CUDA context unusable."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return False

@@ -1,4 +1,4 @@
-"""How the processes of several ranks find each other, and who is missing while they load."""
+"""Connects the processes of several ranks, and detects lost ranks while they load."""
 
 import json
 import socket
@@ -19,39 +19,38 @@ from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.parallel import Collectives
 
 JOIN_S: Final = 10.0
-"""How long a rank is waited for that has not come yet, and the first operation of all ranks."""
-# Seconds between two signs of life, at most, and between two looks at what all wait for.
+"""How long to wait for a rank's arrival, and for the first operation of all ranks."""
+# Most seconds between two heartbeats, and the interval of reads from the store.
 _BEAT_S = 1.0
 _LOOK_S = 0.02
-# How long a rank that ends because of an error waits until the others know.
+# How long a failed rank waits until the other ranks have read its error.
 _LAST_WORDS_S = 1.0
 # Longer than a process takes to end.
 _NEVER = timedelta(hours=1)
-# Of a rank's settings, what may be its own.
+# Settings that may differ between ranks.
 _OWN_SETTINGS = {"rank", "master_addr", "enable_reflection"}
 
 
 class Meeting:
-    """Owns this rank's connection to what all ranks write and read, which rank 0 keeps, and a
-    thread that shows the others that this rank lives, until `close`.
+    """Owns this rank's connection to rank 0's key-value store, and a thread that sends heartbeats
+    until `close`.
 
-    RankError, which is final: another rank has not come within JOIN_S, has shown no sign of life
-    for the step deadline, or has failed. It names that rank.
+    Raises a final RankError, which names a rank, if that rank has not arrived within JOIN_S, has
+    sent no heartbeat within the step deadline, or has failed.
     """
 
     def __init__(self, store: TCPStore, config: ShardConfig, within_s: float = JOIN_S) -> None:
-        """The store is this object's alone. within_s: how long a rank is waited for that has not
-        come yet."""
+        """The store is used by this object only. within_s: how long to wait for arrivals."""
         self.rank, self.size = config.rank, config.world_size
-        self.address, self.deadline_s = config.master_addr, config.step_deadline
+        self.address, self.deadline_s = config.master_addr, config.starting_deadline_s
         self._store, self._within_s = store, within_s
         self._place = f"{config.master_addr}:{config.master_port}"
         self._changed = threading.Condition()
         now = time.monotonic()
         self._answered, self._noted = now, now
-        # Of each rank: how many signs of life it has given, and when the last was new.
+        # Per rank: the count of its heartbeats, and the time of the last one.
         self._signs, self._heard = [0] * self.size, [now] * self.size
-        # What all ranks give now, and all that they gave.
+        # The name of the value that is gathered, and the values of all ranks; empty: incomplete.
         self._wanted: str | None = None
         self._found: list[str] = []
         self._asked: list[Callable[[], None]] = []
@@ -64,8 +63,8 @@ class Meeting:
     def join(
         cls, config: ShardConfig, device: str, dtype: str, within_s: float = JOIN_S
     ) -> "Meeting":
-        """The meeting of all ranks of a launch; device and dtype are what this one computes with.
-        ModelError if two ranks differ in what all must have alike, or if rank 0 can not listen."""
+        """Meet all ranks of a launch. ModelError if the settings, device or dtype of two ranks
+        differ, or if rank 0 can not listen."""
         connect = _host if config.rank == 0 else _find
         meeting = cls(connect(config, within_s), config, within_s)
         facts = facts_of(config, device, dtype)
@@ -85,12 +84,12 @@ class Meeting:
 
     @property
     def store(self) -> Store:
-        """For torch.distributed, of a connection of its own."""
+        """A store for torch.distributed, with its own connection."""
         return PrefixStore("torch", self._store.clone())  # type: ignore[attr-defined]
 
     def gather(self, what: str, value: str) -> list[str]:
-        """What all ranks give, in the order of ranks; each `what` is asked once. From one
-        thread."""
+        """Publish a value, and wait for those of all ranks, in rank order. Each `what` is used
+        once. From one thread."""
         with self._changed:
             self._asked.append(lambda: self._store.set(f"{what}/{self.rank}", value))
             self._wanted, self._found = what, []
@@ -98,7 +97,7 @@ class Meeting:
         sentence = ""
         while not sentence:
             with self._changed:
-                if found := self._answer():
+                if found := self._found:
                     self._wanted = None
                     return found
                 if not (sentence := self._reason(what)):
@@ -108,31 +107,30 @@ class Meeting:
         raise RankError(sentence, is_final=True)
 
     def all_here(self, what: str) -> None:
-        """Wait until all ranks call this, however long it takes each that shows that it lives."""
+        """Wait until all ranks call this, without limit while they send heartbeats."""
         self.gather(what, "")
 
     def fail(self, sentence: str) -> None:
-        """Tell the others that this rank can not go on, and why; they know when this returns, or
-        will not. It raises nothing."""
+        """Report to the other ranks that this rank has failed, and wait a moment until they have
+        read it. Raises nothing."""
         self._announce(f"shard {self.rank} has failed: {sentence}")
 
     def close(self) -> None:
-        """All have loaded: from here on no sign of life is given, nor missed. `store` goes on for
-        as long as rank 0 has this object. Rank 0 waits until all have closed, for a while: others
-        may still read what all gave."""
+        """End the heartbeats. `store` works as long as rank 0 keeps this object. Rank 0 waits a
+        moment until all have closed, as other ranks may still read values."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        # A thread that comes back from torch while Python ends would abort this process.
+        # A thread that returns from torch while Python exits would abort this process.
         self._thread.join(2 * _LAST_WORDS_S)
 
     def _come(self) -> None:
-        """ModelError if a process has come as this rank already."""
+        """Register; ModelError if another process has registered as this rank."""
         found: list[int] = []
         with self._changed:
             self._asked.append(lambda: found.append(self._store.add(f"came/{self.rank}", 1)))
             self._changed.notify_all()
-            # Why there may be no answer, the first `gather` says.
+            # If there is no answer, the first `gather` reports why.
             self._changed.wait_for(lambda: bool(found or self._failure), self._within_s)
         if found and found[0] > 1:
             raise ModelError(
@@ -140,12 +138,8 @@ class Meeting:
                 "the port; give each server its own --master-port"
             )
 
-    def _answer(self) -> list[str]:
-        """What all gave; empty: not all have."""
-        return self._found
-
     def _reason(self, what: str) -> str:
-        """Why this rank can not wait any longer; empty: it can."""
+        """Why this rank must stop waiting; empty: it can wait."""
         now = self._now()
         if self._failure:
             return self._failure
@@ -164,7 +158,8 @@ class Meeting:
         return ""
 
     def _now(self) -> float:
-        """The time. While this process stood still itself, it has missed no sign of others."""
+        """The current time. If this process was suspended, shifts the times of other ranks'
+        heartbeats by that gap."""
         now = time.monotonic()
         gap, self._noted = now - self._noted, now
         if gap > _BEAT_S:
@@ -173,24 +168,24 @@ class Meeting:
         return now
 
     def _announce(self, sentence: str) -> None:
-        """Have all others end with this sentence, unless there is one already. Rank 0 waits until
-        they have read it: with its process, all is gone."""
+        """Publish this error unless there is one already. Rank 0 waits until the other ranks have
+        read it, because the store ends with its process."""
         done = threading.Event()
 
-        def tell() -> None:
+        def publish() -> None:
             said = self._store.compare_set("failed", "", sentence).decode()
             self._failure = self._failure or said
             self._linger("read", self.size - 1)
             done.set()
 
         with self._changed:
-            self._asked.append(tell)
+            self._asked.append(publish)
             self._changed.notify_all()
         if self._thread.is_alive():
             done.wait(2 * _LAST_WORDS_S)
 
     def _linger(self, name: str, count: int) -> None:
-        """Rank 0 waits until so many have said a thing, or for a while."""
+        """Rank 0 waits until a counter reaches `count`, at most for _LAST_WORDS_S."""
         end = time.monotonic() + _LAST_WORDS_S
         while self.rank == 0 and time.monotonic() < end:
             if self._store.add(name, 0) >= count:
@@ -227,7 +222,7 @@ class Meeting:
                 self._changed.notify_all()
 
     def _beat(self) -> None:
-        """Show that this rank lives, and see who else does."""
+        """Send a heartbeat, and read those of the other ranks."""
         self._store.add(f"alive/{self.rank}", 1)
         for rank in range(self.size):
             signs = self._store.add(f"alive/{rank}", 0)
@@ -235,7 +230,7 @@ class Meeting:
                 self._signs[rank], self._heard[rank] = signs, time.monotonic()
 
     def _look(self, wanted: str | None) -> None:
-        """See what all have given, and whether one has failed."""
+        """Read the gathered values, and whether a rank has failed."""
         if wanted is not None:
             names = [f"{wanted}/{rank}" for rank in range(self.size)]
             if self._store.check(names):
@@ -249,11 +244,11 @@ class Meeting:
 
 
 def _host(config: ShardConfig, within_s: float) -> TCPStore:
-    """What rank 0 keeps for all; others can come through this address alone."""
+    """Rank 0's store, which listens on this address only."""
     address, port = config.master_addr, config.master_port
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-        # Where a name has addresses of both versions, that of version 4.
+        # Prefers an IPv4 address.
         family, *_, place = min(found, key=lambda one: one[0])
         listener = socket.create_server(place[:2], family=family)
     except OSError as error:
@@ -266,11 +261,11 @@ def _host(config: ShardConfig, within_s: float) -> TCPStore:
 
 
 def _find(config: ShardConfig, within_s: float) -> TCPStore:
-    """The connection of another rank to what rank 0 keeps."""
+    """The connection of another rank to rank 0's store."""
     address, port = config.master_addr, config.master_port
     end, is_there = time.monotonic() + within_s, False
     while not is_there and time.monotonic() < end:
-        # torch would try seldom, and log each time.
+        # torch itself would retry rarely, and log each time.
         with suppress(OSError), socket.create_connection((address, port), timeout=within_s):
             is_there = True
         if not is_there:
@@ -281,14 +276,14 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
         with suppress(DistError):
             stores.append(TCPStore(address, port, None, False, _NEVER, False))
 
-    # What listens there may be something else, which does not answer: torch waits for it, whatever
-    # its timeout is. This process ends then; that thread must not come back to Python meanwhile.
+    # If another program listens there and does not answer, torch ignores its timeout. Then this
+    # process ends, and the thread must not return to Python meanwhile.
     thread = threading.Thread(target=connect, name="join", daemon=True)
     if is_there:
         thread.start()
         thread.join(max(1.0, end - time.monotonic()))
     if not stores:
-        who = "another program listens there" if is_there else "nobody listens there"
+        who = "another program listens there" if is_there else "no program listens there"
         raise RankError(
             f"shard 0 was not found at {address}:{port} within {within_s:g} s ({who}): see what it "
             "logged, or choose another --master-port",
@@ -298,7 +293,7 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
 
 
 def facts_of(config: ShardConfig, device: str, dtype: str) -> dict[str, str]:
-    """What all ranks must have alike, by its name."""
+    """Settings, versions, device and dtype, which must be equal on all ranks, by name."""
     settings = {
         f"--{name.replace('_', '-')}": str(getattr(config, name))
         for name in ShardConfig.__dataclass_fields__
@@ -309,7 +304,7 @@ def facts_of(config: ShardConfig, device: str, dtype: str) -> dict[str, str]:
 
 
 def difference(facts: Sequence[Mapping[str, str]]) -> str:
-    """The first thing in which a rank is unlike rank 0, as a sentence; empty: none is."""
+    """The first difference between a rank and rank 0, as a sentence; empty: none."""
     for rank, own in enumerate(facts):
         for name, value in facts[0].items():
             if own.get(name) == value:
@@ -318,7 +313,7 @@ def difference(facts: Sequence[Mapping[str, str]]) -> str:
                 remedy = "install one version for both"
                 return f"shard {rank} runs {name} {own.get(name)}, shard 0 {value}: {remedy}"
             if name in ("device", "dtype"):
-                remedy = f"start all shards with one --{name}, on machines alike"
+                remedy = f"start all shards with one --{name}, on machines of one kind"
             else:
                 remedy = "start all shards with the same"
             return f"shard {rank} has {name} {own.get(name)}, shard 0 has {value}: {remedy}"
@@ -326,7 +321,7 @@ def difference(facts: Sequence[Mapping[str, str]]) -> str:
 
 
 def try_out(collectives: Collectives, meeting: Meeting, device: str = "cpu") -> None:
-    """The first operation of all ranks, whose result is known. ModelError if it is another."""
+    """Test the collectives with a sum of known result. ModelError if the result is wrong."""
     collectives.begin(0)
     numbers = torch.full((64,), meeting.rank + 1.0, device=device)
     found = collectives.all_reduce(numbers).tolist()
@@ -334,5 +329,5 @@ def try_out(collectives: Collectives, meeting: Meeting, device: str = "cpu") -> 
     if found != [expected] * len(found):
         raise ModelError(
             f"{meeting.size} shards added their numbers by {collectives.name}, and shard "
-            f"{meeting.rank} has {found[0]:g} for {expected:g}: what connects them is not reliable"
+            f"{meeting.rank} has {found[0]:g} for {expected:g}: their connection is not reliable"
         )

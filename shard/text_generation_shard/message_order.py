@@ -1,4 +1,4 @@
-"""In which order messages are carried out where there are several ranks: that of their numbers."""
+"""The order of messages to several ranks: that of their numbers."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,9 +10,9 @@ class Turn(NamedTuple):
     """A message whose turn it is."""
 
     number: int
-    # The first message before it that did not come, and is not waited for; 0: all came.
+    # The first missing message before it, which is no longer awaited; 0: none is missing.
     missing: int = 0
-    # It can do without what is missing.
+    # It does not need the missing messages.
     may_skip: bool = False
 
 
@@ -22,39 +22,40 @@ class _Taken:
 
     may_skip: bool
     is_ready: bool = False
-    # Nobody waits any longer for what is missing before it.
+    # Missing messages before it are no longer awaited.
     is_late: bool = False
 
 
 class MessageOrder:
-    """Owns which messages have come, and which had their turn. Decides, and does nothing.
+    """Owns which messages arrived, and which had their turn. It only decides.
 
-    Promises: turns come in the order of numbers, each number once. A message waits for those
-    before it, unless one is missing and there is one that may do without it, or is late.
+    Turns follow the numbers, each number once. A message waits for those before it, until a
+    message that may skip them has arrived, or one is late.
     """
 
     def __init__(self) -> None:
         self.last = 0
-        """Number of the last message that had its turn."""
+        """The number of the last message that had its turn."""
         self._taken: dict[int, _Taken] = {}
 
     def take(self, number: int, may_skip: bool) -> None:
-        """A message has come; BatchError if its number can not have a turn any more. `may_skip`: it
-        stands on nothing that was before."""
+        """Register a message that arrived; BatchError if its number is too low or a duplicate.
+        `may_skip`: it needs no earlier message."""
         if number <= self.last or number in self._taken:
             newest = max(self._taken, default=self.last)
             raise BatchError(
                 f"message {number} came again or too late: message {newest} was taken already; "
-                "messages to several shards are numbered, each one more than the one before"
+                "messages to several shards have consecutive numbers"
             )
         self._taken[number] = _Taken(may_skip)
 
     def set_ready(self, number: int) -> None:
-        """What must be prepared before its turn is prepared."""
+        """The message is prepared and can have its turn."""
         self._taken[number].is_ready = True
 
     def missing(self, number: int) -> int:
-        """The first message before this one that has not come; 0: all have, or it had its turn."""
+        """The first message before this one that has not arrived; 0: none is missing, or this one
+        had its turn."""
         if number in self._taken:
             for other in range(self.last + 1, number):
                 if other not in self._taken:
@@ -62,11 +63,11 @@ class MessageOrder:
         return 0
 
     def set_late(self, number: int) -> None:
-        """What is missing before it is not waited for any longer."""
+        """Stop waiting for the messages missing before it."""
         self._taken[number].is_late = True
 
     def due(self) -> Turn | None:
-        """The next message, if it is its turn; it has it now."""
+        """Give the next message its turn; None: it must wait."""
         number = min(self._taken, default=0)
         if not number or not self._taken[number].is_ready:
             return None

@@ -1,4 +1,4 @@
-"""Messages on their way to the device thread: in the order of arrival, or of their numbers."""
+"""The queue to the device thread: messages in order of arrival, or of their numbers."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,25 +20,21 @@ def _nothing() -> None:
 
 
 class Messages:
-    """Carries out messages in the device thread. Used from one event loop.
-
-    One rank takes them as they arrive. Of several each takes them in the order of their numbers,
-    and carries out what it took, whether anybody still waits for it or not: the others do, too.
-    """
+    """Carries out messages in the device thread, in order of arrival. Used from one event loop."""
 
     def __init__(self, device_thread: ThreadPoolExecutor) -> None:
         self.device_thread = device_thread
         self.last_number = 0
-        """Of the messages taken."""
+        """The highest number taken."""
 
     def take(self, number: int, may_skip: bool = False) -> None:
-        """A message has arrived; `run` or `give_up` follows. may_skip: it forgets what was before,
-        and needs nothing of it. BatchError if it can not be taken."""
+        """Register a message; `run` or `abandon` must follow. may_skip: it resets all state, so it
+        needs no earlier message. BatchError if the number is invalid."""
         if number:
             self.last_number = number
 
-    def give_up(self, number: int, error: BaseException) -> None:
-        """A message can not be carried out: that is an error in its turn, too."""
+    def abandon(self, number: int, error: BaseException) -> None:
+        """Fail a message that was taken and could not be prepared; it still has its turn."""
 
     def run(
         self,
@@ -47,12 +43,12 @@ class Messages:
         is_ahead: bool = False,
         undo: Callable[[], None] = _nothing,
     ) -> "asyncio.Future[_T]":
-        """What `work` answers in the device thread. With several ranks, `is_ahead`: see Ranks;
-        `undo` follows where the message fails, on this rank or another."""
+        """The result of `work`, computed in the device thread. With several ranks, `is_ahead`: see
+        Ranks; `undo` runs if the message fails on this rank or another."""
         return asyncio.get_running_loop().run_in_executor(self.device_thread, work)
 
     def close(self) -> None:
-        """Nothing is waited for any longer."""
+        """Cancel the messages that have not begun."""
 
 
 @dataclass(slots=True)
@@ -60,7 +56,7 @@ class _Waiting:
     """A message that was taken."""
 
     answer: "asyncio.Future[Any]"
-    # When it is late, if it waits for another one.
+    # Fires when an earlier message has been missing for too long.
     timer: asyncio.TimerHandle | None = None
     work: _Work = _nothing
     is_ahead: bool = False
@@ -68,7 +64,11 @@ class _Waiting:
 
 
 class NumberedMessages(Messages):
-    """Those of one of several ranks."""
+    """Messages to one of several ranks, in the order of their numbers.
+
+    Each message that was taken is carried out, even if its call was cancelled: the other ranks
+    carry it out, too.
+    """
 
     def __init__(
         self,
@@ -78,9 +78,8 @@ class NumberedMessages(Messages):
         on_gap: Callable[[], None],
         on_final: Callable[[RankError], None],
     ) -> None:
-        """A message that is missing is waited for as long as `deadline_s`. `on_gap` is called in
-        the device thread where messages are passed over, `on_final` in the event loop when this
-        rank can not go on without another."""
+        """A missing message is awaited for `deadline_s`. `on_gap` is called in the device thread
+        when messages are skipped, `on_final` in the event loop when another rank is lost."""
         super().__init__(device_thread)
         self._ranks, self._deadline_s = ranks, deadline_s
         self._on_gap, self._on_final = on_gap, on_final
@@ -99,15 +98,15 @@ class NumberedMessages(Messages):
         loop = asyncio.get_running_loop()
         waiting = self._waiting[number] = _Waiting(loop.create_future())
         if self._order.missing(number) and not may_skip:
-            waiting.timer = loop.call_later(self._deadline_s, self._be_late, number)
+            waiting.timer = loop.call_later(self._deadline_s, self._expire, number)
 
-    def give_up(self, number: int, error: BaseException) -> None:
+    def abandon(self, number: int, error: BaseException) -> None:
         """See Messages."""
 
         def fail() -> None:
-            raise OwnError(f"message {number} was given up: {error or type(error).__name__}")
+            raise OwnError(f"message {number} failed early: {error or type(error).__name__}")
 
-        # Nobody waits for its answer.
+        # Its answer is not awaited.
         self.run(number, fail).cancel()
 
     def run(
@@ -132,13 +131,13 @@ class NumberedMessages(Messages):
             waiting.answer.cancel()
         self._waiting.clear()
 
-    def _be_late(self, number: int) -> None:
+    def _expire(self, number: int) -> None:
         if self._order.missing(number):
             self._order.set_late(number)
             self._begin_due()
 
     def _begin_due(self) -> None:
-        """Hand over those whose turn it is: the device thread keeps their order."""
+        """Submit the messages whose turn it is; the device thread keeps their order."""
         loop = asyncio.get_running_loop()
         while (turn := self._order.due()) is not None:
             waiting = self._waiting.pop(turn.number)
@@ -151,7 +150,7 @@ class NumberedMessages(Messages):
         """In the device thread."""
         work = waiting.work
         if turn.missing:
-            self._ranks.pass_over(turn.missing, turn.number)
+            self._ranks.skip(turn.missing, turn.number)
             self._on_gap()
             if not turn.may_skip:
                 work = partial(_refuse, turn, self._deadline_s)
@@ -178,5 +177,5 @@ class NumberedMessages(Messages):
 def _refuse(turn: Turn, deadline_s: float) -> None:
     raise OwnError(
         f"message {turn.number} came, but message {turn.missing} before it did not come within "
-        f"{deadline_s:g} s: this shard can not know what the others have computed"
+        f"{deadline_s:g} s: this shard does not know what the other shards have computed"
     )

@@ -1,4 +1,4 @@
-"""The shards of one model: what they tell each other while they compute."""
+"""The ranks of one model, and the operations with which they exchange tensors."""
 
 from typing import Protocol
 
@@ -8,40 +8,43 @@ from text_generation_shard.arrays import Ints
 
 
 class Collectives(Protocol):
-    """What ranks compute together.
+    """Operations of all ranks together.
 
     All ranks call the same operations in the same order, with tensors of the same shapes, in their
-    device threads. Each operation raises RankError, which names a rank, if that one does not come
-    within the step deadline, has given up, or if this process is to stop.
+    device threads. An operation raises RankError, which names a rank, if that rank misses the step
+    deadline or has failed the message, or if this process stops.
     """
 
-    # As the log and /info call it.
+    # Shown in the log and /info.
     name: str
 
+    def wait_at_most(self, seconds: float) -> float:
+        """Set the deadline for other ranks; returns the deadline in force, which some
+        implementations can not change."""
+
     def begin(self, number: int) -> None:
-        """The operations from here on belong to the message of this number. What an earlier message
-        has left undone, because it failed, is forgotten."""
+        """Later operations belong to this message. Unfinished operations of an earlier message,
+        which has failed, are dropped."""
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of all ranks' tensors, added in float32 in the order of ranks; `partial` may be
         overwritten."""
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """All ranks' tensors [..., N] of one shape, side by side: [..., size * N]."""
+        """All ranks' tensors [..., N] of one shape, concatenated: [..., size * N]."""
 
     def broadcast(self, values: Ints) -> Ints:
-        """Rank 0's numbers; the others give as many, which are overwritten."""
+        """Rank 0's numbers; other ranks pass an array of the same size, which is overwritten."""
 
     def fail(self, number: int) -> None:
-        """This rank has given up the message of this number: the others do not wait for it in
-        that one any longer."""
+        """This rank has failed the message: other ranks stop waiting for it in this message."""
 
     def stop(self) -> None:
-        """From any thread: operations, the one under way too, raise RankError from here on."""
+        """From any thread: current and later operations raise RankError."""
 
 
 class World:
-    """`size` processes that compute the same steps, each with its part of every weight.
+    """`size` processes that compute the same steps, each with a part of the weights.
 
     With one rank, each operation returns its argument.
     """
@@ -49,14 +52,14 @@ class World:
     def __init__(
         self, rank: int = 0, size: int = 1, collectives: Collectives | None = None
     ) -> None:
-        assert 0 <= rank < size, "a rank is one of the world's"
+        assert 0 <= rank < size, "a rank is below the size"
         self.rank, self.size = rank, size
         self._collectives = collectives
 
     @property
     def collectives(self) -> Collectives:
-        """Of more than one rank."""
-        assert self._collectives is not None, "one rank has nobody to talk to"
+        """The operations; only with several ranks."""
+        assert self._collectives is not None, "one rank has no collectives"
         return self._collectives
 
     def all_reduce(self, partial: Tensor) -> Tensor:

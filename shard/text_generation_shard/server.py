@@ -1,4 +1,4 @@
-"""The shard process: load the model, listen on the unix socket, stop on a signal."""
+"""The shard process: loads the model, listens on the unix socket, stops on a signal."""
 
 import asyncio
 import logging
@@ -7,10 +7,12 @@ import signal
 import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
 import grpc
 import uvloop
+from text_generation_process.tracing import check_tracing
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.checkpoint.config import ModelConfig
@@ -26,6 +28,9 @@ from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
 
+if TYPE_CHECKING:
+    from text_generation_shard.tracing import StepTracing
+
 logger = logging.getLogger(__name__)
 
 # Prompts and prompt log-probabilities can be long; the socket is local.
@@ -33,7 +38,7 @@ _UNLIMITED = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 ]
-# What ranks exchange at once: bytes at least, or rows of float32.
+# Least size of an exchange between ranks, in bytes and in rows of float32.
 _LEAST_SLOT_BYTES, _SLOT_ROWS = 8 << 20, 240
 # A unix socket's path must fit in sockaddr_un with its closing 0.
 _MAX_PATH_BYTES = 107
@@ -43,25 +48,37 @@ def serve(config: ShardConfig) -> int:
     """Serve until SIGTERM or SIGINT (exit code 0), a fatal device error (1), or until another shard
     is lost (3)."""
     _check_path(config.socket_path)
-    # OpenMP keeps a pool of workers for each thread that ever computed, and more of them than cores
-    # slow each other down: everything that computes, loading too, happens in one thread.
+    check_tracing(config.otlp_endpoint)
+    # All computation, loading too, happens in one thread: OpenMP keeps a thread pool for each
+    # thread that has computed, and more threads than cores slow each other down.
     device_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
     loaded = device_thread.submit(_load, config).result()
-    return uvloop.run(_serve(loaded.engine, device_thread, config))
+    with ExitStack() as stack:
+        # After every fork, because it starts threads; its exit sends the remaining spans.
+        tracing = _open_tracing(config, stack)
+        return uvloop.run(_serve(loaded.engine, device_thread, config, tracing))
+
+
+def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None":
+    """Import OpenTelemetry only if traces are on."""
+    if config.otlp_endpoint is None:
+        return None
+    from text_generation_shard.tracing import open_tracing
+
+    return stack.enter_context(open_tracing(config))
 
 
 def load_engine(config: ShardConfig) -> Engine:
-    """The model on the device that is asked for, of one shard alone; ModelError says in one
-    sentence why it can not be served."""
-    assert config.world_size == 1, "what several ranks keep while they serve is lost here"
+    """The model on the configured device, with one rank. ModelError: why it can not be served."""
+    assert config.world_size == 1, "several ranks must keep their meeting"
     return _load(config).engine
 
 
 class _Loaded(NamedTuple):
-    """What is kept as long as this process serves."""
+    """What must live as long as this process serves."""
 
     engine: Engine
-    # None: there is one rank. With that of rank 0 ends what all ranks read, some of them later.
+    # None with one rank. Rank 0's holds the store that other ranks still read.
     meeting: Meeting | None = None
 
 
@@ -84,14 +101,14 @@ def _load(config: ShardConfig) -> _Loaded:
 
 
 def _load_together(device: Device, config: ShardConfig) -> _Loaded:
-    """The model with the other ranks: none goes on before all have loaded. RankError: another one
-    has failed; then, too, the others are told of this one's own failure."""
+    """Load together with the other ranks; returns when all have loaded. A failure of this rank is
+    reported to the others. RankError: another rank has failed."""
     dtype = str(device.dtype).removeprefix("torch.")
     meeting = Meeting.join(config, device.name, dtype)
     try:
         collectives = device.collectives(meeting, _slot_bytes(config))
         logger.info(
-            "shard %d of %d: all have met, and talk by %s",
+            "shard %d of %d: all shards are connected by %s",
             *(config.rank, config.world_size, collectives.name),
         )
         engine = load_on(device, config, World(config.rank, config.world_size, collectives))
@@ -108,12 +125,12 @@ def _load_together(device: Device, config: ShardConfig) -> _Loaded:
 
 
 def _slot_bytes(config: ShardConfig) -> int:
-    """What a rank gives the others at once of a pass of many rows; more goes in pieces."""
+    """Bytes that a rank exchanges at once; longer tensors are split."""
     return max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * _model_config(config).hidden_size)
 
 
 def load_on(device: Device, config: ShardConfig, world: World) -> Engine:
-    """The same on a device that is open."""
+    """The model on an open device."""
     model_config = _model_config(config)
     model, nbytes = load_model(config.model_path, model_config, device, world, config.quantize)
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
@@ -133,7 +150,7 @@ def _check_path(path: str) -> None:
 
 
 def _remove_stale_socket(path: str) -> None:
-    """Make room for a new socket; ModelError if what is there is not a dead one."""
+    """Remove an unused socket at `path`; ModelError if anything else is there."""
     if not os.path.lexists(path):
         return
     state = os.lstat(path)
@@ -151,8 +168,7 @@ def _remove_stale_socket(path: str) -> None:
 
 
 def _listen(server: grpc.aio.Server, path: str) -> None:
-    """Only our own user, and root, can connect: a socket takes that, as a file takes its readers,
-    from its mode. ModelError if there can be none."""
+    """Listen on a socket that only this user and root can connect to. ModelError: why not."""
     _remove_stale_socket(path)
     before = os.umask(0o177)
     try:
@@ -166,14 +182,14 @@ def _listen(server: grpc.aio.Server, path: str) -> None:
     state = os.lstat(path)
     if state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise ModelError(
-            f"others could connect to {path} (user {state.st_uid}, mode "
+            f"other users could connect to {path} (user {state.st_uid}, mode "
             f"{stat.S_IMODE(state.st_mode):04o}); choose another --uds-path, in a folder that "
-            "others can not write to"
+            "other users can not write to"
         )
 
 
 def _enable_reflection(server: grpc.aio.Server) -> None:
-    """Let tools like grpcurl ask what is served."""
+    """Let tools like grpcurl list the calls."""
     from grpc_reflection.v1alpha import reflection
 
     names = (
@@ -183,7 +199,12 @@ def _enable_reflection(server: grpc.aio.Server) -> None:
     reflection.enable_server_reflection(names, server)
 
 
-async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: ShardConfig) -> int:
+async def _serve(
+    engine: Engine,
+    device_thread: ThreadPoolExecutor,
+    config: ShardConfig,
+    tracing: "StepTracing | None" = None,
+) -> int:
     stopped = asyncio.Event()
     exit_code = 0
 
@@ -194,7 +215,7 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
         stopped.set()
 
     def on_final(error: RankError) -> None:
-        """Another rank is lost, or this one is stopping, which its operations then say, too."""
+        """Another rank is lost. The same error while this rank stops is ignored."""
         nonlocal exit_code
         if not stopped.is_set():
             exit_code = OTHER_RANK_FAILED
@@ -204,7 +225,7 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    service = ShardService(engine, device_thread, config, on_final)
+    service = ShardService(engine, device_thread, config, on_final, tracing)
     server = grpc.aio.server(interceptors=[ExceptionInterceptor(on_fatal)], options=_UNLIMITED)
     pb_grpc.add_TextGenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     if config.enable_reflection:
@@ -214,8 +235,7 @@ async def _serve(engine: Engine, device_thread: ThreadPoolExecutor, config: Shar
     engine.device.serve()
     logger.info("Server started at unix://%s", config.socket_path)
     await stopped.wait()
-    # A prompt of many pieces ends between two of them, and no other rank is waited for; what is
-    # asked for then fails.
+    # Ends a long prompt between two passes, and any wait for another rank; later calls fail.
     engine.stop()
     await server.stop(grace=0.5)
     service.close()

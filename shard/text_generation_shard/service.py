@@ -1,20 +1,20 @@
-"""The gRPC calls: messages in, engine calls on the device thread, messages out."""
+"""The gRPC calls: each message becomes an engine call on the device thread."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import math
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.ranks import Ranks, digest
+from text_generation_shard.engine.ranks import Ranks, deadline_of_ranks, digest
 from text_generation_shard.engine.step import (
     NewRequest,
-    Pooling,
     StepInput,
     StepOutput,
     WarmupLimits,
@@ -26,19 +26,28 @@ from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Grammar
 from text_generation_shard.grammars.elsewhere import GrammarElsewhere
 from text_generation_shard.messages import Messages, NumberedMessages
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.translate import (
+    limits_of,
+    request_of,
+    response_of,
+    step_of,
+    warmup_response,
+)
+
+if TYPE_CHECKING:
+    from text_generation_shard.tracing import StepTracing
 
 
 class Batch:
-    """Owns the number that the router gives to the requests that run. Used in the device thread."""
+    """Owns the router's id of the running batch. Used in the device thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # None: nothing runs.
         self.id: int | None = None
+        """None: nothing runs."""
 
     def prefill(self, batch_id: int, cached_id: int | None, step: StepInput) -> "Begun":
-        """Begin to compute new requests, which become the batch or join it."""
+        """Launch a step with new requests, which become the batch or join it."""
         if not step.new_requests:
             raise BatchError("a batch needs at least one request")
         if cached_id is not None:
@@ -52,14 +61,14 @@ class Batch:
         return Begun(handle, self.id, joins=cached_id is not None)
 
     def decode(self, batch_ids: list[int], step: StepInput) -> "Begun | None":
-        """Let the batch advance; None: it has ended, which a step ahead could not know."""
+        """Launch a step of the batch; None: it ended before this step, which was sent ahead."""
         if not batch_ids:
             raise BatchError("Must provide at least one batch")
         if step.is_ahead and self.id not in batch_ids:
             return None
         for batch_id in batch_ids:
             self.check(batch_id)
-        self._engine.make_way(step)
+        self._engine.collect_before(step)
         if step.is_ahead and not self._engine.num_rows_taken:
             return None
         return Begun(self._engine.launch(step), batch_ids[0])
@@ -70,18 +79,18 @@ class Batch:
         return self._engine.filter(request_ids)
 
     def clear(self, batch_id: int | None) -> None:
-        """Forget the batch; another number is fine. None: whichever there is."""
+        """Drop this batch, or with None the running one. An unknown id is not an error."""
         if batch_id is None or batch_id == self.id:
             self._engine.clear()
             self.id = None
 
     def check(self, batch_id: int) -> None:
-        """BatchError if another is asked for."""
+        """BatchError unless this is the running batch."""
         if batch_id != self.id:
             raise BatchError(f"Batch ID {batch_id} not found in cache.")
 
     def finish(self, begun: "Begun | None", number: int = 0) -> pb.StepResponse:
-        """What became of a step, which the message of this number has asked for; waits for it."""
+        """Wait for a step; the answer to its message, which has this number."""
         if begun is None:
             return self._answer(StepOutput([], []), number)
         try:
@@ -99,10 +108,9 @@ class Batch:
         return response
 
     def _answer(self, output: StepOutput, number: int) -> pb.StepResponse:
-        """Of several ranks the first answers everything, the others prove that they have chosen the
-        same."""
+        """Rank 0 answers everything; other ranks only a digest that proves the same choices."""
         world = self._engine.world
-        response = pb.StepResponse() if world.rank else _to_response(output)
+        response = pb.StepResponse() if world.rank else response_of(output)
         response.forward_ns = output.forward_ns
         response.decode_ns = output.decode_ns
         response.total_ns = output.total_ns
@@ -112,19 +120,19 @@ class Batch:
 
 
 class Begun(NamedTuple):
-    """A step that was launched for a batch."""
+    """A launched step of a batch."""
 
     handle: StepHandle
     batch_id: int
-    # Requests joined a batch that was there.
+    # New requests joined a running batch.
     joins: bool = False
 
 
 class ShardService(pb_grpc.TextGenerationServiceServicer):
     """Answers the calls of TextGenerationService.
 
-    Whatever touches the engine runs in one thread, in the order that `Messages` keeps; Info, Health
-    and ServiceDiscovery answer from the event loop while that thread is busy.
+    Engine calls run in the device thread, in the order that `Messages` keeps. Info, Health and
+    ServiceDiscovery answer from the event loop, also while that thread is busy.
     """
 
     def __init__(
@@ -133,28 +141,29 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         device_thread: ThreadPoolExecutor,
         config: ShardConfig,
         on_final: Callable[[RankError], None] | None = None,
+        tracing: "StepTracing | None" = None,
     ) -> None:
-        """`device_thread` has one worker, which has loaded the engine; `close` shuts it down.
-        `on_final`, needed with several ranks: see `Messages`."""
+        """`device_thread` has one worker, which loaded the engine; `close` shuts it down.
+        `on_final`: see `NumberedMessages`; required with several ranks."""
         self._engine, self._batch = engine, Batch(engine)
-        self._config = config
+        self._config, self._tracing = config, tracing
         self._device_thread = device_thread
         self._messages = Messages(device_thread)
         if engine.world.size > 1:
-            assert on_final is not None, "somebody ends a rank that can not go on"
+            assert on_final is not None, "several ranks need on_final"
             self._messages = NumberedMessages(
-                *(device_thread, Ranks(engine.world), config.step_deadline),
+                *(device_thread, Ranks(engine.world), config.starting_deadline_s),
                 *(partial(self._batch.clear, None), on_final),
             )
-        # The others are told what rank 0 has chosen by its grammars.
+        # Rank 0 follows the grammars and broadcasts the tokens it chose.
         self._follows_grammars = engine.world.rank == 0
-        # Waits where a device computes while this process does other things.
+        # Waits for devices that compute asynchronously.
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="step-waiter")
         model = engine.model.config
         self._grammars = GrammarCompiler(config.model_path, model.vocab_size, model.eos_token_ids)
 
     def close(self) -> None:
-        """Let the running step end and take no more."""
+        """Wait for the running step and accept no more."""
         self._messages.close()
         self._grammars.close()
         self._device_thread.shutdown(wait=True, cancel_futures=True)
@@ -163,16 +172,16 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     def _compute(
         self, number: int, begin: Callable[[], "Begun | None"], step: StepInput
     ) -> "asyncio.Future[pb.StepResponse]":
-        """Begin with a step in the device thread, which computes it there and then; a device that
-        runs behind is not waited for there, and the thread is free for the next step."""
+        """Compute a step in the device thread. A device that runs behind is awaited in another
+        thread, so that the device thread can launch the next step."""
         if self._engine.runs_behind:
-            # A step that was launched is collected, though its call may have ended.
+            # A launched step is collected even if its call is cancelled.
             return asyncio.shield(self._compute_behind(number, begin))
 
         def compute() -> pb.StepResponse:
             return self._batch.finish(begin(), number)
 
-        undo = partial(self._engine.even_out, step)
+        undo = partial(self._engine.align_after_failure, step)
         return self._messages.run(number, compute, step.is_ahead, undo)
 
     async def _compute_behind(
@@ -185,7 +194,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         return await self._messages.run(number, partial(self._batch.finish, begun))
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
-        """What this shard is."""
+        """The properties of this shard."""
         engine, device, model = self._engine, self._engine.device, self._engine.model
         return pb.InfoResponse(
             dtype=str(device.dtype).removeprefix("torch."),
@@ -208,7 +217,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
-        """Answers as long as this process does; a dead device thread can not take work."""
+        """OK while the device thread accepts work; `submit` raises once it has ended."""
         self._device_thread.submit(int)
         return pb.HealthResponse()
 
@@ -221,7 +230,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def ClearCache(
         self, request: pb.ClearCacheRequest, context: Any
     ) -> pb.ClearCacheResponse:
-        """Forget one batch, or all."""
+        """Drop one batch, or all."""
         self._messages.take(request.number, may_skip=True)
         batch_id = request.id if request.HasField("id") else None
         await self._messages.run(request.number, partial(self._batch.clear, batch_id))
@@ -237,54 +246,54 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id, request_ids=kept))
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
-        """Allocate the cache and run a first pass."""
+        """Allocate the KV cache and time the first steps."""
         self._messages.take(request.number, may_skip=True)
-        limits = WarmupLimits(
-            max_prefill_tokens=request.max_prefill_tokens,
-            max_batch_size=request.max_batch_size,
-            max_input_tokens=_given(request, "max_input_tokens"),
-            max_total_tokens=_given(request, "max_total_tokens"),
-            max_batch_total_tokens=_given(request, "max_batch_total_tokens"),
-        )
+        limits = limits_of(request)
         if self._follows_grammars:
             self._grammars.prepare()
 
-        def warm_up() -> WarmupResult:
+        def warm_up() -> tuple[WarmupResult, float]:
             self._batch.clear(None)
-            return self._engine.warmup(limits)
+            result = self._engine.warmup(limits)
+            return result, self._set_deadline(result, limits)
 
-        result = await self._messages.run(request.number, warm_up)
+        result, deadline_s = await self._messages.run(request.number, warm_up)
         if self._follows_grammars:
             self._grammars.start()
-        return pb.WarmupResponse(
-            num_blocks=result.num_blocks,
-            max_input_tokens=result.max_input_tokens,
-            max_total_tokens=result.max_total_tokens,
-            kv_cache_bytes=result.kv_cache_bytes,
-            weights_bytes=result.weights_bytes,
-            decode_step_ns=result.decode_step_ns,
-            prefill_token_ns=result.prefill_token_ns,
-            prefill_context_ns=result.prefill_context_ns,
-        )
+        return warmup_response(result, math.ceil(deadline_s * 1000))
+
+    def _set_deadline(self, result: WarmupResult, limits: WarmupLimits) -> float:
+        """Set and return the seconds to wait for other ranks in a step; 0 with one rank."""
+        world = self._engine.world
+        if world.size == 1:
+            return 0.0
+        deadline_s = self._config.step_deadline
+        if deadline_s is None:
+            is_cpu = self._engine.device.name == "cpu"
+            deadline_s = deadline_of_ranks(result, limits, is_cpu)
+        return world.collectives.wait_at_most(deadline_s)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.StepResponse:
-        """Take requests in, compute their prompts, and advance the batch they join."""
+        """Compute the prompts of new requests, and advance the batch they join."""
         number = request.number
         cached = request.cached_batch_id if request.HasField("cached_batch_id") else None
         self._messages.take(number)
         try:
             requests = [await self._to_new_request(item) for item in request.batch.requests]
-            step = _to_step(request.advance, request.HasField("advance"), requests)
+            step = step_of(request.advance, request.HasField("advance"), requests)
         except BaseException as error:
-            self._messages.give_up(number, error)
+            self._messages.abandon(number, error)
             raise
         begin = partial(self._batch.prefill, request.batch.id, cached, step)
-        return await self._compute(number, begin, step)
+        answer = self._compute(number, begin, step)
+        if self._tracing is not None and request.trace_context:
+            self._tracing.follow(answer, "Prefill", request.trace_context)
+        return await answer
 
     async def CompileGrammar(
         self, request: pb.CompileGrammarRequest, context: Any
     ) -> pb.CompileGrammarResponse:
-        """Compile a grammar that requests will carry."""
+        """Compile a grammar before the requests that use it arrive."""
         if not self._follows_grammars:
             return pb.CompileGrammarResponse()
         grammar = await self._grammars.compile(request.grammar)
@@ -297,20 +306,19 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
     async def _to_new_request(self, message: pb.Request) -> NewRequest:
         grammar: Grammar | None = None
         if message.grammar and self._follows_grammars:
-            # Compiled and remembered since CompileGrammar, unless many others came between; then it
-            # is tried again.
+            # Usually remembered since CompileGrammar; compiled again if it was forgotten.
             grammar = await self._grammars.compile(message.grammar)
         elif message.grammar:
             grammar = GrammarElsewhere()
-        return _to_new_request(message, grammar)
+        return request_of(message, grammar)
 
     async def Decode(
         self, requests: AsyncIterator[pb.DecodeRequest], context: Any
     ) -> AsyncIterator[pb.StepResponse]:
         """Advance the running requests, once for each message.
 
-        Messages are read and handed to the device thread while it computes, so that it goes from
-        one step to the next without waiting for an answer to be sent.
+        Messages are queued for the device thread while it computes, so that it starts the next
+        step without waiting until an answer is sent.
         """
         steps: asyncio.Queue[asyncio.Future[pb.StepResponse] | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read_steps(requests, steps))
@@ -330,113 +338,26 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
         requests: AsyncIterator[pb.DecodeRequest],
         steps: "asyncio.Queue[asyncio.Future[pb.StepResponse] | None]",
     ) -> None:
-        """Queues a step for each message, and None behind the last."""
+        """Queue a step for each message, then None."""
         try:
             async for request in requests:
                 number = request.number
                 self._messages.take(number)
                 try:
-                    step = _to_step(request.advance, True)
+                    step = step_of(request.advance, True)
                 except ValueError as error:
-                    self._messages.give_up(number, error)
+                    self._messages.abandon(number, error)
                     raise
                 begin = partial(self._batch.decode, list(request.batch_ids), step)
-                steps.put_nowait(self._compute(number, begin, step))
+                answer = self._compute(number, begin, step)
+                if self._tracing is not None and request.trace_context:
+                    self._tracing.follow(answer, "Decode", request.trace_context)
+                steps.put_nowait(answer)
         finally:
             steps.put_nowait(None)
 
 
 def _forget(step: "asyncio.Future[pb.StepResponse]") -> None:
-    """Takes note of how a step ended behind one that failed: nobody asks for it any more."""
+    """Retrieve the exception of a step that is no longer awaited, or asyncio would log it."""
     if not step.cancelled():
         step.exception()
-
-
-def _given(request: pb.WarmupRequest, name: Any) -> int | None:
-    return int(getattr(request, name)) if request.HasField(name) else None
-
-
-def _to_step(
-    message: pb.Advance, runs_on: bool, new_requests: Sequence[NewRequest] = ()
-) -> StepInput:
-    return StepInput(
-        new_requests=new_requests,
-        runs_on=runs_on,
-        grown=list(zip(message.grown_request_ids, message.grown_block_ids, strict=True)),
-        chunks=list(zip(message.chunk_request_ids, message.chunk_lens, strict=True)),
-        speculate=message.speculate,
-        is_ahead=message.is_ahead,
-    )
-
-
-def _to_new_request(message: pb.Request, grammar: Grammar | None) -> NewRequest:
-    chooser, stopping = message.parameters, message.stopping_parameters
-    bias = zip(chooser.logit_bias_ids, chooser.logit_bias_values, strict=True)
-    return NewRequest(
-        id=message.id,
-        input_ids=list(message.input_ids),
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_cached_tokens=message.num_cached_tokens,
-        block_table=list(message.block_table),
-        sampling=SamplingParams(
-            temperature=chooser.temperature,
-            top_k=chooser.top_k,
-            top_p=chooser.top_p,
-            typical_p=chooser.typical_p,
-            min_p=chooser.min_p,
-            do_sample=chooser.do_sample,
-            seed=chooser.seed,
-            repetition_penalty=chooser.repetition_penalty,
-            frequency_penalty=chooser.frequency_penalty,
-            presence_penalty=chooser.presence_penalty,
-            watermark=chooser.watermark,
-            logit_bias=tuple(bias),
-        ),
-        max_new_tokens=stopping.max_new_tokens,
-        min_new_tokens=stopping.min_new_tokens,
-        ignore_eos_token=stopping.ignore_eos_token,
-        stop_token_ids=list(stopping.stop_token_ids),
-        prefill_logprobs=message.prefill_logprobs,
-        top_n_tokens=message.top_n_tokens,
-        grammar=grammar,
-        chunk_len=message.chunk_len,
-        pooling=Pooling(message.pooling),
-        score_token_ids=list(message.score_token_ids),
-    )
-
-
-def _to_response(result: StepOutput) -> pb.StepResponse:
-    return pb.StepResponse(
-        generations=pb.Generations(
-            request_ids=result.request_ids,
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            finish_reasons=result.finish_reasons,  # type: ignore[arg-type]
-            top_token_counts=result.top_token_counts,
-            top_token_ids=result.top_token_ids,
-            top_token_logprobs=result.top_token_logprobs,
-            token_counts=result.token_counts,
-        ),
-        prefill_logprobs=[
-            pb.PrefillLogprobs(request_id=request_id, logprobs=values, ranks=ranks)
-            for (request_id, values), ranks in zip(
-                result.prefill_logprobs, result.prefill_ranks, strict=True
-            )
-        ],
-        prefill_top_tokens=[
-            pb.PrefillTopTokens(request_id=request_id, token_ids=ids, logprobs=values)
-            for request_id, ids, values in result.prefill_top_tokens
-        ],
-        pooled_prompts=[
-            pb.PooledPrompt(request_id=request_id, values=values)
-            for request_id, values in result.pooled_prompts
-        ],
-        token_scores=[
-            pb.TokenScores(request_id=request_id, logprobs=values)
-            for request_id, values in result.token_scores
-        ],
-        errors=[
-            pb.RequestError(request_id=request_id, message=message)
-            for request_id, message in result.errors
-        ],
-    )

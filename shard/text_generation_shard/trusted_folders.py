@@ -1,4 +1,4 @@
-"""Folders that hold what must come from nobody else: compiled code, and downloaded weights."""
+"""Folders that only this user may write: for compiled code and downloaded weights."""
 
 import os
 import stat
@@ -7,25 +7,25 @@ from pathlib import Path
 
 
 def why_untrusted(path: Path) -> str:
-    """Who else could put something into this folder, or another one in its place; empty: only its
-    user and root can."""
+    """Why another user could write to this folder or replace it; empty: only this user and root
+    can."""
     place = path.resolve()
     for folder in (place, *place.parents):
         state = folder.stat()
         if state.st_uid not in (0, os.geteuid()):
             return f"{folder} belongs to user {state.st_uid}"
-        # A group that has the user's own number is the user's alone.
+        # A group with the user's own number is taken as private.
         is_own_group = state.st_gid == os.geteuid() != 0
         others = state.st_mode & (0o002 if is_own_group else 0o022)
-        # Above the folder, as in /tmp, it is enough that they can not remove what is not theirs.
+        # For parents like /tmp, the sticky bit is enough: others can not replace the folder.
         if others and (folder == place or not state.st_mode & stat.S_ISVTX):
             return f"others may write to {folder} (mode {stat.S_IMODE(state.st_mode):04o})"
     return ""
 
 
 def temporary_folder(name: str) -> Path:
-    """A folder for this user alone among the temporary files: the same one at each start. Raises
-    OSError, with a sentence, if there is none."""
+    """A private folder of this user among the temporary files, the same at each start. OSError,
+    with a sentence, if it can not be used."""
     try:
         path = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
     except FileNotFoundError as error:
@@ -45,5 +45,5 @@ def temporary_folder(name: str) -> Path:
             f"{os.geteuid()}: have it removed or set TMPDIR to another folder"
         )
     if state.st_mode & 0o077:
-        raise OSError(f"{path} is open to other users: remove it, it is made anew")
+        raise OSError(f"{path} is open to other users: remove it, and it is created again")
     return path

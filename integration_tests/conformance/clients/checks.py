@@ -1,4 +1,4 @@
-"""What the scripts beside this file share. Standard library only: each runs in its own environment.
+"""The common part of the client scripts. Standard library only: each has its own environment.
 
 A script is called with the server's URL and API key. It prints a line of JSON for every check and
 exits with 1 if one failed.

@@ -17,7 +17,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
 
 
 def benchmark(profile: str, count: int, **backend: str) -> dict[str, Any]:
-    """What `guidellm run` reports of so many requests, all of which must have been whole."""
+    """The report of `guidellm run` for `count` requests, all of which must be complete."""
     options = {"kind": "openai_http", "target": URL, "api_key": API_KEY, **backend}
     shape = f"prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ async_client = AsyncInferenceClient(URL, token=API_KEY, timeout=60)
 
 @check
 def text_generation() -> None:
-    # As TGI, POST / puts the prompt in front unless told otherwise.
+    # As in TGI, POST / returns the prompt as well by default.
     equal(client.text_generation(QUESTION, max_new_tokens=40), f"{QUESTION}\n{ANSWER}")
     text = client.text_generation(QUESTION, max_new_tokens=40, return_full_text=False)
     equal(text.strip(), ANSWER)

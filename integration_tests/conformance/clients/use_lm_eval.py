@@ -61,7 +61,7 @@ def loglikelihood() -> None:
 
 @check
 def loglikelihood_is_the_models() -> None:
-    # The same from TGI's own route, which tells the log-probabilities of a prompt's tokens.
+    # The same from TGI's own route, which returns the log-probabilities of a prompt's tokens.
     context, continuation = f"{QUESTION}\n", ANSWER
     asked = {
         "inputs": context + continuation,

@@ -113,7 +113,7 @@ async def output_by_prompt() -> None:
 
 
 def forced_once(context: RunContext[None]) -> ModelSettings:
-    """The first request of a run must call a function; what comes behind is free."""
+    """The first request of a run must call a function; later ones are free."""
     choice: Any = "required" if context.run_step <= 1 else "none"
     return ModelSettings(**FORCED, tool_choice=choice)
 

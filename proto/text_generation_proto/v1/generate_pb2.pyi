@@ -238,7 +238,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_prefill_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns", "prefill_context_ns")
+    __slots__ = ("num_blocks", "max_input_tokens", "max_total_tokens", "kv_cache_bytes", "weights_bytes", "decode_step_ns", "prefill_token_ns", "prefill_context_ns", "rank_deadline_ms")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class WarmupResponse(_message.Message):
     DECODE_STEP_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKEN_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CONTEXT_NS_FIELD_NUMBER: _ClassVar[int]
+    RANK_DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     max_input_tokens: int
     max_total_tokens: int
@@ -255,7 +256,8 @@ class WarmupResponse(_message.Message):
     decode_step_ns: int
     prefill_token_ns: int
     prefill_context_ns: int
-    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ..., prefill_context_ns: _Optional[int] = ...) -> None: ...
+    rank_deadline_ms: int
+    def __init__(self, num_blocks: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., decode_step_ns: _Optional[int] = ..., prefill_token_ns: _Optional[int] = ..., prefill_context_ns: _Optional[int] = ..., rank_deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Advance(_message.Message):
     __slots__ = ("grown_request_ids", "grown_block_ids", "chunk_request_ids", "chunk_lens", "speculate", "is_ahead")
@@ -274,26 +276,30 @@ class Advance(_message.Message):
     def __init__(self, grown_request_ids: _Optional[_Iterable[int]] = ..., grown_block_ids: _Optional[_Iterable[int]] = ..., chunk_request_ids: _Optional[_Iterable[int]] = ..., chunk_lens: _Optional[_Iterable[int]] = ..., speculate: _Optional[int] = ..., is_ahead: bool = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch_id", "advance", "number")
+    __slots__ = ("batch", "cached_batch_id", "advance", "number", "trace_context")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     cached_batch_id: int
     advance: Advance
     number: int
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    trace_context: str
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch_id: _Optional[int] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batch_ids", "advance", "number")
+    __slots__ = ("batch_ids", "advance", "number", "trace_context")
     BATCH_IDS_FIELD_NUMBER: _ClassVar[int]
     ADVANCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     batch_ids: _containers.RepeatedScalarFieldContainer[int]
     advance: Advance
     number: int
-    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    trace_context: str
+    def __init__(self, batch_ids: _Optional[_Iterable[int]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., number: _Optional[int] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class Generations(_message.Message):
     __slots__ = ("request_ids", "token_ids", "logprobs", "finish_reasons", "top_token_counts", "top_token_ids", "top_token_logprobs", "token_counts")

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TextGenerationServiceStub(object):
-    """One shard of a model, reached over the unix socket `<uds-path>-<rank>`. All calls are unary.
+    """One shard of a model, at the unix socket `<uds-path>-<rank>`. Decode is a stream in both
+    directions; all other calls are unary.
     """
 
     def __init__(self, channel):
@@ -83,72 +84,72 @@ class TextGenerationServiceStub(object):
 
 
 class TextGenerationServiceServicer(object):
-    """One shard of a model, reached over the unix socket `<uds-path>-<rank>`. All calls are unary.
+    """One shard of a model, at the unix socket `<uds-path>-<rank>`. Decode is a stream in both
+    directions; all other calls are unary.
     """
 
     def Info(self, request, context):
-        """What this shard is and what it can do; answers while the device is busy.
+        """The properties of this shard; answers while the device is busy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServiceDiscovery(self, request, context):
-        """The sockets of all shards, so that a router needs to know only that of rank 0.
+        """The sockets of all shards, so that a router needs only that of rank 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCache(self, request, context):
-        """Forgets one batch, or all of them, and takes their rows back.
+        """Drops one batch or all batches, and frees their rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FilterBatch(self, request, context):
-        """Keeps the named requests of a batch and takes the rows of the others back.
+        """Keeps the named requests of a batch, and frees the rows of the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Warmup(self, request, context):
-        """Allocates the KV cache and runs the largest prefill once; must come before Prefill.
+        """Allocates the KV cache and times the first steps; must come before Prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request, context):
-        """Takes new requests in and computes their prompts, or the first part of them; can join them to a
-        cached batch, and advance that batch in the same pass.
+        """Computes the prompts of new requests, or their first chunks. It can join them to a cached
+        batch, and advance that batch in the same pass.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request_iterator, context):
-        """Advances the given batches, which become one: a token or more for every request whose prompt is
-        computed, a part of the prompt for the others. The call stays open, which takes half the time
-        of a call for each, and a message may be sent before the one before is answered: the device
-        goes on with it at once.
+        """Advances the batch: one token or more for each request with a complete prompt, a chunk of the
+        prompt for the named others. The call stays open, which is faster than a call per step. A
+        message may be sent before the previous one is answered: the device starts it without a pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompileGrammar(self, request, context):
-        """Compiles a grammar beside the device's work and keeps it for the requests that carry it; within
-        some seconds, whatever the grammar. A call that is cancelled ends what only it has waited for.
+        """Compiles a grammar beside the device's work, within some seconds, and caches it for requests.
+        The compilation is cancelled with the last call that waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """OK while the device thread takes work; answers while the device is busy.
+        """OK while the device thread accepts work; answers while the device is busy.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,7 +212,8 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TextGenerationService(object):
-    """One shard of a model, reached over the unix socket `<uds-path>-<rank>`. All calls are unary.
+    """One shard of a model, at the unix socket `<uds-path>-<rank>`. Decode is a stream in both
+    directions; all other calls are unary.
     """
 
     @staticmethod

@@ -1,17 +1,18 @@
-"""What routes ask of a body before they run: content type, size, JSON; each refused in its words.
+"""Reads the body of a request: content type, size, encoding, JSON.
 
-The statuses are those of TGI's extractor. The body of every refusal is the JSON error object, since
-clients call `.json()` on it.
+Refusals have the statuses of TGI's extractor, and a JSON error object, on which clients call
+`.json()`.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import orjson
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
 from text_generation_router.api.inflate import (
@@ -21,18 +22,19 @@ from text_generation_router.api.inflate import (
     inflated,
 )
 from text_generation_router.api.json_cost import MOST_TIMES, is_too_costly
-from text_generation_router.api.keys import Handler, KeyRoute
+from text_generation_router.api.keys import KeyScheme
+from text_generation_router.api.terms import read_terms
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import OverloadedError
 
-# A client that has not sent its body after so long is told so.
+# A body that has not arrived after this time is refused with 408.
 BODY_TIMEOUT_S = 60
-# Larger bodies are parsed and checked by a thread, so that streams go on meanwhile.
+# Larger bodies are parsed and validated in a thread, which does not stop streams.
 _LARGE_BODY = 64 * 1024
 _SHOWN_CHARACTERS = 60
-# The name of a field, and what is wrong with it, can hold the client's own words.
+# Both are cut, because they can hold text of the client.
 _SHOWN_NAME, SHOWN_COMPLAINT = 64, 400
-# orjson reads deeper than it writes (254), and answers show parts of requests some levels down.
+# orjson writes 254 levels at most, and answers show parts of requests some levels down.
 _SAFE_DEPTH = 240
 
 
@@ -41,7 +43,7 @@ class BodyError(HTTPException):
 
 
 class CarriedError(HTTPException):
-    """Carries an error out of `json`, from where FastAPI lets no other kind through."""
+    """Carries an error out of `json`; FastAPI hides all but HTTPException there."""
 
     def __init__(self, carried: RequestValidationError | OverloadedError) -> None:
         super().__init__(400)
@@ -52,6 +54,7 @@ class ShapeError(CarriedError):
     """JSON that is not what the route takes."""
 
 
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 Parser = Callable[[bytes | bytearray], Any]
 
 
@@ -70,13 +73,12 @@ class JsonRequest(Request):
     def __init__(self, scope: Scope, receive: Receive, field: Field) -> None:
         super().__init__(scope, receive)
         self._field = field
-        # A large or compressed body, until it is parsed: a caller of `body` would keep it as long
-        # as the answer takes.
+        # A large or compressed body until it is parsed. A caller of `body` would keep it for the
+        # time of the answer.
         self._large = bytearray()
 
     async def body(self) -> bytes:
-        """The raw body, buffered up to the limit, or if it is large no more than a sign that it is
-        there. Raises BodyError."""
+        """The raw body up to the limit; a placeholder for a large one. Raises BodyError."""
         if not hasattr(self, "_body"):
             self.check_content_type()
             encoding = self._encoding()
@@ -96,14 +98,13 @@ class JsonRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        """The parsed body; of a large one the request that it is, which FastAPI takes as it is.
-        Raises BodyError, ShapeError and CarriedError, which is for a lack of room."""
+        """The parsed body; for a large one the validated request, which FastAPI accepts as it is.
+        Raises BodyError, ShapeError, and CarriedError with an OverloadedError."""
         body = await self.body()
         parse = self.parser()
         if not self._large:
             return parse(body)
-        # Bodies are inflated one after the other, and each is parsed at once, so that what a small
-        # one becomes is never held while it waits.
+        # Each body is inflated right before it is parsed: inflated bodies never wait in memory.
         if encoding := self._encoding():
             inflate = partial(_inflated, encoding=encoding, limit=_config(self).payload_limit)
         else:
@@ -124,11 +125,11 @@ class JsonRequest(Request):
             del outcome
 
     def parser(self) -> Parser:
-        """What makes a value of the body; raises BodyError."""
+        """The function that parses the body; raises BodyError."""
         return parsed
 
     def check_content_type(self) -> None:
-        """Raises BodyError for what does not say that it is JSON."""
+        """Raises BodyError unless the content type is JSON."""
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         main, _, sub = media_type.partition("/")
         if main != "application" or not (sub == "json" or sub.endswith("+json")):
@@ -154,7 +155,7 @@ class JsonRequest(Request):
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise too_large
-        # Not a list of what has come, joined at the end: that is twice the memory.
+        # Joining a list of chunks at the end would take twice the memory.
         received = bytearray()
         async for chunk in self.stream():
             if len(received) + len(chunk) > limit:
@@ -163,22 +164,33 @@ class JsonRequest(Request):
         return received
 
 
-class JsonRoute(KeyRoute):
-    """A POST route behind the API keys whose body is read by `request_class`.
+class JsonRoute(APIRoute):
+    """A POST route whose body is read by `request_class`.
 
-    The key is looked at before the body.
+    The key is checked first, then the headers that set the terms of the request, then the body.
+    FastAPI alone would read the body before it calls any dependency.
     """
 
     request_class: type[JsonRequest] = JsonRequest
 
     def get_route_handler(self) -> Handler:
+        """Raises HTTPException, RouterError and RequestValidationError."""
         handler = super().get_route_handler()
+        declared = (each.dependency for each in self.dependencies)
+        schemes = [each for each in declared if isinstance(each, KeyScheme)]
         field = self.body_field
         assert field is not None
 
         async def reading(request: Request) -> Response:
+            for scheme in schemes:
+                await scheme(request)
+            deadline = read_terms(request.scope).deadline
+            asked = self.request_class(request.scope, request.receive, field)
             try:
-                return await handler(self.request_class(request.scope, request.receive, field))
+                if deadline is None:
+                    return await handler(asked)
+                async with deadline.bounds():
+                    return await handler(asked)
             except CarriedError as error:
                 raise error.carried from None
 
@@ -197,7 +209,7 @@ def shape_error(errors: Sequence[Any]) -> str:
 
 
 def shown(given: Any) -> str:
-    """The beginning of a value as JSON; no more of it is looked at."""
+    """The beginning of a value as JSON; the rest is not read."""
     written = ""
     for piece in _json_pieces(given):
         written += piece
@@ -236,10 +248,10 @@ def _json_pieces(given: Any) -> Iterator[str]:
 def _outcome(
     body: bytearray, field: Field, parse: Parser, inflate: Callable[[bytearray], bytearray] | None
 ) -> Any:
-    """The request that a body is, or the BodyError or ShapeError that says why it is none.
+    """The validated request, or the BodyError or ShapeError.
 
-    Raised out of a thread an error would be part of a circle with what waits for it, and what it
-    holds, megabytes, would stay until the next collection.
+    An error raised out of a thread is in a reference cycle with its future; the megabytes that it
+    holds would stay until the next garbage collection.
     """
     try:
         return _checked(body if inflate is None else inflate(body), field, parse)
@@ -249,7 +261,7 @@ def _outcome(
 
 
 def _checked(body: bytearray, field: Field, parse: Parser) -> Any:
-    """The request that a body is. Raises BodyError and ShapeError."""
+    """The validated request. Raises BodyError and ShapeError."""
     value = parse(body)
     made, errors = field.validate(value, {}, loc=("body",))
     if errors:
@@ -258,7 +270,7 @@ def _checked(body: bytearray, field: Field, parse: Parser) -> Any:
 
 
 def _inflated(body: bytearray, encoding: str, limit: int) -> bytearray:
-    """The body as it was before it was compressed. Raises BodyError."""
+    """The decompressed body. Raises BodyError."""
     try:
         return inflated(body, encoding, limit)
     except InflatesTooFarError:
@@ -292,7 +304,7 @@ def parsed(body: bytes | bytearray) -> Any:
                 "Failed to deserialize the JSON body into the target type: "
                 f"number out of range at line {error.lineno} column {error.colno}",
             ) from None
-        # The error holds the whole text.
+        # Without the cause: it holds the whole text.
         raise BodyError(400, f"Failed to parse the request body as JSON: {error}") from None
     if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
         _check_depth(value)
@@ -300,7 +312,7 @@ def parsed(body: bytes | bytearray) -> Any:
 
 
 def _check_depth(parsed: Any) -> None:
-    """Raises BodyError for what could not be written again inside of an answer."""
+    """Raises BodyError for a value that orjson could not write inside an answer."""
     try:
         orjson.dumps([[[[[[[[parsed]]]]]]]])
     except orjson.JSONEncodeError as error:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI makes of the routes, with examples and with the API keys."""
+"""The OpenAPI document: FastAPI's own, with examples and the headers of terms."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -6,35 +6,41 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
+from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.examples import BODIES, PARAMETERS
-from text_generation_router.api.keys import KeyRoute
+from text_generation_router.api.terms import MOST_PRIORITY
 
 Json = dict[str, Any]
 
-# The check of the keys takes both on every route.
-SECURITY_SCHEMES: dict[str, Json] = {
-    "HTTPBearer": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "An API key of this server, as OpenAI's clients send it.",
-    },
-    "APIKeyHeader": {
-        "type": "apiKey",
-        "in": "header",
-        "name": "x-api-key",
-        "description": "An API key of this server, as Anthropic's clients send it. "
-        "One of the two headers is enough.",
-    },
+# Of `terms.py`, on the routes that read them.
+_TIMEOUT_HEADER: Json = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "required": False,
+    "description": "Seconds from the arrival of the request to the end of its answer; then it is "
+    "answered 504, and a stream ends with an error. The smaller of it and --request-timeout "
+    "counts.",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
 }
+_PRIORITY_HEADER: Json = {
+    "name": "X-Priority",
+    "in": "header",
+    "required": False,
+    "description": "Requests of a higher priority have their turn first, and among equals those "
+    "that came first. Default: 0, or what `service_tier` or `priority` of the body say.",
+    "schema": {"type": "integer", "minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY},
+}
+# Nothing of them waits for a turn.
+_NOT_QUEUED = ("/tokenize", "/chat_tokenize", "/v1/messages/count_tokens")
 # How FastAPI's own 422 looks, which no route here answers with.
 _FOREIGN_ERRORS = ("HTTPValidationError", "ValidationError")
 
 
 def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_for: bool) -> None:
-    """Has `app.openapi()` give examples, name only errors that are answered, and name the keys on
-    the routes that ask for one.
+    """Adds examples and the headers of terms to `app.openapi()`. Removes FastAPI's own errors, and
+    the security schemes of a server without keys.
 
-    Without keys it names none. The document is made once, when it is first asked for.
+    The document is made once, at the first request for it.
     """
     make = app.openapi
 
@@ -46,12 +52,17 @@ def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_
             for method, operation in operations.items():
                 _add_examples(path, method, operation)
                 _drop_foreign_error(operation)
+                if not are_keys_asked_for:
+                    operation.pop("security", None)
+        if not are_keys_asked_for:
+            document["components"].pop("securitySchemes", None)
+        for path, method in _documented(routers):
+            headers = [_TIMEOUT_HEADER]
+            if path not in _NOT_QUEUED:
+                headers.append(_PRIORITY_HEADER)
+            paths[path][method].setdefault("parameters", []).extend(headers)
         for name in _FOREIGN_ERRORS:
             document["components"]["schemas"].pop(name, None)
-        if are_keys_asked_for:
-            document["components"]["securitySchemes"] = SECURITY_SCHEMES
-            for path, method in _behind_keys(routers):
-                paths[path][method]["security"] = [{name: []} for name in SECURITY_SCHEMES]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI's documentation has it
@@ -75,10 +86,10 @@ def _drop_foreign_error(operation: Json) -> None:
         del operation["responses"]["422"]
 
 
-def _behind_keys(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:
-    """Path and method of the documented routes that ask for a key."""
+def _documented(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:
+    """Path and method of the documented routes that read the headers of terms."""
     for router in routers:
         for route in router.routes:
-            if isinstance(route, KeyRoute) and route.include_in_schema:
+            if isinstance(route, JsonRoute) and route.include_in_schema:
                 for method in route.methods or ():
                     yield route.path_format, method.lower()

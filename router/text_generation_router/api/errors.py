@@ -1,14 +1,44 @@
-"""Every error of TGI's own routes as TGI writes it."""
+"""TGI's form of errors: that of every route which no other dialect claims."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from text_generation_router.api.body import BodyError, shape_error
 from text_generation_router.errors import RouterError
+
+
+class ErrorResponse(BaseModel):
+    """Body of every error."""
+
+    error: str = Field(description="What was wrong, in a sentence.")
+    error_type: str = Field(description="The kind of the error, in a word.")
+
+
+UNAUTHORIZED: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The API key is missing or wrong; the body is empty"}
+}
+ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The body is not JSON"),
+        (404, "The adapter is not served"),
+        (408, "The body did not arrive in time"),
+        (413, "The body is too large"),
+        (415, "The body does not say that it is JSON"),
+        (422, "Input validation error"),
+        (424, "Generation error"),
+        (429, "Model is overloaded"),
+        (500, "Incomplete generation"),
+        (503, "The server is busy, has had no turn for the request in time, or is being stopped"),
+        (504, "The answer has not ended in time"),
+    )
+}
 
 
 def respond(request: Request, error: Exception) -> Response:

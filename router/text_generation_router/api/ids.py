@@ -1,4 +1,4 @@
-"""Names for what an answer consists of."""
+"""Ids of answers and of their parts."""
 
 import uuid
 

@@ -1,9 +1,9 @@
-"""Bodies that were compressed for their way here: inflated, and never further than a limit."""
+"""Decompresses bodies, never beyond a limit."""
 
 import zlib
 
 ENCODINGS = ("gzip", "x-gzip", "deflate")
-"""The values of `Content-Encoding` that are understood, besides none."""
+"""The known values of `Content-Encoding`."""
 
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 # Ends of members that may follow each other; each costs a new decompressor.
@@ -11,23 +11,23 @@ _MOST_MEMBERS = 64
 
 
 class InflateError(Exception):
-    """What was sent is not what its encoding says; one sentence."""
+    """The body does not have its declared encoding; one sentence."""
 
 
 class InflatesTooFarError(InflateError):
-    """There is more than the limit allows; no more than that was ever made."""
+    """The body is larger than the limit; no more than the limit was decompressed."""
 
 
 def inflated(compressed: bytes | bytearray, encoding: str, limit: int) -> bytearray:
-    """The bytes that were compressed, at most `limit`. `encoding` is one of `ENCODINGS`.
+    """The decompressed bytes, at most `limit`. `encoding` is one of `ENCODINGS`.
 
-    Raises InflateError, and InflatesTooFarError before there is more than the limit.
+    Raises InflateError and InflatesTooFarError.
     """
     window = _ZLIB if encoding == "deflate" else _GZIP
     made = bytearray()
     rest = bytes(compressed)
     for _ in range(_MOST_MEMBERS):
-        # Some send the bare stream where HTTP means zlib's.
+        # Some clients send a raw deflate stream, although HTTP means zlib's format.
         if window == _ZLIB and not _has_zlib_header(rest):
             window = _RAW
         member = zlib.decompressobj(window)

@@ -1,6 +1,6 @@
-"""What a JSON text takes in memory while it is parsed and made into a request, told before it is.
+"""An upper bound of the memory that a JSON text takes while it is parsed and validated.
 
-That is the text itself, the parser's copy of it and tree of its values, and the objects of Python.
+It covers the text, the parser's copy and tree of values, and the Python objects.
 """
 
 import re
@@ -8,19 +8,19 @@ import re
 # Bytes, rounded up: an object or list with the model that is made of it, a key, a string, a value's
 # place in the parser's tree and in its list, a number that is an object of its own.
 _CONTAINER, _KEY, _STRING, _PLACE, _NUMBER = 1000, 150, 72, 24, 32
-# Whole numbers up to 256 are there already.
+# CPython keeps the whole numbers up to 256; larger ones are objects of their own.
 _OWN_NUMBER = re.compile(rb"-[\d.eE+-]+|\d+[.eE][\d.eE+-]*|\d{4,}|25[7-9]|2[6-9]\d|[3-9]\d\d")
-# A text may become so many times its size, and any may become so much.
+# A text may take this multiple of its size; any text may take ALWAYS_ALLOWED bytes.
 MOST_TIMES = 10
 ALWAYS_ALLOWED = 10_000_000
-# A text is looked at in pieces, between which other threads run.
+# A text is scanned in pieces; other threads run between them.
 _PIECE = 64 * 1024
 
 
 def is_too_costly(text: bytes | bytearray) -> bool:
     """Whether the text would take more than `MOST_TIMES` its size, and `ALWAYS_ALLOWED`."""
     allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text)) - 2 * len(text)
-    # What stands inside of strings is counted as well, so this is too much at most.
+    # Counts the contents of strings, too: an upper bound.
     most = _cost(text) + text.count(b",") * _NUMBER
     return most > allowed and cost_outside_strings(text) > allowed
 

@@ -1,11 +1,13 @@
-"""Who sends a request: its API key looked at before anything else, 401 without a good one."""
+"""API keys at HTTP: the check of a request's key, its declaration in OpenAPI, and its caller."""
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import HTTPException, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import HTTPException, Request, Response, Security
+from fastapi.openapi.models import APIKey, HTTPBearer
+from fastapi.openapi.models import SecurityBase as SecurityModel
+from fastapi.security.base import SecurityBase
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from text_generation_router.callers import ANYBODY, Caller
@@ -15,29 +17,41 @@ _NO_KEY = (
     "The API key is missing or wrong; send one that the server was started with as "
     "`Authorization: Bearer KEY` or `x-api-key: KEY`"
 )
-# Where in a scope the Caller is, once its key was looked at.
+# Where in a scope the Caller is, once its key was checked.
 _CALLER = "text_generation_router.caller"
 # The documentation and what its page loads.
 _DOCS = ("/docs", "/api-doc/", "/static-offline-docs")
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+class KeyScheme(SecurityBase):
+    """A header with an API key, as OpenAPI declares it. A route that depends on it is behind the
+    keys; the request may send its key in the header of any scheme."""
+
+    def __init__(self, name: str, model: SecurityModel) -> None:
+        self.scheme_name = name
+        self.model = model
+
+    async def __call__(self, request: Request) -> None:
+        """Raises HTTPException 401."""
+        check_key(request.scope)
 
 
-class KeyRoute(APIRoute):
-    """A route behind the API keys; raises HTTPException 401."""
-
-    def get_route_handler(self) -> Handler:
-        handler = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            check_key(request.scope)
-            return await handler(request)
-
-        return guarded
+_BEARER = HTTPBearer(description="An API key of this server, as OpenAI's clients send it.")
+_HEADER = {
+    "in": "header",
+    "name": "x-api-key",
+    "description": "An API key of this server, as Anthropic's clients send it. "
+    "One of the two headers is enough.",
+}
+NEEDS_KEY: list[Any] = [
+    Security(KeyScheme("HTTPBearer", _BEARER)),
+    Security(KeyScheme("APIKeyHeader", APIKey.model_validate(_HEADER))),
+]
+"""The dependencies of a router whose routes are behind the API keys."""
 
 
 class DocsBehindKey:
-    """Has the documentation ask for an API key as well."""
+    """Puts the documentation behind the API keys."""
 
     def __init__(self, app: ASGIApp, refuse: Callable[[Request, Exception], Response]) -> None:
         self._app = app
@@ -54,7 +68,12 @@ class DocsBehindKey:
 
 
 def check_key(scope: Scope) -> None:
-    """Notes who sends the request, for `caller_of`. Raises HTTPException 401."""
+    """Finds the caller of the request, for `caller_of`. Raises HTTPException 401.
+
+    A second check of the same request does nothing.
+    """
+    if _CALLER in scope:
+        return
     state = scope["app"].state
     keys = state.keys
     assert isinstance(keys, Keys)
@@ -66,14 +85,14 @@ def check_key(scope: Scope) -> None:
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Who sends the request; anybody on routes that are open to all."""
+    """The caller of the request; ANYBODY on routes that need no key."""
     caller = scope.get(_CALLER, ANYBODY)
     assert isinstance(caller, Caller)
     return caller
 
 
 def _sent_key(scope: Scope) -> bytes | None:
-    """The key as OpenAI's clients or as Anthropic's send it; a header that comes twice is none."""
+    """The key in the header of OpenAI's or of Anthropic's clients; a repeated header has none."""
     authorizations = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(authorizations) == 1:
         scheme, _, key = authorizations[0].partition(b" ")

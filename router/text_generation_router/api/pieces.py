@@ -11,10 +11,10 @@ from text_generation_router.api.sse import disconnected
 
 
 class PieceResponse(Response):
-    """Makes a piece when the one before has been taken, and lets others work in between.
+    """Makes each piece after the previous one was sent; other tasks run in between.
 
-    `held` is entered here and left when the answer has ended: sent, or its client gone. One that
-    stops reading is cut off by its `Connection`.
+    `held` is entered here, and left when the answer is sent or its client has disconnected.
+    `Connection` closes the connection of a client that stops reading.
     """
 
     media_type = "application/json"

@@ -1,7 +1,8 @@
 """Server-sent events as TGI writes them: `data: {json}` and an empty line, encoded once."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -11,22 +12,33 @@ from starlette.types import Receive, Scope, Send
 
 from text_generation_router.errors import IncompleteGenerationError, RouterError
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 15
-# Where a scope keeps the server's own `send`. Middleware and routing wrap it in several calls, and
-# none of them does anything with the events of a stream that has begun.
 DIRECT_SEND = "text_generation_router.send"
+"""The key of the server's own `send` in a scope; `Front` sets it.
+
+A stream sends its start through all middleware, and its events directly: each layer of FastAPI,
+starlette and `Front` wraps `send` in another coroutine, which does nothing with events but costs
+time at each of them.
+"""
 
 COMMENT = b":\n\n"
-"""What keeps a quiet stream alive: clients skip it."""
+"""Keeps a silent stream alive: clients skip it."""
+
+
+LastEvent = Callable[[Exception], bytes]
+"""Writes the event that ends a failed stream, in the form of its dialect."""
 
 
 class EventStream(EventSourceResponse):
-    """Sends `first`, if there is any, and chunks of ready events; each chunk is one write.
+    """Sends `first`, if there is any, and chunks of ready events; each chunk is one write. If the
+    events raise an error, `failed` writes the last one.
 
-    Closes `events` when the client leaves; one that stops reading is cut off by its `Connection`.
-    A running stream outlives SIGTERM.
-    Three tasks and a timer for each write are what sse-starlette's own way would cost; here a write
-    costs a clock reading and the call that does it.
+    Closes `events` when the client leaves. `Connection` closes the connection of a client that
+    stops reading. A running stream outlives SIGTERM.
+    A write costs a clock reading and one call; sse-starlette's own loop makes three tasks and a
+    timer for it.
     """
 
     media_type = "text/event-stream"
@@ -35,22 +47,24 @@ class EventStream(EventSourceResponse):
         self,
         events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
+        failed: LastEvent,
         keep_alive: bytes = COMMENT,
         first: bytes = b"",
     ) -> None:
-        # The type is given here, because starlette would add a charset, which TGI does not send.
+        # Set here, because starlette would add a charset, which TGI does not send.
         fixed = {"content-type": self.media_type, "cache-control": "no-cache"}
         super().__init__(events, headers={**fixed, **headers})
         del self.headers["connection"]
         self._events = events
+        self._failed = failed
         self._keep_alive = keep_alive
         self._first = first
-        # Whether a write is under way, and when it or the last one began, in the loop's time.
+        # Whether a write is in progress, and when the last one began, in the loop's time.
         self._is_writing = False
         self._last_write = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs until the events are over or the client is."""
+        """Runs until the events end or the client disconnects."""
         async with aclosing(self._events):
             await send(
                 {
@@ -81,23 +95,29 @@ class EventStream(EventSourceResponse):
             self._is_writing = True
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             self._is_writing = False
-        async for chunk in self._events:
+        while True:
+            try:
+                chunk = await anext(self._events)
+            except StopAsyncIteration:
+                break
+            except Exception as error:
+                chunk = last_event(error, self._failed)
             self._last_write = clock()
             self._is_writing = True
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             self._is_writing = False
-            # Writes to a client that has left return at once: all events would be taken for sent.
+            # Writes to a disconnected client return at once: all events would count as sent.
             if leaving.done():
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _patience_s(self) -> float:
-        """How long a stream on which nothing happens needs no comment."""
+        """Seconds until a silent stream needs a comment."""
         idle_s = asyncio.get_running_loop().time() - self._last_write
         return max(0.0, KEEP_ALIVE_S - idle_s)
 
     async def _break_silence(self, send: Send) -> None:
-        """Where a write is under way, a comment could come behind the end, and helps nobody."""
+        """Sends a comment, unless a write is in progress: it could come after the end."""
         if self._patience_s() > 0:
             return
         self._last_write = asyncio.get_running_loop().time()
@@ -112,9 +132,16 @@ async def _any_done(*tasks: asyncio.Task[None], timeout_s: float) -> bool:
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The body must have been read."""
+    """Returns when the client disconnects. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         continue
+
+
+def last_event(error: Exception, failed: LastEvent) -> bytes:
+    """The end of a stream whose events raised `error`. Logs what is not a RouterError."""
+    if not isinstance(error, RouterError):
+        logger.exception("A stream failed; this is a bug in the router")
+    return failed(error)
 
 
 def let_streams_finish() -> None:
@@ -128,12 +155,14 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 
 def named_events(payloads: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events that say their `type` before their data as well, as newer APIs have them."""
+    """Events with their `type` as the event's name, too, as in newer APIs."""
     return b"".join(b"event: %b\n" % str(p["type"]).encode() + event(p) for p in payloads)
 
 
-def error_event(error: RouterError) -> bytes:
-    """The last event of a stream that failed."""
+def error_event(error: Exception) -> bytes:
+    """The last event of a failed stream as TGI writes it."""
+    if not isinstance(error, RouterError):
+        error = RouterError("The server failed on this request; its log says why")
     if isinstance(error, IncompleteGenerationError):
         words = ("Incomplete generation stream", "incomplete_generation_stream")
     else:

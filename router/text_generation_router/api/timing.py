@@ -1,4 +1,4 @@
-"""The headers that tell where the time of an answer went."""
+"""The headers with the times of an answer."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""`text-generation-benchmark`: how fast the shards are, without a router between, or a server."""
+"""`text-generation-benchmark`: measures the shards without a router, or a running server."""

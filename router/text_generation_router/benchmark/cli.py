@@ -1,11 +1,11 @@
-"""`text-generation-benchmark`: prefill and decode of the shards over batch sizes and lengths.
+"""`text-generation-benchmark`: measures prefill and decode of the shards by batch size and length.
 
-Starts shards of its own for --model-id (without it the embedded model); what stands behind `--` are
-flags of `text-generation-launcher shards`. With --master-shard-uds-path it asks shards that run
-already and that nobody serves from: start them with `text-generation-launcher shards`.
+It starts shards for --model-id (default: the embedded model), with the flags of
+`text-generation-launcher shards` that follow `--`. With --master-shard-uds-path it measures running
+shards that no router uses: start them with `text-generation-launcher shards`.
 
-With --url it loads a server that runs, of whatever kind, with streams: --clients at once, or --rate
-arrivals in a second. Requests that fail are counted, and end nothing.
+With --url it measures a running OpenAI- or TGI-compatible server with streaming requests: --clients
+at once, or --rate arrivals per second. Requests that fail are counted and do not end the run.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _WRITERS = (".csv", ".json")
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The shards that are measured."""
+    """The shards to measure."""
 
     name: str
     uds_path: str
@@ -44,7 +44,7 @@ class _Target:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints; what the user can mend is one line and exit code 1."""
+    """Measures and prints; an error that the user can fix is one line and exit code 1."""
     options = _parse(arguments)
     try:
         if options.url is not None:
@@ -61,35 +61,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def create_parser() -> argparse.ArgumentParser:
-    """The command line; names and defaults of what measures the shards are those of TGI's tool."""
+    """The command line; the flags for shards have the names and defaults of TGI's tool."""
     parser = argparse.ArgumentParser(
         prog="text-generation-benchmark",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    text = "runs of each batch, or with --url requests of each point, before those that count"
+    text = "runs of each batch before the measured ones; with --url, requests of each point"
     parser.add_argument(
         "-w", "--warmups", "--warmup", type=at_least(0), default=1, metavar="N", help=text
     )
-    text = "a .json or .csv; repeatable"
+    text = "file for the results, .json or .csv; repeatable"
     parser.add_argument("-o", "--output", type=Path, action="append", default=[], help=text)
     _add_flags(parser.add_argument_group("the shards, without a router").add_argument)
-    group = parser.add_argument_group("a server that runs")
+    group = parser.add_argument_group("a running server")
     load_cli.add_flags(group.add_argument, at_least)
     return parser
 
 
 def _add_flags(add: Callable[..., Any]) -> None:
-    """Those that --url does not go with."""
+    """The flags that exclude --url."""
     add("--model-id", help="hub id or directory of the model to start shards for")
-    add("-m", "--master-shard-uds-path", help="socket of rank 0 of shards that run already")
+    add("-m", "--master-shard-uds-path", help="socket of rank 0 of running shards")
     add("-t", "--tokenizer-name", type=Path, help="directory with the tokenizer of such shards")
     for letter, name, kind, default, text in (
         ("b", "batch-size", "+", [1, 2, 4, 8, 16, 32], "rows of a batch"),
         ("s", "sequence-length", "+", [10], "prompt tokens of each row"),
-        ("d", "decode-length", None, 8, "tokens generated for each row, the prefill's included"),
-        ("r", "runs", None, 10, "runs of each batch that count"),
+        ("d", "decode-length", None, 8, "generated tokens of each row, including the prefill's"),
+        ("r", "runs", None, 10, "measured runs of each batch"),
     ):
         add(f"-{letter}", f"--{name}", type=at_least(1), nargs=kind, default=default, help=text)
     for name in ("temperature", "top-p", "typical-p", "repetition-penalty"):
@@ -99,7 +99,7 @@ def _add_flags(add: Callable[..., Any]) -> None:
     add("--do-sample", action="store_true")
     add("--watermark", action="store_true")
     add("--top-n-tokens", type=at_least(0), default=0)
-    add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="as --num-shard 2")
+    add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="e.g. --num-shard 2")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -116,15 +116,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(text)
     if options.master_shard_uds_path is not None:
         if options.model_id is not None or options.launcher_flags:
-            parser.error("--master-shard-uds-path is of shards that run already: leave --model-id")
+            parser.error("--master-shard-uds-path measures running shards: remove --model-id")
         if options.tokenizer_name is None:
             parser.error("--master-shard-uds-path needs --tokenizer-name, the model's directory")
     return options
 
 
 def _of_other_mode(parser: argparse.ArgumentParser, arguments: list[str] | None) -> str | None:
-    """What is wrong if a flag was given that would be without an effect."""
-    # A name that the namespace has already keeps its value where no flag is given.
+    """An error if a flag was given that has no effect in this mode."""
+    # With this namespace, argparse sets no defaults: only given flags have values.
     unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
     given = {
         name
@@ -140,17 +140,13 @@ def _of_other_mode(parser: argparse.ArgumentParser, arguments: list[str] | None)
     wrong = sorted(given.intersection(other))
     if not wrong:
         return None
-    flag = (
-        "what stands behind --"
-        if wrong[0] == "launcher_flags"
-        else f"--{wrong[0].replace('_', '-')}"
-    )
-    why = "is of the shards, which --url does not ask: leave it" if is_load else "needs --url"
-    return f"{flag} {why}"
+    name = wrong[0]
+    flag = "flags after --" if name == "launcher_flags" else f"--{name.replace('_', '-')}"
+    return f"{flag} can not be combined with --url" if is_load else f"{flag} needs --url"
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """For whole numbers that are not smaller."""
+    """A parser of whole numbers from `minimum` on."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -163,7 +159,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 @contextmanager
 def _target(options: argparse.Namespace) -> Iterator[_Target]:
-    """The shards that were named, or some of our own that end with the block."""
+    """The running shards that the options name, or new ones that end with the block."""
     if options.master_shard_uds_path is not None:
         path = options.master_shard_uds_path
         yield _Target(str(options.tokenizer_name), path, options.tokenizer_name)
@@ -218,7 +214,7 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _parameters(options: argparse.Namespace, target: _Target, info: ShardInfo) -> dict[str, Any]:
-    """What was asked of what, for the report."""
+    """The parameters for the report."""
     names = ("decode_length", "runs", "warmups", "temperature", "top_k", "top_p", "typical_p")
     more = ("repetition_penalty", "frequency_penalty", "watermark", "do_sample", "top_n_tokens")
     return {

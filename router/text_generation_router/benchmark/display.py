@@ -1,4 +1,4 @@
-"""What is shown while it measures: a table that fills up, or a line for each of its rows."""
+"""Shows the figures during a run: as a live table, or as a line for each row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ Shown = TypeVar("Shown", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Layout(Generic[Row]):
-    """How rows are shown."""
+    """The columns of the table and the cells of a row."""
 
     columns: Sequence[str]
     cells: Callable[[Row], list[str]]
@@ -27,15 +27,15 @@ class Layout(Generic[Row]):
 
 
 class Display(Protocol[Shown]):
-    """Shows figures as they come."""
+    """Shows the figures of a run in progress."""
 
     def show(self, figures: Shown, runs_done: int, is_last: bool) -> None:
-        """`figures` have one run more (or, in a warm-up, have not); the last of its row?"""
+        """Called after each run, warm-ups included; `is_last`: the row is complete."""
         ...
 
 
 class _Table(Generic[Row]):
-    """A table of all rows and a progress bar, drawn anew after each run."""
+    """A table of all rows and a progress bar, redrawn after each run."""
 
     def __init__(
         self, live: Live, all_figures: Sequence[Row], num_runs: int, layout: Layout[Row]
@@ -61,7 +61,7 @@ class _Table(Generic[Row]):
 
 
 class _Lines(Generic[Row]):
-    """A line for each row, when all its runs are done."""
+    """A line for each complete row."""
 
     def __init__(self, console: Console, layout: Layout[Row]) -> None:
         self._console = console
@@ -77,11 +77,11 @@ class _Lines(Generic[Row]):
 def display(
     console: Console, all_figures: Sequence[Row], num_runs: int, layout: Layout[Row]
 ) -> Iterator[Display[Row]]:
-    """A live table where the console is a terminal, else lines."""
+    """A live table on a terminal, else lines."""
     if not console.is_terminal:
         yield _Lines(console, layout)
         return
-    # What is left on the screen is the last state; the report follows.
+    # Transient, because the report follows.
     with Live(
         console=console, transient=True, refresh_per_second=layout.refresh_per_second
     ) as live:
@@ -91,7 +91,7 @@ def display(
 
 
 def _cells(figures: Figures) -> list[str]:
-    """The columns of one batch; medians, and nothing where nothing was measured yet."""
+    """The cells of one batch: medians, empty before the first run."""
     cells = [str(figures.shape.batch_size), str(figures.shape.sequence_length)]
     for step in ("prefill", "decode_token"):
         for values in (figures.latencies_ms(step), figures.tokens_per_s(step)):
@@ -99,15 +99,5 @@ def _cells(figures: Figures) -> list[str]:
     return [*cells, str(len(figures.runs))]
 
 
-BATCHES = Layout(
-    (
-        "batch size",
-        "sequence length",
-        "prefill ms",
-        "prompt tokens/s",
-        "decode ms/step",
-        "tokens/s",
-        "runs",
-    ),
-    _cells,
-)
+_COLUMNS = "batch size,sequence length,prefill ms,prompt tokens/s,decode ms/step,tokens/s,runs"
+BATCHES = Layout(_COLUMNS.split(","), _cells)

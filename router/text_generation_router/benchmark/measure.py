@@ -1,4 +1,4 @@
-"""Prefill and decode of one batch, straight against the shards, timed."""
+"""Times prefill and decode of a batch, directly on the shards."""
 
 import random
 import time
@@ -16,12 +16,12 @@ from text_generation_router.tokenizer import Tokenizer
 
 
 class BenchmarkError(Exception):
-    """What was asked can not be measured; one sentence says why and what to do."""
+    """The measurement is not possible; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A batch: so many rows, each with so many prompt tokens and so many to generate."""
+    """The size of a batch: rows, prompt tokens and generated tokens of each row."""
 
     batch_size: int
     sequence_length: int
@@ -35,25 +35,25 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How long one batch took, in seconds."""
+    """The times of one batch, in seconds."""
 
     prefill_s: float
     decode_s: tuple[float, ...]
-    """Of each step behind the prefill, which gives the first tokens."""
+    """Of each step after the prefill, which gives the first tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How tokens are chosen."""
+    """The sampling of tokens."""
 
     sampling: Sampling
     top_n_tokens: int = 0
 
 
 class Bench:
-    """Owns the block numbers of shards that nobody else asks, and runs batches on them.
+    """Runs batches on shards that no other client uses; owns their blocks.
 
-    Prompts are random tokens of the model, other ones in every run.
+    Prompts are random tokens, different in every run.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Bench:
         vocab_size: int,
         choice: Choice,
     ) -> None:
-        """The shards are warm."""
+        """`shards` must be warm."""
         self._shards = shards
         self._tokenizer = tokenizer
         self._num_blocks = num_blocks
@@ -83,14 +83,14 @@ class Bench:
         if num_blocks > self._num_blocks:
             raise BenchmarkError(
                 f"a batch of {shape.batch_size} rows of {length} tokens needs {num_blocks} KV "
-                f"blocks of {self._block_size} tokens, and there are {self._num_blocks}: choose "
-                "less of --batch-size, --sequence-length or --decode-length"
+                f"blocks of {self._block_size} tokens, and there are {self._num_blocks}: lower "
+                "--batch-size, --sequence-length or --decode-length"
             )
 
     async def run(self, shape: Shape) -> Run:
-        """Runs one batch to its end. Raises GenerationError; the shards are empty afterwards."""
+        """Runs one batch and clears the shards. Raises GenerationError and BenchmarkError."""
         self.check(shape)
-        # All blocks at once: growing tables is the scheduler's work, which is not measured here.
+        # All blocks at once: growing block tables is the scheduler's work.
         allocator = BlockAllocator(self._num_blocks, self._block_size)
         entries = [self._entry(shape, allocator) for _ in range(shape.batch_size)]
         try:
@@ -124,15 +124,14 @@ class Bench:
 async def warm_up(
     shards: ShardedClient, tokenizer: Tokenizer, shapes: Sequence[Shape], choice: Choice
 ) -> tuple[Bench, ShardInfo]:
-    """Gives the shards a cache that holds the largest batch. Raises GenerationError and
-    BenchmarkError."""
+    """Warms the shards up for the largest batch. Raises GenerationError and BenchmarkError."""
     await shards.clear_cache(None)
     info = await shards.info()
     longest = max(shape.sequence_length + shape.decode_length for shape in shapes)
     if longest > info.max_model_len:
         raise BenchmarkError(
-            f"--sequence-length and --decode-length make {longest} tokens, and the model takes "
-            f"{info.max_model_len}: choose less"
+            f"--sequence-length plus --decode-length is {longest} tokens, but the model takes at "
+            f"most {info.max_model_len}: lower one of them"
         )
     warmup = await shards.warmup(
         max_prefill_tokens=max(shape.num_prompt_tokens for shape in shapes),

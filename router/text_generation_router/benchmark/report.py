@@ -1,10 +1,10 @@
-"""The figures of all batches: as they are collected, as tables, as JSON and CSV."""
+"""The figures of all batches, and their tables, JSON and CSV."""
 
 import csv
 import io
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _TITLES = {"prefill": "Prefill", "decode_token": "Decode (token)", "decode_total
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How figures are distributed."""
+    """The distribution of values."""
 
     average: float
     lowest: float
@@ -29,20 +29,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least one value; percentiles are values that occurred."""
+        """Of at least one value; percentiles are values of the list."""
         ordered = sorted(values)
 
         def percentile(share: float) -> float:
             return ordered[round(share * (len(ordered) - 1))]
 
-        return cls(
-            statistics.fmean(ordered),
-            ordered[0],
-            ordered[-1],
-            percentile(0.5),
-            percentile(0.9),
-            percentile(0.99),
-        )
+        percentiles = map(percentile, (0.5, 0.9, 0.99))
+        return cls(statistics.fmean(ordered), ordered[0], ordered[-1], *percentiles)
 
 
 @dataclass(slots=True)
@@ -53,7 +47,7 @@ class Figures:
     runs: list[Run] = field(default_factory=list)
 
     def latencies_ms(self, step: str) -> list[float]:
-        """Of the prefills, of single decode steps, or of all decode steps of a run together."""
+        """Of each prefill, of each decode step, or of all decode steps of each run together."""
         if step == "prefill":
             return [1000 * run.prefill_s for run in self.runs]
         if step == "decode_token":
@@ -61,7 +55,7 @@ class Figures:
         return [1000 * sum(run.decode_s) for run in self.runs if run.decode_s]
 
     def tokens_per_s(self, step: str) -> list[float]:
-        """Prompt tokens computed, or tokens generated, by the whole batch in each run."""
+        """Throughput of the whole batch in each run, in prompt tokens or generated tokens."""
         if step == "prefill":
             return [self.shape.num_prompt_tokens / run.prefill_s for run in self.runs]
         return [
@@ -83,7 +77,7 @@ class Figures:
 
 
 def markdown(parameters: dict[str, Any], all_figures: Sequence[Figures]) -> str:
-    """Three tables: what was asked, latencies, throughputs."""
+    """Three tables: parameters, latencies, throughputs."""
     shape = ("Batch Size", "Sequence Length")
     latencies = [
         (title, *_shape(figures), *latency_cells(Spread.of(figures.latencies_ms(step))))
@@ -106,15 +100,14 @@ def markdown(parameters: dict[str, Any], all_figures: Sequence[Figures]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """The lines of a Markdown table."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
     return [lines[0], f"|{'---|' * len(head)}", *lines[1:]]
 
 
 def latency_cells(one: Spread) -> list[str]:
     """Average, lowest, highest, p50, p90, p99 of milliseconds."""
-    values = (one.average, one.lowest, one.highest, one.p50, one.p90, one.p99)
-    return [f"{value:.2f} ms" for value in values]
+    return [f"{value:.2f} ms" for value in astuple(one)]
 
 
 def as_csv(all_figures: Sequence[Figures]) -> str:
@@ -137,7 +130,7 @@ def as_csv(all_figures: Sequence[Figures]) -> str:
 
 
 def write_outputs(paths: Sequence[Path], report: dict[str, Any], csv_text: str) -> None:
-    """To each path, as its suffix says. Raises OSError."""
+    """Writes CSV or JSON to each path, by its suffix. Raises OSError."""
     for path in paths:
         if path.suffix == ".csv":
             path.write_text(csv_text)
@@ -146,7 +139,7 @@ def write_outputs(paths: Sequence[Path], report: dict[str, Any], csv_text: str) 
 
 
 def _rows(all_figures: Sequence[Figures]) -> Iterator[tuple[str, str, Figures]]:
-    """Step by step, the batches that have figures for it."""
+    """The batches that have figures, by step."""
     for step in STEPS:
         for figures in all_figures:
             if figures.latencies_ms(step):

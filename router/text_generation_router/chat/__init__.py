@@ -1,1 +1,1 @@
-"""Chats: the prompt that a template makes of messages, and the events read from the answer."""
+"""Chat: templates render messages to a prompt; a parser turns the answer into events."""

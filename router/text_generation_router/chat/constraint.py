@@ -9,18 +9,13 @@ from text_generation_router.chat.format import BARE_NAME, ChatFormat, ToolSpec
 from text_generation_router.errors import ToolError
 from text_generation_router.request import Grammar
 
-# Whitespace where JSON allows some: as models write it, and not more, or it could go on forever.
+# Whitespace where JSON allows it. It is bounded, so that it can not go on forever.
 _SPACE = r"[ \t\r\n]"
 _JSON_SPACE = r"[ \n]{1,2}"
-# Keywords beside `properties` that also say which arguments there are.
+# Keywords besides `properties` that also define arguments.
 _OPEN = {
-    "additionalProperties",
-    "patternProperties",
-    "unevaluatedProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
+    *("additionalProperties", "patternProperties", "unevaluatedProperties"),
+    *("allOf", "anyOf", "oneOf", "$ref"),
 }
 
 
@@ -34,14 +29,13 @@ def tool_grammar(
     starts_in_reasoning: bool = False,
     answer: Mapping[str, Any] | None = None,
 ) -> Grammar | None:
-    """What the answer must look like; None where nothing is asked of it.
+    """The grammar that the answer must follow; None: any answer is valid.
 
-    `choice` is `auto` (text as it comes, or calls, or calls behind text), `none`, `required` (one
-    call or, if `parallel`, more) or a tool's name (exactly one call of that). Reasoning may stand
-    before all of it, and be cut by the end of the tokens. `special_ids` has the ids of those of
-    the format's markers that are special tokens of the tokenizer: they are matched as tokens, not
-    as text. `answer` is the schema, in llguidance's form, of what is no call; None: any text.
-    Raises ToolError.
+    `choice` is `auto` (text, calls, or text and then calls), `none`, `required` (one call, or
+    several if `parallel`) or a tool's name (exactly one call of it). Reasoning may come first, and
+    the token limit may cut it. `special_ids` maps the format's markers that are special tokens of
+    the tokenizer to their ids: they are matched as tokens, not as text. `answer` is the schema, in
+    llguidance's form, of an answer that is not a call; None: any text. Raises ToolError.
     """
     if choice == "none" or not tools:
         return None
@@ -55,8 +49,8 @@ def tool_grammar(
 
 
 class _ToolGrammar:
-    """Writes llguidance's Lark. Names in capitals are matched as one piece of text, the longest
-    that fits: where text may stand as well, whitespace is part of the piece behind it."""
+    """Writes llguidance's Lark. A name in capitals is a terminal and matches the longest text:
+    where free text is also allowed, whitespace belongs to the terminal after it."""
 
     def __init__(
         self,
@@ -71,7 +65,7 @@ class _ToolGrammar:
         self._answer = answer
 
     def write(self, tools: Sequence[ToolSpec], is_auto: bool, starts_in_reasoning: bool) -> str:
-        """All of the grammar."""
+        """The whole grammar."""
         rules = [
             "TEXT: /(?s:.*)/",
             f"WS: /{_SPACE}{{1,4}}/",
@@ -88,8 +82,7 @@ class _ToolGrammar:
             return "\n".join([*answer("start", ""), *rules])
         begin, end = self._format.reasoning
         rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
-        # A thought that takes all the tokens there are is cut, not ended for the model: so it may
-        # also be the end of the text.
+        # The token limit may cut a thought, so a text may end inside one.
         if starts_in_reasoning:
             return "\n".join(["start: TEXT | thought answer", *rules])
         if begin in self._special_ids:
@@ -104,7 +97,7 @@ class _ToolGrammar:
         return "\n".join(["start: at_once | think TEXT | think thought answer", *rules])
 
     def _auto_answer(self, name: str, but: str) -> list[str]:
-        """Text or calls; `but` says what text there must not be."""
+        """Text or calls; `but` excludes some texts."""
         plain = f"{name.upper()}_TEXT"
         text = f"/{_SPACE}*([^ \\t\\r\\n{{](?s:.*))?/" if self._format.is_bare else "TEXT"
         options, rules = [plain], [f"{plain}: {text}{but}"]
@@ -116,13 +109,13 @@ class _ToolGrammar:
         return [f"{name}: {' | '.join(options)}", *rules]
 
     def _formatted_answer(self, name: str, but: str) -> list[str]:
-        """JSON or calls, and nothing before them."""
+        """JSON or calls, with nothing before them."""
         marked = self._marked_calls()
         return [f"{name}: {' | '.join(['formatted', *marked])}"]
 
     def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
-        """The schema of JSON that is no call; where a call is JSON without a marker, of that, too:
-        which of them it is shows later than the first characters."""
+        """The schema of an answer that is not a call. If calls are JSON without a marker it
+        includes them, because the first characters of both are the same."""
         if not self._format.is_bare:
             return answer
         key = self._format.arguments_key
@@ -139,24 +132,24 @@ class _ToolGrammar:
                     "additionalProperties": False,
                 }
             )
-        # Models write spaces behind both signs, and a schema of others may be looser.
+        # Models write a space after `:` and `,`. Lenient, because a tool's schema may be.
         options_of_both = {"whitespace_pattern": _JSON_SPACE, "lenient": True}
         return {"anyOf": options, "x-guidance": options_of_both}
 
     def _forced_answer(self, name: str, but: str) -> list[str]:
-        """Calls, and nothing before them."""
+        """Calls, with nothing before them."""
         options = ["calls"] if self._format.is_bare else []
         return [f"{name}: {' | '.join([*options, *self._marked_calls()])}"]
 
     def _marked_calls(self) -> list[str]:
-        """Calls with the marker that begins them; empty: there is none."""
+        """Calls with their begin marker; empty if the format has none."""
         begin = self._format.begin
         if begin in self._special_ids:
             return [f"WS? {self._marker(begin)} calls"]
         return ["BEGIN calls"] if begin else []
 
     def _calls(self, tools: Sequence[ToolSpec]) -> list[str]:
-        """Calls behind the first begin marker."""
+        """The rules of calls, after the first begin marker."""
         form = self._format
         end = f"WS? {self._marker(form.end)}" if form.end else ""
         if form.is_list:
@@ -188,7 +181,7 @@ class _ToolGrammar:
         if form.arguments_marker:
             if not BARE_NAME.fullmatch(tool.name):
                 raise ToolError(
-                    f"The name of the tool {tool.name!r} can not be written by this model; use "
+                    f"This model's chat format does not allow the tool name {tool.name!r}; use "
                     "letters, digits, _ and -"
                 )
             name = f"NAME_{number}: /{_SPACE}?/ {json.dumps(tool.name)}"
@@ -201,7 +194,7 @@ class _ToolGrammar:
         ]
 
     def _until(self, name: str, text: str, marker: str) -> list[str]:
-        """A rule for text that ends with the first such marker."""
+        """A rule for text up to and including the first such marker."""
         if marker in self._special_ids:
             return [f"{name}: {text} {self._marker(marker)}"]
         return [f"{name}[lazy]: {text} {json.dumps(marker)}"]
@@ -212,7 +205,7 @@ class _ToolGrammar:
 
 
 def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:
-    """The schema of the arguments, an object in any case, for llguidance."""
+    """The schema of the arguments for llguidance, always of an object. Raises ToolError."""
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     kinds = schema.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -223,13 +216,13 @@ def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     schema["type"] = "object"
     if "properties" in schema and not schema.keys() & _OPEN:
         schema["additionalProperties"] = False
-    # What can not be enforced is an error only where it was asked for.
+    # Only `strict` makes a schema that can not be enforced an error.
     options = {"whitespace_pattern": _JSON_SPACE, "lenient": not tool.strict}
     return schema | {"x-guidance": options}
 
 
 def _moved(schema: Any, where: str) -> Any:
-    """A schema that stands in another one, at this place: its references name what they did."""
+    """The schema with its references adjusted to its place `where` inside another schema."""
     if isinstance(schema, list):
         return [_moved(item, where) for item in schema]
     if not isinstance(schema, Mapping):

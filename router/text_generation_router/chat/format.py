@@ -1,4 +1,4 @@
-"""How models write reasoning and tool calls: one table, read by constraint and parser."""
+"""How models write reasoning and tool calls: one table, used by the grammar and the parser."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 AUTO = "auto"
 BARE_NAME = re.compile(r"[^\s\[\]{}\"]+")
-"""What a function's name may be made of where no quotes stand around it."""
+"""A function's name where the format writes it without quotes."""
 _REASONING_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -18,7 +18,7 @@ class ToolSpec:
 
     name: str
     description: str | None = None
-    # None: it takes no arguments.
+    # None: no arguments.
     parameters: Mapping[str, Any] | None = None
     # Whether a schema that can not be enforced in full is an error.
     strict: bool = False
@@ -34,37 +34,37 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """Where reasoning and tool calls stand in a model's text.
+    """The markers of reasoning and tool calls in a model's text.
 
-    A call is a JSON object with the keys `name` and `arguments_key`; if there is an
-    `arguments_marker` it is the name, the marker and the object of the arguments instead.
+    A call is a JSON object with the keys `name` and `arguments_key`. With an `arguments_marker` it
+    is the name, the marker and the JSON object of the arguments instead.
     """
 
     name: str
-    # Stands before a call; empty: an answer whose first character is `{` is a call.
+    # Precedes a call; empty: an answer whose first character is `{` is a call.
     begin: str = ""
-    # Stands behind a call; empty: nothing does.
+    # Follows a call; empty: no end marker.
     end: str = ""
-    # Whether every call has its own `begin` and `end`, or one of each stands around all of them.
+    # Whether every call has its own `begin` and `end`, or one pair encloses all calls.
     wraps_each: bool = False
     # Whether the calls are the items of a JSON list.
     is_list: bool = False
-    # Whether an answer that starts with `{` is a call though there is a `begin`.
+    # Whether an answer that starts with `{` is a call even if there is a `begin`.
     may_be_bare: bool = False
-    # Written between two calls; what is read may have other whitespace.
+    # Written between two calls; the parser accepts other whitespace.
     separator: str = "\n"
-    # Written behind `begin` and before `end`.
+    # Written after `begin` and before `end`.
     padding: str = ""
     arguments_key: str = "arguments"
     arguments_marker: str = ""
-    # Begin and end markers of the text that comes before the answer; None: the model has none.
+    # Begin and end markers of the reasoning before the answer; None: the model does not reason.
     reasoning: tuple[str, str] | None = None
-    # Whether the chat template tells the model about tools; if not, `tools_prompt` has to.
-    tells_tools: bool = False
+    # Whether the chat template describes the tools; if not, `tools_prompt` does.
+    describes_tools: bool = False
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """The markers that a tokenizer may hold as special tokens, and which count as text."""
+        """The markers that may be special tokens of the tokenizer; the parser needs their text."""
         markers = (self.begin, self.end, self.arguments_marker, *(self.reasoning or ()))
         return frozenset(filter(None, markers))
 
@@ -74,7 +74,7 @@ class ChatFormat:
         return self.may_be_bare or not self.begin
 
     def starts_in_reasoning(self, prompt: str) -> bool:
-        """Whether the prompt ends with the begin marker, so that the answer has none."""
+        """Whether the prompt ends with the begin marker, so that the answer does not repeat it."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning[0])
 
     def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
@@ -94,7 +94,7 @@ class ChatFormat:
         return f'{{"name": {quoted}, "{self.arguments_key}": {arguments}}}'
 
     def tools_prompt(self, tools: Sequence[ToolSpec]) -> str:
-        """What the system message has to say where the template says nothing about tools."""
+        """The text that describes the tools if the template does not."""
         described = "\n".join(json.dumps(t.as_openai(), ensure_ascii=False) for t in tools)
         example = self.write_calls([("<function name>", "{<its arguments>}")])
         return (
@@ -126,22 +126,20 @@ _FORMATS = (
     ChatFormat("generic"),
 )
 FORMATS: Mapping[str, ChatFormat] = {row.name: row for row in _FORMATS}
-"""Every format by its name, the values of `--chat-format` besides `auto`; none with reasoning."""
+"""Every format by its name, a value of `--chat-format`; all without reasoning."""
 
 
 def detect_format(template_source: str | None, name: str = AUTO) -> ChatFormat:
-    """The format that a chat template shows its model to use, or the named one.
+    """The named format, or the one that the chat template uses.
 
-    Whether there is reasoning, and whether the template tells of tools, is seen from the template
-    in both cases.
+    The template also decides `reasoning` and `describes_tools`.
     """
     source = template_source or ""
     found = FORMATS[_name_of(source) if name == AUTO else name]
     markers = next((pair for pair in _REASONING_MARKERS if pair[1] in source), None)
-    # A template with tools whose form of calls is unknown would contradict the generic form.
-    return replace(
-        found, reasoning=markers, tells_tools="tools" in source and found.name != "generic"
-    )
+    # A template that describes tools in an unknown form would contradict the generic format.
+    describes_tools = "tools" in source and found.name != "generic"
+    return replace(found, reasoning=markers, describes_tools=describes_tools)
 
 
 def _name_of(source: str) -> str:

@@ -1,4 +1,4 @@
-"""How the router and its template workers talk: JSON behind its length in bytes."""
+"""The protocol between the router and its template workers: JSON, preceded by its length."""
 
 import struct
 from typing import Any
@@ -9,6 +9,6 @@ HEADER = struct.Struct(">Q")
 
 
 def pack(value: Any) -> bytes:
-    """One frame. Raises TypeError for what is not JSON."""
+    """One frame. Raises TypeError for a value that JSON can not represent."""
     body = orjson.dumps(value)
     return HEADER.pack(len(body)) + body

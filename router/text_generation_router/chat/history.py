@@ -1,4 +1,4 @@
-"""Messages of a chat in the words that a template knows."""
+"""Messages of a chat, in a form that the chat template supports."""
 
 import json
 from collections import defaultdict
@@ -13,17 +13,17 @@ Message = Mapping[str, Any]
 def plain_messages(
     messages: Sequence[Message], template_source: str, chat_format: ChatFormat
 ) -> list[Message]:
-    """The messages, with tool calls and their results as text where the template has no place for
-    them: calls in the form the model is told to write, results as a message of the user's."""
+    """The messages, with tool calls and results as text where the template does not support them:
+    calls in the chat format, results as user messages."""
     plain: list[Message] = []
-    # What is put behind the message at a place.
+    # Texts to append, by the index of their message.
     behind: defaultdict[int, list[str]] = defaultdict(list)
     for message in messages:
         if message.get("tool_calls") and "tool_calls" not in template_source:
             message = _with_calls_as_text(message, chat_format)
         if message["role"] == "tool" and "tool" not in template_source:
             message = {"role": "user", "content": message["content"]}
-            if plain and plain[-1]["role"] == "user":  # templates want the roles to alternate
+            if plain and plain[-1]["role"] == "user":  # templates require alternating roles
                 behind[len(plain) - 1].append(message["content"])
                 continue
         plain.append(message)
@@ -34,7 +34,7 @@ def plain_messages(
 
 
 def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with `text` behind the system message or before the first one.
+    """The messages with `text` after the system message or before the first message.
 
     No system message is added, because some templates refuse one.
     """
@@ -52,5 +52,5 @@ def _with_calls_as_text(message: Message, chat_format: ChatFormat) -> Message:
 
 
 def _json(arguments: Any) -> str:
-    """Arguments that were no JSON object are text already."""
+    """The arguments as text; they already are text if they were not a JSON object."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Reads reasoning, text and tool calls from an answer while it is being written."""
+"""Parses reasoning, text and tool calls from an answer incrementally."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import Any
 
 from text_generation_router.chat.format import BARE_NAME, ChatFormat
 
-# JSON's whitespace; other spaces are text.
+# JSON's whitespace.
 _SPACE = " \t\r\n"
-# An object that can not be JSON, whatever follows.
+# The start of an object that no continuation makes valid JSON.
 _NO_OBJECT = re.compile(r'\{[ \t\r\n]*[^ \t\r\n"}]')
 
 
@@ -23,7 +23,7 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of the text that the model writes for itself, before its answer."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
@@ -50,11 +50,11 @@ ChatEvent = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 class ChatParser:
     """The state of one answer.
 
-    However the text is cut into pieces, the events, with neighbours of one kind joined, are the
-    same: every step decides on a beginning of the text that no continuation can change. Text that
-    looks like a call and turns out not to be one is content, markers included; once a call's name
-    and the beginning of its arguments are there, it is a call, even if its arguments never end.
-    Whitespace around markers belongs to them. Nothing else is left out.
+    The events, with adjacent ones of one kind joined, do not depend on how the text is split:
+    a step consumes only a prefix whose meaning no continuation can change. Text that looks like a
+    call but is not one is content, markers included. Once a call's name and the first character of
+    its arguments are read it is a call, even if the arguments never end. Whitespace around markers
+    is dropped with them. Nothing else is dropped.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class ChatParser:
             rf'"{chat_format.arguments_key}"\s*:\s*(?=\{{)',
             re.ASCII,
         )
-        # Text that no step has taken yet, and text of a call that may still turn out to be none.
+        # Text that no step has consumed, and consumed text that may or may not belong to a call.
         self._text = ""
-        self._doubtful = ""
+        self._undecided = ""
         self._calls = 0
         self._in_list = False
         self._end_of_value = _EndOfValue()
         self._events: list[ChatEvent] = []
         self.has_reasoned = starts_in_reasoning
-        """Whether reasoning has begun; it comes first or never."""
-        # The steps that hold nothing back but whitespace and parts of markers.
+        """Whether reasoning has begun; it can only come first."""
+        # In these steps the unconsumed text is only whitespace and parts of markers.
         self._skipping: tuple[Callable[[], bool], ...] = (
             self._skip_to_reasoning,
             self._skip_to_answer,
@@ -86,13 +86,13 @@ class ChatParser:
             self._close,
             self._pause,
         )
-        # Each step takes what it can from the text, and says whether there may be more to do.
+        # Each step consumes what it can of the text, and returns whether to run the next step.
         self._step: Callable[[], bool] = self._skip_to_reasoning
         if not starts_in_reasoning:
             self._step = self._start if chat_format.reasoning else self._start_answer
 
     def feed(self, text: str) -> list[ChatEvent]:
-        """The events that became certain with the next piece of text."""
+        """The events that the next piece of text completes."""
         self._text += text
         while self._text and self._step():
             pass
@@ -100,14 +100,14 @@ class ChatParser:
         return events
 
     def finish(self) -> list[ChatEvent]:
-        """What was held back: the answer ends here."""
-        rest = self._doubtful + self._text
+        """The events of the text that is left when the answer ends."""
+        rest = self._undecided + self._text
         if self._step == self._reason:
             self._show_reasoning(rest)
         elif self._step not in self._skipping:
             self._show(rest)
         events, self._events = self._events, []
-        self._text = self._doubtful = ""
+        self._text = self._undecided = ""
         return events
 
     @property
@@ -118,7 +118,7 @@ class ChatParser:
     # Reasoning
 
     def _start(self) -> bool:
-        """At the first character, where reasoning may begin."""
+        """At the first character, the only place where reasoning may begin."""
         assert self._format.reasoning is not None
         length = self._starts_with(self._format.reasoning[0])
         if length is None:
@@ -154,17 +154,17 @@ class ChatParser:
     # Text
 
     def _start_answer(self) -> bool:
-        """Where a `{` begins a call, if the format has calls without a marker."""
+        """At the first character of the answer: `{` begins a call if calls may have no marker."""
         text = self._text.lstrip(_SPACE)
         if self._is_bare and not text:
             return False
-        self._step = self._tell
+        self._step = self._read_text
         if self._is_bare and text.startswith("{"):
-            self._take_doubtful(len(self._text) - len(text))
+            self._defer(len(self._text) - len(text))
             self._step = self._open_call
         return True
 
-    def _tell(self) -> bool:
+    def _read_text(self) -> bool:
         if not self._begin:
             self._show(self._text)
             self._text = ""
@@ -174,7 +174,7 @@ class ChatParser:
             shown = text.rstrip(_SPACE)
             self._show(shown)
             self._text = self._text[len(shown) :]
-            self._take_doubtful(len(text) - len(shown) + len(marker))
+            self._defer(len(text) - len(shown) + len(marker))
             self._step = self._open_list if self._format.is_list else self._open_call
             return True
         held = _end_of_certain(self._text, self._begin)
@@ -188,12 +188,12 @@ class ChatParser:
         length = self._starts_with("[")
         if length is None:
             return False
-        self._take_doubtful(length)
+        self._defer(length)
         self._in_list = True
         return self._go_on(self._open_call) if length else self._reject()
 
     def _open_call(self) -> bool:
-        self._take_doubtful(len(self._text) - len(self._text.lstrip(_SPACE)))
+        self._defer(len(self._text) - len(self._text.lstrip(_SPACE)))
         if not self._text:
             return False
         if self._format.arguments_marker:
@@ -202,7 +202,7 @@ class ChatParser:
         return self._go_on(self._read_call) if self._text[0] == "{" else self._reject()
 
     def _read_name(self) -> bool:
-        """`name[ARGS]{`, up to the brace."""
+        """Reads `name[ARGS]{` up to the brace."""
         found = BARE_NAME.match(self._text)
         if found is None:
             return self._reject()
@@ -216,8 +216,8 @@ class ChatParser:
         return False if may_go_on else self._reject()
 
     def _read_call(self) -> bool:
-        """`{"name": "…", "arguments": {`, up to the second brace, or an object that holds them in
-        another way, up to its end."""
+        """Reads `{"name": "…", "arguments": {` up to the second brace, or a whole object that has
+        these keys in another order or form."""
         if head := self._head.match(self._text):
             name = _loads(head[1])
             return self._start_call(name, head.end()) if name else self._reject()
@@ -235,10 +235,10 @@ class ChatParser:
         return self._go_on(self._close_call)
 
     def _start_call(self, name: str, start: int) -> bool:
-        """The name is known, and at `start` the arguments begin."""
+        """`start` is the index of the first character of the arguments."""
         self._events.append(ToolCallStart(self._calls, name))
         self._calls += 1
-        self._doubtful = ""
+        self._undecided = ""
         self._text = self._text[start:]
         self._end_of_value = _EndOfValue()
         return self._go_on(self._read_arguments)
@@ -254,7 +254,7 @@ class ChatParser:
             self._close_call if self._format.arguments_marker else self._close_object
         )
 
-    # Behind the arguments. What is left of a call is no text, if the answer ends too early for it.
+    # After the arguments. If the answer ends here, the missing end of the call is no error.
 
     def _close_object(self) -> bool:
         return self._expect("}", self._close_call)
@@ -272,57 +272,57 @@ class ChatParser:
         return self._expect(end, self._pause) if end else self._go_on(self._pause)
 
     def _pause(self) -> bool:
-        """Between a call and the next, or text."""
+        """After a call: the next call or text follows."""
         if (
             self._is_bare
             and (is_next := self._next_call(self._format.separator.strip())) is not False
         ):
             return bool(is_next)
         self._text = self._text.lstrip(_SPACE)
-        return self._go_on(self._tell) if self._text else False
+        return self._go_on(self._read_text) if self._text else False
 
     def _next_call(self, separator: str) -> bool | None:
-        """Goes on to a call without a marker if one follows; None: more text is needed to see."""
+        """Goes on to a call without a marker if one follows; None: more text is needed."""
         text = self._text.lstrip(_SPACE).removeprefix(separator).lstrip(_SPACE)
         if not text:
             return None
         if not text.startswith("{"):
             return False
-        self._take_doubtful(len(self._text) - len(text))
+        self._defer(len(self._text) - len(text))
         return self._go_on(self._open_call)
 
-    # What the steps are made of
+    # Parts of steps
 
     def _go_on(self, step: Callable[[], bool]) -> bool:
         self._step = step
         return True
 
     def _reject(self) -> bool:
-        """It was no call."""
-        self._show(self._doubtful)
-        self._doubtful = ""
+        """The text is not a call."""
+        self._show(self._undecided)
+        self._undecided = ""
         self._in_list = False
-        return self._go_on(self._tell)
+        return self._go_on(self._read_text)
 
-    def _take_doubtful(self, length: int) -> None:
-        self._doubtful += self._text[:length]
+    def _defer(self, length: int) -> None:
+        self._undecided += self._text[:length]
         self._text = self._text[length:]
 
     def _starts_with(self, marker: str) -> int | None:
-        """How long whitespace and the marker are, 0 for other text; None: more text is needed."""
+        """The length of whitespace and marker, 0 for other text; None: more text is needed."""
         text = self._text.lstrip(_SPACE)
         if text.startswith(marker):
             return len(self._text) - len(text) + len(marker)
         return None if marker.startswith(text) else 0
 
     def _expect(self, marker: str, then: Callable[[], bool]) -> bool:
-        """Skips the marker; if there is other text, it is the answer's."""
+        """Skips the marker; any other text is part of the answer."""
         length = self._starts_with(marker)
         if length is None:
             return False
         self._text = self._text[length:]
         self._in_list = self._in_list and length > 0
-        return self._go_on(then if length else self._tell)
+        return self._go_on(then if length else self._read_text)
 
     def _show(self, text: str) -> None:
         if text:
@@ -337,7 +337,7 @@ class ChatParser:
 
 
 class _EndOfValue:
-    """Finds where a JSON object or list ends that begins with the first character it sees."""
+    """Finds the end of the JSON object or list that starts with the first character."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -346,7 +346,7 @@ class _EndOfValue:
         self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """The place behind the value in `text`, of which only new characters are looked at."""
+        """The index after the value in `text`, None if it is not closed; scans new text only."""
         for place in range(self._seen, len(text)):
             if self._ends_with(text[place]):
                 return place + 1
@@ -354,7 +354,7 @@ class _EndOfValue:
         return None
 
     def forget_text(self) -> None:
-        """What was seen is gone: the next text follows it."""
+        """The caller drops the scanned text: the next text follows it."""
         self._seen = 0
 
     def _ends_with(self, character: str) -> bool:
@@ -373,14 +373,14 @@ class _EndOfValue:
 
 
 def _end_of_certain(text: str, marker: str) -> int:
-    """Where the end of `text` begins that may belong to a marker: whitespace and its first part."""
+    """The length of `text` without whitespace and a prefix of the marker at its end."""
     longest = min(len(text), len(marker) - 1)
     part = next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
     return len(text[: len(text) - part].rstrip(_SPACE))
 
 
 def _loads(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """The value of a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -388,7 +388,7 @@ def _loads(text: str) -> Any:
 
 
 def _parsed_call(text: str, arguments_key: str) -> tuple[str, str] | None:
-    """The name and arguments of a whole call; None if it is none."""
+    """The name and arguments of a whole call; None if it is not one."""
     call = _loads(text)
     if not isinstance(call, dict):
         return None

@@ -1,14 +1,15 @@
 """The process that renders chat templates: run as a program, it is one worker of `workers.py`.
 
-A template is a Jinja program, written for Hugging Face, that turns messages into a prompt: the
-model author's program at work on a client's text. Whatever of it can run, and be it the folding of
-its constants, runs here, within a limit of memory and until the router kills the process.
+A template is a Jinja program of the model's author that turns a client's messages into a prompt.
+All of it, even the folding of its constants, runs here, within a memory limit, in a process that
+the router can kill.
 """
 
 import json
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, BinaryIO, NoReturn
 
@@ -26,8 +27,8 @@ from text_generation_router.errors import TemplateError
 MAX_CHARACTERS = 32_000_000
 MAX_BYTES = 2**30
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# Stands behind the message to continue, so that its end is found whatever is written around it. A
-# template that strips the message takes the mark's space away; no template writes such a space.
+# Appended to the message to continue, to find its end in the prompt. A template that strips the
+# message drops the mark's space; no template writes this space itself.
 _MARK, _MARK_SPACE = "\ue0f0CONTINUE\ue0f1", "\u2003"
 _SHOWN_CHARACTERS = 500
 
@@ -53,12 +54,11 @@ class Renderer:
     ) -> str:
         """The prompt.
 
-        `tools` are objects of OpenAI's API. `continue_final_message` ends the prompt right behind
-        the content of the last message, without a generation prompt; where the template refuses
-        such a message, or changes its text, its text stands behind the prompt of those before it.
-        `name` is a named template;
-        by default it is `tool_use` where there are tools and one of that name, else `default`.
-        Raises TemplateError.
+        `tools` are objects of OpenAI's API. With `continue_final_message` the prompt ends with the
+        content of the last message, without a generation prompt; if the template refuses such a
+        message or changes its text, that text is appended to the prompt of the other messages.
+        `name` selects a template; by default `tool_use` if it exists and there are tools, else
+        `default`. Raises TemplateError.
         """
         if name is None:
             name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
@@ -70,16 +70,12 @@ class Renderer:
         try:
             return _cut_at_mark(self._rendered(name, marked, tools, closed))
         except TemplateError:
-            if len(messages) == 1:
-                raise
             begun = {**template_kwargs, "add_generation_prompt": True}
-            try:
-                before = self._rendered(name, messages[:-1], tools, begun)
-            except TemplateError:
-                before = None
-            if before is None:
-                raise
-            return before + _content_of(messages[-1])
+            with suppress(TemplateError):
+                if len(messages) > 1:
+                    before = self._rendered(name, messages[:-1], tools, begun)
+                    return before + _content_of(messages[-1])
+            raise
 
     def _rendered(
         self,
@@ -106,7 +102,7 @@ class Renderer:
             raise TemplateError(error.message or type(error).__name__) from error
         except MemoryError as error:
             raise TemplateError(f"the template needs more than {MAX_BYTES >> 20} MiB") from error
-        except Exception as error:  # the template is a program, it can fail in any way
+        except Exception as error:  # the template is a program: it can raise anything
             raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def _program(self, name: str) -> jinja2.Template:
@@ -119,7 +115,7 @@ class Renderer:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja as Hugging Face sets it up."""
+    """Jinja, set up as transformers does."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -131,7 +127,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model learns from; it renders as is."""
+    """`{% generation %}…{% endgeneration %}` marks training text; its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -152,7 +148,7 @@ def _run(program: jinja2.Template, variables: Mapping[str, Any]) -> str:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the mark behind the content of the last one."""
+    """The messages, with the mark appended to the content of the last one."""
     if not messages:
         raise TemplateError("there is no message to continue")
     last = dict(messages[-1])
@@ -168,7 +164,7 @@ def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _content_of(message: Mapping[str, Any]) -> str:
-    """The text of a message that has some."""
+    """The text of a message that `_marked` accepts."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
@@ -187,7 +183,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, for text that is no part of a web page."""
+    """Unlike Jinja's own filter, it does not escape for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -206,7 +202,7 @@ def _strftime_now(form: str) -> str:
 
 
 def answer(renderer: Renderer, job: Mapping[str, Any]) -> dict[str, str]:
-    """The prompt, or the sentence that says why there is none."""
+    """The prompt, or the error as a sentence."""
     try:
         return {"prompt": renderer.render(**job["kwargs"], **job["arguments"])}
     except (TemplateError, TypeError) as error:
@@ -214,28 +210,28 @@ def answer(renderer: Renderer, job: Mapping[str, Any]) -> dict[str, str]:
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """The first frame has the arguments of `Renderer` and is answered with an empty object; every
-    other is a job. Returns when nobody sends any more."""
+    """Answers frames until the router closes its end. The first frame has the arguments of
+    `Renderer` and is answered with an empty object; every other frame is a job."""
     renderer: Renderer | None = None
     while header := jobs.read(HEADER.size):
         frame = orjson.loads(jobs.read(*HEADER.unpack(header)))
         if renderer is None:
-            renderer, said = Renderer(**frame), pack({})
+            renderer, reply = Renderer(**frame), pack({})
         else:
-            said = _packed(answer(renderer, frame))
-        answers.write(said)
+            reply = _packed(answer(renderer, frame))
+        answers.write(reply)
         answers.flush()
 
 
-def _packed(said: Mapping[str, str]) -> bytes:
+def _packed(reply: Mapping[str, str]) -> bytes:
     try:
-        return pack(said)
-    except TypeError:  # half a surrogate pair, which only a template can write
-        return pack({"error": "the prompt has characters that are no text"})
+        return pack(reply)
+    except TypeError:  # a lone surrogate, which only a template can write
+        return pack({"error": "the prompt has characters that are not valid Unicode"})
 
 
 def main() -> None:
-    """A worker on the socket that is its standard input, until that ends or the router does."""
+    """Serves the socket that is its standard input, until the socket or the router ends."""
     end_with_parent(int(sys.argv[1]))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     num_bytes = MAX_BYTES if most == resource.RLIM_INFINITY else min(MAX_BYTES, most)

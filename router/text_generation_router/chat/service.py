@@ -1,4 +1,4 @@
-"""Conversations in, the parts of the next message out. No API's words are known here."""
+"""Turns conversations into the events of the next message, independent of any API."""
 
 import copy
 from collections.abc import AsyncIterator, Mapping
@@ -29,7 +29,7 @@ from text_generation_router.validation import GenerateParameters
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the model wrote; `arguments` is JSON text, incomplete if the generation was cut."""
+    """One tool call; `arguments` is JSON text, incomplete if the token limit cut the answer."""
 
     name: str
     arguments: str
@@ -37,7 +37,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatStep:
-    """Events that became certain with the last of `outputs`, the tokens since the step before."""
+    """The tokens since the previous step, and the events that the last of them completed."""
 
     events: tuple[ChatEvent, ...]
     outputs: tuple[TokenOutput, ...]
@@ -45,7 +45,7 @@ class ChatStep:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """A whole message; `content` is None where the model wrote no text but calls."""
+    """A whole message; `content` is None if it consists of calls only."""
 
     content: str | None
     reasoning: str | None
@@ -59,10 +59,10 @@ class ChatMessage:
 
 
 class ChatGeneration:
-    """One sequence of a running chat: iterate it for lists of steps that became ready together.
+    """One generated sequence: an iterator over lists of steps that are ready together.
 
-    A step has events, but for the last one, which may be there for its tokens only. `ending` is
-    set once the last list was handed out; a failure is raised as RouterError.
+    Every step has events, except that the last one may have tokens only. `ending` is set after the
+    last list. A failure raises RouterError.
     """
 
     def __init__(self, generation: Generation, parser: ChatParser) -> None:
@@ -73,13 +73,13 @@ class ChatGeneration:
         self._has_answer_begun = False
         self.has_tool_calls = False
         self.prefill: PrefillOutput | None = None
-        """The prompt's log-probabilities, if they were asked for; with the first of several."""
+        """The prompt's log-probabilities, if requested; only the first sequence has them."""
         self.reasoning_tokens = 0
-        """Tokens up to the end of the reasoning, its markers included; 0 where there is none."""
+        """Tokens of the reasoning, markers included."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the rendered conversation."""
+        """The number of tokens of the rendered conversation."""
         return self._generation.prompt_tokens
 
     @property
@@ -89,12 +89,12 @@ class ChatGeneration:
 
     @property
     def cached_tokens(self) -> int:
-        """How much of it others had computed; known as soon as there is a step."""
+        """How many prompt tokens the prefix cache had; known from the first step on."""
         return self._generation.cached_tokens
 
     @property
     def ending(self) -> Ending | None:
-        """How the generation ended well, once it has."""
+        """How the generation ended, once it has ended without an error."""
         return self._generation.ending
 
     def __aiter__(self) -> AsyncIterator[list[ChatStep]]:
@@ -110,8 +110,13 @@ class ChatGeneration:
                     self.prefill = output
         return steps
 
+    def hide(self) -> None:
+        """Declares that the client sees nothing before the end."""
+        self._generation.hide()
+
     async def collect(self) -> ChatMessage:
         """The whole message."""
+        self.hide()
         return message_of([step async for steps in self for step in steps])
 
     def _steps(self, output: TokenOutput) -> list[ChatStep]:
@@ -133,7 +138,7 @@ class ChatGeneration:
 
 
 def message_of(steps: list[ChatStep]) -> ChatMessage:
-    """The message that the steps spell."""
+    """The message that the steps add up to."""
     content: list[str] = []
     reasoning: list[str] = []
     names: list[str] = []
@@ -161,10 +166,7 @@ def message_of(steps: list[ChatStep]) -> ChatMessage:
 
 
 class ChatService:
-    """Knows the served model's way to chat: its template and the format of its answers.
-
-    Changes nothing after it was made. The `workers` belong to somebody else.
-    """
+    """The served model's template and chat format. Immutable; does not own the `workers`."""
 
     def __init__(
         self,
@@ -173,14 +175,14 @@ class ChatService:
         chat_format: ChatFormat,
         special_ids: Mapping[str, int],
     ) -> None:
-        """`special_ids` has the ids of the format's markers that are special tokens."""
+        """`special_ids`: the format's markers that are special tokens, with their ids."""
         self._infer = infer
         self._workers = workers
         self._format = chat_format
         self._special_ids = special_ids
 
     def over(self, infer: Infer) -> "ChatService":
-        """The same service, which generates with another Infer."""
+        """A copy that generates with another Infer."""
         other = copy.copy(self)
         other._infer = infer
         return other
@@ -191,17 +193,17 @@ class ChatService:
 
     @asynccontextmanager
     async def start(self, conversation: Conversation) -> AsyncIterator[list[ChatGeneration]]:
-        """Starts `num_sequences` answers. Leaving the block early cancels what still runs.
+        """Starts `num_sequences` answers. Leaving the block cancels those that have not ended.
 
-        Raises RouterError: TemplateError, ToolError, and all of `Infer.start_many`'s.
+        Raises RouterError: TemplateError, ToolError, and those of `Infer.start_many`.
         """
         prompt = ""
 
         async def parameters() -> GenerateParameters:
             nonlocal prompt
-            asked = await self._parameters(conversation)
-            prompt = asked.inputs
-            return asked
+            made = await self._parameters(conversation)
+            prompt = made.inputs
+            return made
 
         try:
             async with self._infer.start_many(
@@ -214,12 +216,12 @@ class ChatService:
         except GrammarError as error:
             if not conversation.usable_tools or error.retry_after_s is not None:
                 raise
-            # The grammar was made from them.
-            told = "`tools`" if conversation.parameters.grammar is None else _BOTH
-            raise ToolError(f"{told} can not be enforced: {error}") from error
+            # The grammar was made from these fields.
+            fields = "`tools`" if conversation.parameters.grammar is None else _BOTH
+            raise ToolError(f"{fields} can not be enforced: {error}") from error
 
     async def _parameters(self, conversation: Conversation) -> GenerateParameters:
-        """What is asked of the model. Raises TemplateError and ToolError."""
+        """The parameters of the generation. Raises TemplateError and ToolError."""
         _check_tools(conversation)
         prompt = await self.render(conversation)
         tools = conversation.usable_tools
@@ -238,7 +240,6 @@ class ChatService:
         return replace(
             conversation.parameters,
             inputs=prompt,
-            # The template has written them.
             add_special_tokens=conversation.add_special_tokens,
             keeps_stop_sequence=False,
             grammar=grammar,
@@ -246,8 +247,7 @@ class ChatService:
         )
 
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
-        # Where the user gives a grammar, all that is written is the answer; the grammar of tools
-        # lets reasoning come first.
+        # A client's own grammar allows no reasoning before the answer; the grammar of tools does.
         reasons = conversation.parameters.grammar is None or bool(conversation.usable_tools)
         return ChatParser(
             self._format if reasons else replace(self._format, reasoning=None),
@@ -256,7 +256,7 @@ class ChatService:
         )
 
     def _job(self, conversation: Conversation) -> tuple[Job, Mapping[str, Any]]:
-        """What a worker is asked for."""
+        """A worker's job."""
         template, tools = self._workers.template, conversation.usable_tools
         if template is None:
             raise TemplateError(
@@ -265,12 +265,11 @@ class ChatService:
             )
         source = template.tool_source if tools else template.source
         messages = plain_messages(conversation.messages, source, self._format)
-        if tools and not self._format.tells_tools:
+        described = [tool.as_openai() for tool in tools]
+        if tools and not self._format.describes_tools:
             messages = with_instructions(messages, self._format.tools_prompt(tools))
-            # A template that tells of them in a form of its own would contradict this.
-            told: list[dict[str, Any]] = []
-        else:
-            told = [tool.as_openai() for tool in tools]
+            # The template could describe them in a form that contradicts this one.
+            described = []
         if tools and conversation.tool_prompt:
             last = messages[-1]
             behind = f"{last['content']}\n---\n{conversation.tool_prompt}"
@@ -282,7 +281,7 @@ class ChatService:
             continues = is_open and begins is None
         arguments = {
             "messages": messages,
-            "tools": told or None,
+            "tools": described or None,
             "add_generation_prompt": not continues if begins is None else begins,
             "continue_final_message": continues,
         }
@@ -293,7 +292,7 @@ _BOTH = "`tools` and `response_format`"
 
 
 def _check_tools(conversation: Conversation) -> None:
-    """Raises ToolError for tools that contradict each other or what is asked of them."""
+    """Raises ToolError for tools that contradict each other or another field."""
     tools, choice = conversation.usable_tools, conversation.tool_choice
     names = [tool.name for tool in tools]
     if not tools and choice not in ("auto", "none"):
@@ -305,11 +304,11 @@ def _check_tools(conversation: Conversation) -> None:
             'or send `tool_choice: "none"`'
         )
     if len(set(names)) < len(names):
-        raise ToolError("Two of `tools` have the same name; give each a name of its own")
+        raise ToolError("Two of `tools` have the same name; give each tool a different name")
     if unknown := [name for name in conversation.allowed_tools or () if name not in names]:
         raise ToolError(
-            f"Tool with name {unknown[0][:64]} not found; `tool_choice` may allow only such as "
-            "`tools` has"
+            f"Tool with name {unknown[0][:64]} not found; `tool_choice` may only name tools that "
+            "are in `tools`"
         )
     if tools and choice not in ("auto", "required", *names):
         raise ToolError(

@@ -1,25 +1,26 @@
-"""The chat templates of a model: where they are found, and their texts. They run in workers."""
+"""Finds and reads the chat templates of a model. `TemplateWorkers` render them."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from text_generation_router.json_file import read_object, read_text
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
 class ChatTemplate:
-    """The texts of one model's templates; never changes."""
+    """The texts of one model's templates. Immutable."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources` has a template `default`, `tool_use` or both, and any others by their names;
-        `special_tokens` are variables of the templates, as `bos_token`."""
+        """`sources` are templates by name, `default`, `tool_use` or both among them;
+        `special_tokens` are variables of the templates, such as `bos_token`."""
         self.sources = {name: _text(source) for name, source in sources.items()}
         self.special_tokens = {name: _text(token) for name, token in special_tokens.items()}
         self.source = self.sources.get(_DEFAULT) or next(iter(self.sources.values()))
-        """The text of the template that is taken where nothing else is asked for."""
+        """The default template."""
         self.tool_source = self.sources.get(_WITH_TOOLS, self.source)
-        """The text of the template that is taken where there are tools."""
+        """The default template of a chat with tools."""
 
     @classmethod
     def load(
@@ -31,26 +32,25 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """Reads the model's templates; None if it has none.
 
-        A `tokenizer_config_path` is read in place of the model's own files; it is like a
-        tokenizer_config.json, or a template if it ends in `.jinja`. Raises ValueError, one
-        sentence, for a file that can not be read; a template that is not valid Jinja is told to
-        those who render it.
+        A `tokenizer_config_path` replaces the model's own files: a file like
+        tokenizer_config.json, or a template if its name ends in `.jinja`. Raises ValueError, one
+        sentence, for a file that can not be read. Invalid Jinja is an error of the rendering.
         """
         sources: dict[str, str] = {}
         config: dict[str, Any] = {}
         if tokenizer_config_path is None:
-            config = _read_object(directory / "tokenizer_config.json")
+            config = read_object(directory / "tokenizer_config.json")
             sources = _read_sources(directory, config)
         elif tokenizer_config_path.suffix == ".jinja":
-            sources = {_DEFAULT: _read_text(tokenizer_config_path)}
-            config = _read_object(directory / "tokenizer_config.json")
+            sources = {_DEFAULT: read_text(tokenizer_config_path)}
+            config = read_object(directory / "tokenizer_config.json")
         elif not tokenizer_config_path.is_file():
             raise ValueError(
                 f"The file {tokenizer_config_path} of --tokenizer-config-path does not exist; give "
                 "a tokenizer_config.json or a .jinja file."
             )
         else:
-            config = _read_object(tokenizer_config_path)
+            config = read_object(tokenizer_config_path)
             sources = _named(config.get("chat_template"), tokenizer_config_path)
         given = {"bos_token": bos_token, "eos_token": eos_token}
         special_tokens = {name: text for name, text in given.items() if text is not None}
@@ -63,18 +63,18 @@ def _read_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     own_file = directory / "chat_template.jinja"
     old_file = directory / "chat_template.json"
     if own_file.is_file():
-        sources = {_DEFAULT: _read_text(own_file)}
+        sources = {_DEFAULT: read_text(own_file)}
     elif old_file.is_file():
-        sources = _named(_read_object(old_file).get("chat_template"), old_file)
+        sources = _named(read_object(old_file).get("chat_template"), old_file)
     else:
         sources = _named(config.get("chat_template"), directory / "tokenizer_config.json")
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = _read_text(path)
+        sources[path.stem] = read_text(path)
     return sources
 
 
 def _named(template: Any, path: Path) -> dict[str, str]:
-    """The `chat_template` field of a file: a text, a list of named texts, or texts by name."""
+    """The templates in a `chat_template` field: a text, a list of objects, or an object."""
     if template is None:
         return {}
     if isinstance(template, str):
@@ -92,7 +92,7 @@ def _named(template: Any, path: Path) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that a tokenizer_config.json names, by their names."""
+    """The special tokens of a tokenizer_config.json, by name."""
     found = {}
     for name, token in config.items():
         text = token.get("content") if isinstance(token, dict) else token
@@ -101,26 +101,6 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"The chat template {path} can not be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}.")
-    return value
-
-
 def _text(characters: str) -> str:
-    """Without halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    """Without lone surrogates, which JSON can spell and no tokenizer accepts."""
     return characters.encode(errors="replace").decode()

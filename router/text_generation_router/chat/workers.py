@@ -1,4 +1,4 @@
-"""Chat templates are rendered in processes of their own, which can be killed."""
+"""Processes that render chat templates, and are killed if a template does not end."""
 
 import logging
 import math
@@ -24,19 +24,19 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 
-# One that does not end does not hold up the others.
+# More than one, so that a template that does not end does not block all others.
 NUM_WORKERS = 2
-# For a rendering, with the compiling of the template where it is the first.
+# For one rendering, including the compilation of the template the first time.
 MAX_SECONDS = 2.0
-# So long one waits until a worker is free.
+# How long a job waits for a free worker.
 MAX_WAIT_S = 5.0
-# A machine that is busy with a model's start takes its time.
+# Long, because the machine also loads the model.
 START_SECONDS = 30.0
 _MODULE = "text_generation_router.chat.rendering"
 _PIECE_BYTES = 1 << 20
 
 Job = Mapping[str, Any]
-"""Arguments of `rendering.Renderer.render`, which are JSON."""
+"""JSON arguments of `rendering.Renderer.render`."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 class TemplateWorkers:
     """Owns at most `NUM_WORKERS` processes that render the templates of one model.
 
-    Each is started when all others are busy, and killed when it does not end in time; who comes
-    first goes first. None is left behind `close`, nor when this process is killed.
+    A worker is started when all others are busy, and killed when a job takes too long. Jobs run in
+    order of arrival. No worker outlives `close` or this process.
     """
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
         self.template = template
-        """None for a model that has none: then nothing can be rendered."""
-        # One thread waits for one worker; its queue is the line of those who wait.
+        """None: the model has no template, and nothing can be rendered."""
+        # Each thread waits for one worker; the pool's queue holds the waiting jobs.
         self._threads = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="template")
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
@@ -59,23 +59,22 @@ class TemplateWorkers:
         self._is_closed = False
 
     def begin(self, template: ChatTemplate | None) -> None:
-        """Starts the first worker and has it render a small conversation, beside whatever else is
-        done; a template that fails is told in one line of the log."""
+        """Starts a worker and renders a short chat in the background; a failure is one log line."""
         self.template = template
         if template is not None:
             self._threads.submit(self._try_out)
 
     async def render(self, make_job: Callable[[], tuple[Job, Mapping[str, Any]]]) -> str:
-        """The prompt of a job and its template variables, which are made off the event loop.
+        """The prompt. `make_job` returns a job and its template variables, off the event loop.
 
-        Raises TemplateError, OverloadedError if all workers are busy for too long, UnhealthyError
-        if none can be started, and what `make_job` raises.
+        Raises TemplateError, OverloadedError if all workers stay busy, UnhealthyError if no worker
+        can be started, and what `make_job` raises.
         """
         until = time.monotonic() + MAX_WAIT_S
         return await wrap_future(self._threads.submit(self._render, make_job, until))
 
     def close(self) -> None:
-        """Ends all processes and what waits for them. May be repeated."""
+        """Ends all processes and cancels waiting jobs. Idempotent."""
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -84,43 +83,42 @@ class TemplateWorkers:
         while self._workers:
             self._workers.pop().end()
 
-    # ---- In one of the threads ----
+    # ---- In the threads of the pool ----
 
     def _render(self, make_job: Callable[[], tuple[Job, Mapping[str, Any]]], until: float) -> str:
         if time.monotonic() > until:
             raise OverloadedError(math.ceil(MAX_SECONDS))
-        return self._ask(*make_job())
+        return self._run(*make_job())
 
-    def _ask(self, arguments: Job, template_kwargs: Mapping[str, Any]) -> str:
+    def _run(self, arguments: Job, template_kwargs: Mapping[str, Any]) -> str:
         try:
             frame = pack({"arguments": arguments, "kwargs": template_kwargs})
         except TypeError as error:
-            raise TemplateError(f"what the template is given must be JSON: {error}") from error
+            raise TemplateError(f"the template's variables must be JSON: {error}") from error
         worker = self._take()
         try:
-            said = worker.ask(frame, MAX_SECONDS)
+            reply = worker.call(frame, MAX_SECONDS)
         except (OSError, EOFError) as error:
             worker.kill()
-            # Its memory takes a while to be given back, for which the client need not wait; nor
-            # need the next one wait until another is started.
-            with suppress(RuntimeError):  # all are ended by `close`
+            # Waiting for its end takes time, and so does starting another: no client waits for it.
+            with suppress(RuntimeError):  # `close` shut the pool down
                 self._threads.submit(self._replace, worker)
             if self._is_closed:
                 raise ShuttingDownError from error
             if isinstance(error, TimeoutError):
                 sentence = f"the template did not end within {MAX_SECONDS:g} s"
             else:
-                sentence = "the template brought its process to an end"
-            logger.warning("A chat can not be rendered: %s; its process is started anew", sentence)
+                sentence = "the process that rendered the template died"
+            logger.warning("A chat can not be rendered: %s; restarting its process", sentence)
             raise TemplateError(sentence) from error
         with self._lock:
             self._idle.append(worker)
-        if "error" in said:
-            raise TemplateError(said["error"])
-        return said["prompt"]
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["prompt"]
 
     def _take(self) -> "_Worker":
-        """A worker that nobody else has."""
+        """A worker for this thread alone."""
         assert self.template is not None
         with self._lock:
             worker = self._idle.pop() if self._idle else None
@@ -135,7 +133,7 @@ class TemplateWorkers:
             self._drop(worker)
             if self._is_closed:
                 raise ShuttingDownError from error
-            logger.error("A process for chat templates does not start: %s", error)
+            logger.error("A process for chat templates did not start: %s", error)
             raise UnhealthyError from error
         return worker
 
@@ -146,14 +144,14 @@ class TemplateWorkers:
             try:
                 worker = _Worker()
             except OSError as error:
-                logger.error("No process for chat templates can be started: %s", error.strerror)
+                logger.error("Can not start a process for chat templates: %s", error.strerror)
                 raise UnhealthyError from error
             self._workers.add(worker)
         return worker
 
     def _replace(self, worker: "_Worker") -> None:
         self._drop(worker)
-        with suppress(RouterError):  # whoever needs one tries again
+        with suppress(RouterError):  # the next job tries again
             new = self._take()
             with self._lock:
                 self._idle.append(new)
@@ -167,12 +165,12 @@ class TemplateWorkers:
         messages = [{"role": "user", "content": "Hello"}]
         for tools in (None, [ToolSpec("now", "Tells the time.").as_openai()]):
             try:
-                self._ask({"messages": messages, "tools": tools}, {})
+                self._run({"messages": messages, "tools": tools}, {})
             except ShuttingDownError:
                 return
             except RouterError as error:
                 logger.warning(
-                    "Chats will be answered with an error: a small one%s fails: %s",
+                    "Chat requests will fail: the chat template can not render a short chat%s: %s",
                     " with a tool" if tools else "",
                     error.message,
                 )
@@ -180,32 +178,31 @@ class TemplateWorkers:
 
 
 class _Worker(Child):
-    """A process that renders. Used by one thread at a time, but for `kill`."""
+    """A process that renders. One thread uses it at a time; any thread may call `kill`."""
 
     def __init__(self) -> None:
         """Raises OSError."""
-        # A traceback could show what a client wrote.
+        # Silent, because a traceback could show a client's text.
         super().__init__(_MODULE, is_silent=True)
 
     def begin(self, template: ChatTemplate) -> None:
-        """Returns when it is ready for jobs. Raises OSError and EOFError."""
+        """Returns when the process is ready for jobs. Raises OSError and EOFError."""
         frame = {"sources": template.sources, "special_tokens": template.special_tokens}
-        self.ask(pack(frame), START_SECONDS)
+        self.call(pack(frame), START_SECONDS)
 
-    def ask(self, frame: bytes, timeout_s: float) -> dict[str, str]:
-        """The answer. Raises TimeoutError if it is late, other OSErrors and EOFError if the process
-        has ended."""
+    def call(self, frame: bytes, timeout_s: float) -> dict[str, str]:
+        """The reply. Raises TimeoutError, and EOFError or OSError if the process has ended."""
         until = time.monotonic() + timeout_s
         self.connection.settimeout(timeout_s)
         self.connection.sendall(frame)
         (size,) = HEADER.unpack(self._receive(HEADER.size, until))
-        said: dict[str, str] = orjson.loads(self._receive(size, until))
-        return said
+        reply: dict[str, str] = orjson.loads(self._receive(size, until))
+        return reply
 
     def _receive(self, num_bytes: int, until: float) -> bytearray:
         received = bytearray()
         while len(received) < num_bytes:
-            # 0 would mean not to wait at all, which is another error.
+            # Not 0, which would make the socket non-blocking.
             self.connection.settimeout(max(1e-3, until - time.monotonic()))
             piece = self.connection.recv(min(_PIECE_BYTES, num_bytes - len(received)))
             if not piece:

@@ -1,5 +1,4 @@
-"""What all ranks have answered to one message, as one answer: compared, merged, or why there is
-none. Nothing here waits."""
+"""Compares and merges the answers of all ranks to one message. Nothing here waits."""
 
 import asyncio
 import re
@@ -14,20 +13,21 @@ from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import (
     CachedBatch,
+    GoneShardError,
     LostStepError,
     SilentShardError,
     StepResult,
 )
 
-# What ranks may say differently: who they are, how far they have come, and what their cores allow.
+# What may differ between ranks: their number, their last message, and their cores.
 _OF_A_RANK = {"rank", "last_number", "spares_core"}
-# How a rank speaks of another one, because of which it has failed.
+# How a rank names another rank that made it fail.
 _OF_ANOTHER = re.compile(r"shard (\d+) |another shard ")
 
 
 def merge_infos(infos: Sequence[ShardInfo]) -> ShardInfo:
-    """What the shards are, in the order in which they were found. Raises GenerationError if they
-    are not the ranks of one model, and names who is not."""
+    """The shards' common properties, from rank 0 on. Raises GenerationError, which names the
+    shard, if they are not the ranks of one model."""
     first = infos[0]
     for rank, info in enumerate(infos):
         if info.rank != rank:
@@ -55,9 +55,9 @@ def merge_infos(infos: Sequence[ShardInfo]) -> ShardInfo:
 
 
 def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult:
-    """The tokens that rank 0 has chosen, and the times of all ranks, if there are several.
+    """The tokens that rank 0 has sampled, and the times of all ranks, if there are several.
 
-    Raises LostStepError if a rank has chosen others: it names that rank and the message.
+    Raises LostStepError, which names rank and message, if a rank has sampled other tokens.
     """
     first, *others = responses
     if not others:
@@ -68,8 +68,8 @@ def merge_steps(number: int, responses: Sequence[pb.StepResponse]) -> StepResult
 
 
 def merge_kept(number: int, responses: Sequence[pb.FilterBatchResponse]) -> CachedBatch:
-    """What is left of a batch. Raises LostStepError if a rank has kept other requests than rank 0:
-    it names that rank and the message."""
+    """The remaining rows of a batch. Raises LostStepError, which names rank and message, if a rank
+    has kept other requests than rank 0."""
     kept = [translate.from_cached_batch(response.batch) for response in responses]
     if others := [rank for rank, batch in enumerate(kept) if batch != kept[0]]:
         raise LostStepError(
@@ -80,7 +80,7 @@ def merge_kept(number: int, responses: Sequence[pb.FilterBatchResponse]) -> Cach
 
 
 def check_digests(number: int, digests: Sequence[int | None]) -> None:
-    """Raises LostStepError unless all ranks have sent one and the same digest, rank 0 first."""
+    """Raises LostStepError unless all ranks have sent the same digest; rank 0 is the first."""
     if silent := [rank for rank, digest in enumerate(digests) if digest is None]:
         raise LostStepError(
             f"Server error: {_shards(silent)} did not say what was chosen in step {number}; start "
@@ -89,16 +89,17 @@ def check_digests(number: int, digests: Sequence[int | None]) -> None:
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise LostStepError(
             f"Server error: {_shards(others)} chose other tokens than shard 0 in step {number}, so "
-            "that nobody knows which are right"
+            "that it is not known which are right"
         )
 
 
 def failure(outcomes: Sequence[object]) -> BaseException | None:
     """Why a call to several ranks has failed, None if it has not.
 
-    Of each rank either its answer or its exception; None: it was not waited for any longer. If only
-    some have failed, or one is gone or silent, it is a LostStepError, a SilentShardError if none
-    has failed. Of several errors the first is told that is not about another rank.
+    `outcomes`: the answer or the exception of each rank; None: no answer in time. Returns a
+    GoneShardError if a rank has ended, a SilentShardError if none has failed and some are silent,
+    a LostStepError if only some have failed. Of several errors it reports the first that does not
+    name another rank.
     """
     errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
     silent = [rank for rank, one in enumerate(outcomes) if one is None]
@@ -108,31 +109,34 @@ def failure(outcomes: Sequence[object]) -> BaseException | None:
         )
     if not errors:
         return None
-    is_lost = len(errors) < len(outcomes) or any(map(is_gone, errors.values()))
+    is_lost = len(errors) < len(outcomes)
     rank = min(errors, key=lambda rank: _is_about_another(rank, errors[rank]))
-    return generation_error(errors[rank], is_lost, f"shard {rank}: ")
+    error = generation_error(errors[rank], is_lost, f"shard {rank}: ")
+    if any(map(is_gone, errors.values())) and isinstance(error, GenerationError):
+        return GoneShardError(*error.args)
+    return error
 
 
 def is_gone(error: object) -> bool:
-    """Whether the call failed because nobody is there any more who could answer."""
+    """Whether the call failed because the process has ended."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return False
     return error.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def generation_error(error: BaseException, is_lost: bool, who: str = "") -> BaseException:
-    """What a failed call means to a client; failures that are no RPC's stay as they are.
+def generation_error(error: BaseException, is_lost: bool, source: str = "") -> BaseException:
+    """The error for a failed call; exceptions other than gRPC's are returned unchanged.
 
-    `is_lost`: other ranks have done what this one has not. `who` stands before what gRPC or the
-    shard says, which may name sockets and files, and is therefore for the log alone.
+    `is_lost`: other ranks have computed the call. `source` comes before the words of gRPC or the
+    shard, which may name sockets and files, and are therefore only for the log.
     """
     if isinstance(error, asyncio.CancelledError):  # gRPC's word for a channel that was closed
-        return LostStepError("Could not connect to Text Generation server: channel closed")
+        return GoneShardError("Could not connect to Text Generation server: channel closed")
     if not isinstance(error, grpc.aio.AioRpcError):
         return error
-    detail = f"{who}{error.details() or error.code().name}"
+    detail = f"{source}{error.details() or error.code().name}"
     if is_gone(error):
-        return LostStepError("Could not connect to Text Generation server", detail)
+        return GoneShardError("Could not connect to Text Generation server", detail)
     return (LostStepError if is_lost else GenerationError)("Server error", detail)
 
 

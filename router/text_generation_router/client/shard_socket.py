@@ -1,4 +1,4 @@
-"""The socket of a shard: that it is one of our own user's, and stays the one it was."""
+"""The socket of a shard: that it belongs to this user, and is not exchanged."""
 
 import asyncio
 import os
@@ -16,14 +16,14 @@ _CREDENTIALS = struct.Struct("3i")
 class ShardSocket:
     """Owns a reference to one socket on this machine, until closed.
 
-    `address` leads to the socket that was looked at and to no other, whatever is put in the place
-    of its name later: prompts go only to a process of our own user's, or of root's.
+    `address` leads to the checked socket even if another one takes its path later: prompts go only
+    to a process of this user, or of root.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError while nobody listens there, GenerationError if it is a stranger's."""
+        """Raises OSError while no process listens, GenerationError if it is another user's."""
         self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        # What `unix:` is followed by: a name in /proc leads to the file itself, not to a path.
+        # For gRPC, behind `unix:`. A name in /proc leads to the file itself, not to its path.
         self.address = f"/proc/self/fd/{self._descriptor}"
         try:
             state = os.fstat(self._descriptor)
@@ -45,7 +45,7 @@ class ShardSocket:
                 await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Nobody can connect with `address` any more."""
+        """`address` is invalid from now on."""
         os.close(self._descriptor)
 
 
@@ -56,9 +56,9 @@ def path_of(url: str) -> str:
 
 
 def _listener(address: str) -> int:
-    """The user whose process listens, as the system says."""
+    """The user id of the listening process, from the kernel."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # one that is full is one that can not be asked now
+        probe.setblocking(False)  # a full backlog raises OSError
         probe.connect(address)
         found = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(found)[1]

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
+from text_generation_process.defaults import STARTING_DEADLINE_S
 from text_generation_proto import pb, pb_grpc
 
 from text_generation_router.client import answers, translate
@@ -15,6 +17,7 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
     Advance,
     CachedBatch,
+    GoneShardError,
     GrammarResult,
     LostStepError,
     StepResult,
@@ -27,24 +30,28 @@ _Response = TypeVar("_Response")
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A unix socket is on this machine, whatever http_proxy says.
+    # A unix socket is on this machine: never through http_proxy.
     ("grpc.enable_http_proxy", 0),
-    # The number in an address is given to another socket once this one is closed.
+    # The descriptor in an address is reused by another socket once this one is closed.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0
-# Once a rank has failed, the others fail at once, too, or have computed all the same; who has not
-# said so within this is not waited for: it hangs.
+# How often the channels are checked, and their states when they are connected: gRPC makes a channel
+# idle that was not used for half an hour.
+_GONE_POLL_S = 0.25
+_CONNECTED = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
+# Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
+# within this hangs.
 OTHERS_S = 0.5
 
 
 class ShardedClient:
     """Owns one channel per rank and the numbers of messages; implements `scheduler.shards.Shards`.
 
-    What all ranks must take in one order is numbered, one more each time, in the order in which it
-    is sent. A call returns when all ranks have answered, so that no rank is still busy with a
-    failed step when the next one begins; but for one that is dead, or hangs when another has
-    answered or failed, nobody waits. Failures are GenerationError in TGI's words.
+    Messages that all ranks must take in the same order are numbered, in the order in which they
+    are sent. A call returns when all ranks have answered, so that no rank still computes a failed
+    step when the next one begins. It does not wait for a rank that has ended, or that is silent
+    when another one has answered or failed. Failures are GenerationError in TGI's words.
     """
 
     def __init__(
@@ -52,11 +59,12 @@ class ShardedClient:
         channels: list[grpc.aio.Channel],
         sockets: list[ShardSocket],
         last_number: int = 0,
-        answer_s: float = 20.0,
+        answer_s: float = STARTING_DEADLINE_S,
     ) -> None:
-        """No rank has taken a message of a number above `last_number`. answer_s: how long a rank is
-        waited for that has not answered what another one has."""
-        self._answer_s = answer_s
+        """No rank has taken a message with a number above `last_number`. answer_s: how long the
+        call waits for a rank when another one has answered."""
+        self.answer_s = answer_s
+        """The same, for later calls."""
         self._channels = channels
         self._sockets = sockets
         self._last_number = last_number
@@ -65,15 +73,14 @@ class ShardedClient:
 
     @classmethod
     async def connect(
-        cls, master_uds_path: str, timeout_s: float = 60.0, answer_s: float = 20.0
+        cls, master_uds_path: str, timeout_s: float = 60.0, answer_s: float = STARTING_DEADLINE_S
     ) -> "ShardedClient":
-        """Asks the shard that listens on `master_uds_path` for the others and connects to all. Each
-        answers within `answer_s` once it listens, and the others listen so soon after that one.
+        """Asks the shard at `master_uds_path` for the other sockets and connects to all. Each must
+        answer within `answer_s` once it listens, and the others must listen within the same time.
 
         The first numbered call must be `clear_cache` or `warmup`: the last router may have ended
-        before all ranks had taken its last messages, and only there numbers may be missing. Raises
-        GenerationError, with a sentence for the user, if they are not there in time, or are another
-        user's.
+        before all ranks had taken its last messages, and only these two may skip numbers. Raises
+        GenerationError, with a sentence for the user, if a shard is late or another user's.
         """
         channels, sockets = list[grpc.aio.Channel](), list[ShardSocket]()
         path = master_uds_path
@@ -91,13 +98,25 @@ class ShardedClient:
         return cls(channels, sockets, last_number, answer_s)
 
     async def close(self) -> None:
-        """Closes the channels; calls under way fail. May be repeated."""
+        """Closes the channels; calls in flight fail. May be repeated."""
         await asyncio.gather(*(channel.close(None) for channel in self._channels))
         while self._sockets:
             self._sockets.pop().close()
 
+    async def gone(self) -> None:
+        """Returns when a shard has ended, also while no call is in flight."""
+        while True:
+            await asyncio.sleep(_GONE_POLL_S)
+            if all(channel.get_state() in _CONNECTED for channel in self._channels):
+                continue
+            with suppress(GenerationError):
+                try:
+                    await self.health()
+                except GoneShardError:
+                    return
+
     async def info(self) -> ShardInfo:
-        """What the shards say about themselves; GenerationError if they contradict each other."""
+        """Properties of the shards. Raises GenerationError if they differ."""
         responses = await self._all_soon(stub.Info(pb.InfoRequest()) for stub in self._stubs)
         return answers.merge_infos([translate.from_info(response) for response in responses])
 
@@ -119,10 +138,13 @@ class ShardedClient:
             number=self._next_number(),
         )
         responses = await self._all_soon(stub.Warmup(request) for stub in self._stubs)
-        return translate.from_warmup(responses)
+        result = translate.from_warmup(responses)
+        # Ranks wait this long for one another from now on.
+        self.answer_s = result.rank_deadline_s or self.answer_s
+        return result
 
     async def health(self) -> None:
-        """Returns while every shard takes work."""
+        """Returns if every shard is healthy."""
         request = pb.HealthRequest()
         await _all(stub.Health(request, timeout=_HEALTH_TIMEOUT_S) for stub in self._stubs)
 
@@ -132,22 +154,25 @@ class ShardedClient:
         entries: Sequence[Entry],
         cached_batch_id: int | None,
         advance: Advance | None = None,
+        trace_context: str = "",
     ) -> StepResult:
         """See `Shards.prefill`."""
-        request = translate.to_prefill(batch_id, entries, cached_batch_id, advance)
+        request = translate.to_prefill(batch_id, entries, cached_batch_id, advance, trace_context)
         request.number = self._next_number()
         responses = await self._all_soon(stub.Prefill(request) for stub in self._stubs)
         return answers.merge_steps(request.number, responses)
 
-    async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
+    async def decode(
+        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+    ) -> StepResult:
         """See `Shards.decode`."""
-        request = translate.to_decode(batch_ids, advance)
+        request = translate.to_decode(batch_ids, advance, trace_context)
         request.number = self._next_number()
         responses = await self._all_soon(decode(request) for decode in self._decodes)
         return answers.merge_steps(request.number, responses)
 
     def _all_soon(self, calls: Iterable[Awaitable[_Response]]) -> Awaitable[list[_Response]]:
-        return _all(calls, self._answer_s)
+        return _all(calls, self.answer_s)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
         """See `Shards.compile_grammar`."""
@@ -170,29 +195,28 @@ class ShardedClient:
         await self._all_soon(stub.ClearCache(request) for stub in self._stubs)
 
     def _next_number(self) -> int:
-        """For a message that is sent before another one asks for its number."""
+        """For a message that is sent before the next number is taken."""
         self._last_number += 1
         return self._last_number
 
 
 class DecodeCall:
-    """Owns the call to one rank that decode steps go through, opened when one is needed.
+    """Owns the streaming call to one rank for decode steps, opened when one is needed.
 
-    A message over an open call takes half the time of a call of its own: with a step of 7 ms
-    between, 0.46 ms for both ways instead of 0.96. Several may be under way.
+    A message over an open call takes half the time of a call of its own. Several may be in flight.
     """
 
     def __init__(self, stub: pb_grpc.TextGenerationServiceStub) -> None:
         self._stub = stub
         self._call: Any = None
-        # gRPC writes one message and reads one at a time. Who comes first goes first, so that
-        # answers are read in the order in which their steps were asked for.
+        # gRPC writes one message and reads one at a time. The locks are fair, so that answers are
+        # read in the order of their steps.
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def __call__(self, request: pb.DecodeRequest) -> pb.StepResponse:
-        """One step. A call that has failed, or was given up, is not used again: nobody knows
-        whether the shard has taken the steps behind the one that failed, so that what is sent next
-        must be a `clear_cache`, for which a number may be missing."""
+        """One step. A call that has failed or was cancelled is not used again: it is not known
+        whether the shard has taken the steps behind the failed one. Therefore the next message must
+        be a `clear_cache`, which may skip numbers."""
         if self._call is None or self._call.done():
             self._call = self._stub.Decode()
         call = self._call
@@ -223,8 +247,8 @@ async def _reach(
     sockets: list[ShardSocket],
     answer_s: float,
 ) -> tuple[int, Sequence[str]]:
-    """Connects to one more shard, as soon as it listens; the number of its last message, and where
-    it says that all shards are."""
+    """Connects to one more shard when it listens. Returns the number of its last message, and the
+    addresses of all shards."""
     is_first = not sockets
     if is_first:
         sockets.append(await ShardSocket.wait_for(path))
@@ -240,7 +264,7 @@ async def _reach(
     except TimeoutError as error:
         raise GenerationError(
             f"the shard at {path} listens and has not answered for {answer_s:g} s: it hangs or was "
-            "stopped; start all shards anew"
+            "stopped; restart all shards"
         ) from error
     return info.last_number, found.urls
 
@@ -252,26 +276,25 @@ def _no_answer(path: str, master_uds_path: str, timeout_s: float) -> str:
             "start text-generation-server first, or give its --master-shard-uds-path"
         )
     return (
-        f"no answer from the shard at {path} within {timeout_s:g} s, though that at "
-        f"{master_uds_path} is there; its log says what became of it, and all shards must be "
-        "started anew"
+        f"no answer from the shard at {path} within {timeout_s:g} s, though the one at "
+        f"{master_uds_path} answers; see its log for the reason, and restart all shards"
     )
 
 
 async def _all(
     calls: Iterable[Awaitable[_Response]], answer_s: float | None = None
 ) -> list[_Response]:
-    """The answers of all ranks in order, or the failure of one of them. answer_s: see
-    ShardedClient; None: without limit."""
+    """The answers of all ranks in order; raises the failure of one. answer_s: see ShardedClient;
+    None: no limit."""
     first, *others = calls
     if not others:
-        # Gathering one would make a task of it, and every step would wait for a turn more.
+        # A task for a single call would cost every step one more turn of the event loop.
         try:
             return [await first]
         except (asyncio.CancelledError, GenerationError, grpc.aio.AioRpcError) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # it is we who are cancelled
+                raise  # this task is cancelled
             raise answers.generation_error(error, is_lost=False) from error
     tasks = [asyncio.ensure_future(call) for call in (first, *others)]
     try:
@@ -292,7 +315,7 @@ async def _all(
 
 
 def _outcome(task: asyncio.Future[Any]) -> Any:
-    """An answer or an exception; None: it is still waited for."""
+    """An answer or an exception; None: neither yet."""
     if not task.done():
         return None
     return asyncio.CancelledError() if task.cancelled() else task.exception() or task.result()

@@ -1,7 +1,7 @@
-"""Between the router's values and the messages of generate.proto; nothing else reads those."""
+"""Between the router's values and the messages of generate.proto, which no other file reads."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from text_generation_proto import pb
 
@@ -24,9 +24,13 @@ _POOLINGS = {
 }
 
 
+# Fields with the same name in NextTokenChooserParameters.
+_SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "logit_bias")
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a shard is; lengths in tokens. See InfoResponse in generate.proto."""
+    """Properties of a shard; lengths in tokens. See InfoResponse in generate.proto."""
 
     dtype: str
     device_type: str
@@ -49,7 +53,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """What the shards have room for, after Warmup; the limits are as given or as decided."""
+    """Limits after Warmup, as requested or as the shards have chosen."""
 
     num_blocks: int
     max_input_tokens: int
@@ -60,6 +64,8 @@ class WarmupResult:
     decode_step_ns: int = 0
     prefill_token_ns: int = 0
     prefill_context_ns: int = 0
+    # How long ranks wait for one another in a step from now on; 0: there is one rank.
+    rank_deadline_s: float = 0.0
 
 
 def to_batch(batch_id: int, entries: Iterable[Entry]) -> pb.Batch:
@@ -89,17 +95,7 @@ def _to_request(entry: Entry) -> pb.Request:
 
 def _to_parameters(sampling: Sampling) -> pb.NextTokenChooserParameters:
     return pb.NextTokenChooserParameters(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        min_p=sampling.min_p,
-        do_sample=sampling.do_sample,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        watermark=sampling.watermark,
+        **{name: getattr(sampling, name) for name in _SAMPLING},
         logit_bias_ids=[token_id for token_id, _ in sampling.logit_bias],
         logit_bias_values=[bias for _, bias in sampling.logit_bias],
     )
@@ -115,19 +111,28 @@ def _to_stopping(stopping: StoppingCriteria) -> pb.StoppingCriteriaParameters:
 
 
 def to_prefill(
-    batch_id: int, entries: Iterable[Entry], cached_batch_id: int | None, advance: Advance | None
+    batch_id: int,
+    entries: Iterable[Entry],
+    cached_batch_id: int | None,
+    advance: Advance | None,
+    trace_context: str = "",
 ) -> pb.PrefillRequest:
-    """New rows, and how those of the cached batch go on beside them."""
+    """New rows, and how the rows of the cached batch go on beside them."""
     return pb.PrefillRequest(
         batch=to_batch(batch_id, entries),
         cached_batch_id=cached_batch_id,
         advance=None if advance is None else _to_advance(advance),
+        trace_context=trace_context,
     )
 
 
-def to_decode(batch_ids: Sequence[int], advance: Advance) -> pb.DecodeRequest:
+def to_decode(
+    batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+) -> pb.DecodeRequest:
     """One step for the rows of the batches."""
-    return pb.DecodeRequest(batch_ids=batch_ids, advance=_to_advance(advance))
+    return pb.DecodeRequest(
+        batch_ids=batch_ids, advance=_to_advance(advance), trace_context=trace_context
+    )
 
 
 def _to_advance(advance: Advance) -> pb.Advance:
@@ -176,39 +181,23 @@ def from_cached_batch(batch: pb.CachedBatch) -> CachedBatch:
 
 
 def from_compiled(responses: Sequence[pb.CompileGrammarResponse]) -> GrammarResult:
-    """What all ranks say of a grammar: it can be used if every one of them can."""
+    """The answer of all ranks: a grammar is usable if every rank can use it."""
     refused = next((response for response in responses if response.error), responses[0])
     return GrammarResult(refused.error, refused.min_tokens, refused.retry_after_s)
 
 
 def from_info(response: pb.InfoResponse) -> ShardInfo:
-    """What one shard says about itself."""
-    return ShardInfo(
-        dtype=response.dtype,
-        device_type=response.device_type,
-        block_size=response.block_size,
-        attention_impl=response.attention_impl,
-        vocab_size=response.vocab_size,
-        max_model_len=response.max_model_len,
-        version=response.version,
-        rank=response.rank,
-        world_size=response.world_size,
-        recompute_at=response.recompute_at if response.HasField("recompute_at") else None,
-        quantize=response.quantize,
-        deterministic=response.deterministic,
-        prompt_scaled_at=(
-            response.prompt_scaled_at if response.HasField("prompt_scaled_at") else None
-        ),
-        spares_core=response.spares_core,
-        records_steps=response.records_steps,
-        last_number=response.last_number,
-        hidden_size=response.hidden_size,
-    )
+    """Properties of one shard."""
+    values = {field.name: getattr(response, field.name) for field in fields(ShardInfo)}
+    for name in ("recompute_at", "prompt_scaled_at"):
+        if not response.HasField(name):
+            values[name] = None
+    return ShardInfo(**values)
 
 
 def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
-    """What all ranks have room for: the least of each limit, the sum of the bytes, the times of
-    the slowest."""
+    """The result of all ranks: the least of each limit, the sum of the bytes, the times of the
+    slowest rank."""
     return WarmupResult(
         num_blocks=min(r.num_blocks for r in responses),
         max_input_tokens=min(r.max_input_tokens for r in responses),
@@ -218,4 +207,5 @@ def from_warmup(responses: Sequence[pb.WarmupResponse]) -> WarmupResult:
         decode_step_ns=max(r.decode_step_ns for r in responses),
         prefill_token_ns=max(r.prefill_token_ns for r in responses),
         prefill_context_ns=max(r.prefill_context_ns for r in responses),
+        rank_deadline_s=max(r.rank_deadline_ms for r in responses) / 1000,
     )

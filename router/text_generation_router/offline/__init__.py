@@ -1,6 +1,6 @@
 """Generation without HTTP: `LLM` in Python, and files of requests.
 
-The model runs in the same shards, behind the same scheduler, as in a server.
+Shards and scheduler are the same as in a server.
 """
 
 from text_generation_router.offline.llm import LLM, LLMError

@@ -1,4 +1,4 @@
-"""Requests to the application without a socket between."""
+"""Requests to the application without a socket."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,25 +8,22 @@ from starlette.types import ASGIApp, Message
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole response."""
+    """A complete response."""
 
     status_code: int
     body: bytes
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """What the application answers to JSON that is posted to one of its paths.
-
-    Raises what the application raises where it could not answer at all.
-    """
-    asked: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """The application's answer to a POST of JSON. Raises what the application raises."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status_code = 500
     pieces: list[bytes] = []
 
     async def receive() -> Message:
-        if not asked:
-            await asyncio.Event().wait()  # a client that stays: routes ask whether it left
-        return asked.pop()
+        if not messages:
+            await asyncio.Event().wait()  # the client never disconnects
+        return messages.pop()
 
     async def send(message: Message) -> None:
         nonlocal status_code

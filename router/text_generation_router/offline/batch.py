@@ -1,4 +1,4 @@
-"""A file of requests, answered by the routes of the server; no port is opened."""
+"""Answers a file of requests with the routes of the server, without a port."""
 
 import asyncio
 import logging
@@ -23,35 +23,36 @@ from text_generation_router.services import Services
 
 logger = logging.getLogger(__name__)
 
-# Requests under way for each row of the batch, so that a free row never waits for the next one.
+# Requests in flight per row of the batch, so that a free row never waits for the next one.
 _WINDOW = 2
-# Results that wait for one before them: a long answer must not stop those behind it.
+# Results that wait for an earlier one, so that a long answer does not block the next requests.
 _MAX_HELD = 16_384
 
 
 class ShardsLostError(Exception):
-    """The shards do not answer any more; another run can do what is left."""
+    """The shards do not answer any more; another run can continue."""
 
     def __init__(self) -> None:
-        super().__init__("the shards do not answer any more; run it again to continue")
+        super().__init__("the shards do not answer any more; run the batch again to continue")
 
 
 class Batch:
-    """Answers the requests of a file that have no result yet, and appends their results in order.
+    """Answers the requests of a file that have no result yet, and appends the results in order.
 
-    One bad line is one error result. When `run` is cancelled or fails, what is not written is lost.
+    A bad line becomes an error result. If `run` is cancelled or fails, results that are not written
+    are lost.
     """
 
     def __init__(
         self, app: ASGIApp, services: Services, source: Path, results: ResultsFile
     ) -> None:
-        """The app must be up."""
+        """The app's lifespan must be running."""
         self._app = app
         self._services = services
         self._source = source
         self._results = results
         self._custom_ids = set(results.custom_ids)
-        # In the order of the input, from the first without a result.
+        # In the order of the input, from the first one without a result.
         self._held: deque[asyncio.Task[bytes]] = deque()
         self._running: set[asyncio.Task[bytes]] = set()
 
@@ -77,7 +78,7 @@ class Batch:
             await asyncio.gather(*self._held, return_exceptions=True)
 
     def _write_ready(self) -> None:
-        """Appends the results that no other is before."""
+        """Appends the results that are next in order."""
         while self._held and self._held[0].done():
             self._results.append(self._held.popleft().result())
 
@@ -88,7 +89,7 @@ class Batch:
             if request.custom_id in self._custom_ids:
                 raise LineError(
                     "duplicate_custom_id",
-                    "`custom_id` is that of an earlier line as well",
+                    "`custom_id` is the same as that of an earlier line; give each line its own",
                     request.custom_id,
                 )
             self._custom_ids.add(request.custom_id)
@@ -113,13 +114,13 @@ class Batch:
             return Answer(500, message)
 
     async def _check_shards(self) -> None:
-        """Tells a request that failed from shards that are gone, which answer nobody."""
+        """Raises ShardsLostError if a request failed because the shards do not answer."""
         if not await self._services.batcher.probe():
             raise ShardsLostError
 
 
 def _num_tokens(answer: Answer) -> int:
-    """Tokens that the model wrote for an answer."""
+    """The number of generated tokens."""
     if answer.status_code != 200:
         return 0
     usage = orjson.loads(answer.body).get("usage") or {}

@@ -1,7 +1,7 @@
-"""What `text-generation-launcher batch` runs on top of its shards; not a command of its own.
+"""The process that `text-generation-launcher batch` starts with its shards.
 
-Exit code 0 when every request has an answer, 3 when some have an error instead, 1 when not all have
-a result: running it again then continues.
+Exit codes: 0, every request has an answer; 3, some have an error instead; 1, some have no result,
+and another run continues.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from text_generation_router.services import StartError, start
 SOME_FAILED = 3
 _DRAW_EVERY_S = 0.2
 _LOG_EVERY_S = 10.0
-# There is no queue in front of the batcher that a request could be sent away from.
+# No request is refused because the queue is full.
 _NO_LIMIT = 2**31 - 1
 
 # This module runs as __main__.
@@ -39,7 +39,7 @@ logger = logging.getLogger("text_generation_router.offline.batch_cli")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Answers the file; what the user can mend is one ERROR line and exit code 1."""
+    """Answers the file; an error that the user can fix is one ERROR line and exit code 1."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--input", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -48,21 +48,21 @@ def main(arguments: list[str] | None = None) -> int:
     source, target = options.pop("input"), options.pop("output")
     configure_logs(options["logger_level"], options["json_output"])
     if not logger.isEnabledFor(logging.DEBUG):
-        # A line for each request: its result says as much.
+        # It would log a line for each request; the result has the same information.
         logging.getLogger("text_generation_router.infer").setLevel(logging.CRITICAL)
     try:
         config = RouterConfig(**options)
         rows = {"max_batch_size": config.batch_rows, "max_concurrent_requests": _NO_LIMIT}
         return uvloop.run(_run(RouterConfig(**(options | rows)), source, target))
     except asyncio.CancelledError:
-        logger.info("Interrupted: run it again to continue")
+        logger.info("Interrupted: run the batch again to continue")
     except (StartError, BatchFileError, ShardsLostError, ValueError, OSError) as error:
         logger.error("%s", error)
     return 1
 
 
 async def _run(config: RouterConfig, source: Path, target: Path) -> int:
-    """Answers what has no result yet; the exit code."""
+    """Answers the requests that have no result yet; the exit code."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -73,7 +73,7 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
         num_there = len(results.custom_ids)
         tally = Tally(total, done=num_there, failed=results.num_failed, first=num_there)
         if num_there:
-            logger.info("%s has %d of %d results: going on behind them", target, num_there, total)
+            logger.info("%s has %d of %d results: continuing after them", target, num_there, total)
         if num_there < total:
             async with start(config) as services:
                 tally.started = time.perf_counter()
@@ -91,7 +91,7 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
 
 
 async def _answer(batch: Batch, tally: Tally) -> None:
-    """Runs it, and shows how far it is."""
+    """Runs the batch and shows its progress."""
     with bar(tally, sys.stderr) as drawn:
         showing = asyncio.create_task(_show(tally, drawn))
         try:
@@ -111,7 +111,7 @@ async def _show(tally: Tally, drawn: Bar | None) -> None:
 
 
 def check_same(source: Path, results: ResultsFile, target: Path) -> int:
-    """How many requests the input has. Raises BatchFileError if the results are of others."""
+    """The number of requests. Raises BatchFileError if the results are of other requests."""
     there, total, is_same = results.custom_ids, 0, True
     for place, line in enumerate(read_lines(source)):
         total = place + 1

@@ -1,4 +1,4 @@
-"""Files of requests and of results, in the form of OpenAI's batch API: a JSON object a line."""
+"""Files of requests and results, in the form of OpenAI's batch API: one JSON object per line."""
 
 import fcntl
 import os
@@ -14,11 +14,11 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddi
 
 
 class BatchFileError(Exception):
-    """The files do not fit together; one sentence says why and what to do."""
+    """A file can not be used; the message says why and what to do."""
 
 
 class LineError(Exception):
-    """A line that is not a request; becomes the `error` of its result."""
+    """A line that is not a valid request; becomes the `error` of its result."""
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class BatchRequest:
 
 
 def read_request(line: bytes) -> BatchRequest:
-    """The request in a line. Raises LineError."""
+    """The request of a line. Raises LineError."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -54,15 +54,15 @@ def read_request(line: bytes) -> BatchRequest:
     if not isinstance(body, dict):
         raise LineError("invalid_body", "`body` must be a JSON object", custom_id)
     if body.get("stream"):
-        raise LineError("invalid_body", "`stream` must be left out: results are whole", custom_id)
+        raise LineError("invalid_body", "`stream` is not supported: remove it", custom_id)
     try:
         return BatchRequest(custom_id, url, orjson.dumps(body))
-    except TypeError as error:  # only depth is left to complain about
+    except TypeError as error:  # the only possible reason is its depth
         raise LineError("invalid_body", f"`body` can not be read: {error}", custom_id) from error
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """What the result of a line is called, or would be."""
+    """The `custom_id` of a line, if it has one."""
     try:
         return read_request(line).custom_id
     except LineError as error:
@@ -78,20 +78,14 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def response_line(custom_id: str, status_code: int, body: bytes) -> bytes:
-    """The result of a request that was answered, well or not; `body` is JSON."""
-    return _line(
-        custom_id,
-        {
-            "status_code": status_code,
-            "request_id": f"req_{uuid.uuid4().hex}",
-            "body": orjson.Fragment(body),
-        },
-        None,
-    )
+    """The result of a request that was answered, with any status; `body` is JSON."""
+    request_id = f"req_{uuid.uuid4().hex}"
+    response = {"status_code": status_code, "request_id": request_id, "body": orjson.Fragment(body)}
+    return _line(custom_id, response, None)
 
 
 def error_line(error: LineError) -> bytes:
-    """The result of a line that is not a request."""
+    """The result of a line that is not a valid request."""
     return _line(error.custom_id, None, {"code": error.code, "message": str(error)})
 
 
@@ -106,14 +100,13 @@ def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
 
 
 class ResultsFile:
-    """Owns the output file: whole lines, in the order of the input, kept from run to run.
+    """Owns the output file: complete lines in the order of the input, kept between runs.
 
-    What an interrupted run left as its last line, without an end, is cut. Nobody else may write to
-    the file meanwhile.
+    An incomplete last line of an interrupted run is cut off. A lock keeps other batches out.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises BatchFileError for a file that is in use or holds something else."""
+        """Raises BatchFileError if the file is in use or has other content."""
         self._path = path
         try:
             self._file = os.fdopen(
@@ -127,9 +120,9 @@ class ResultsFile:
             self._file.close()
             raise BatchFileError(f"--output {path} is being written by another batch") from None
         self.custom_ids: list[str | None] = []
-        """Of the results that are there."""
+        """Of the results in the file."""
         self.num_failed = 0
-        """How many of them are no answer."""
+        """The number of these results that are errors."""
         try:
             self._read()
         except BaseException:
@@ -137,12 +130,12 @@ class ResultsFile:
             raise
 
     def append(self, line: bytes) -> None:
-        """Adds a result; it is in the hands of the system when this returns."""
+        """Adds a result, flushed to the operating system."""
         self._file.write(line)
         self._file.flush()
 
     def close(self) -> None:
-        """Lets another batch have the file."""
+        """Releases the file for another batch."""
         self._file.close()
 
     def _read(self) -> None:

@@ -1,11 +1,10 @@
-"""Many prompts through the scheduler, a window of them at a time."""
+"""Runs many prompts, a window of them at a time."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from text_generation_router.api.openai.vllm_answers import stop_reason
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatStep, message_of
 from text_generation_router.errors import RouterError, ValidationError
@@ -16,31 +15,31 @@ from text_generation_router.request import FinishReason, Output, PrefillOutput, 
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
-# So many prompts are under way for each row of the batch: the next ones are tokenized when a row
-# becomes free, and a file of a million prompts does not become a million tasks.
+# Prompts in flight per row of the batch: the next one is tokenized before a row becomes free, and a
+# million prompts do not become a million tasks.
 _WINDOW = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt and what is asked of it."""
+    """A prompt and its parameters."""
 
     prompt: Any
-    """As the user gave it."""
-    asked: GenerateParameters | Conversation
+    """As given by the user."""
+    parameters: GenerateParameters | Conversation
     n: int = 1
 
 
 class Bulk:
-    """Runs jobs in the event loop of the services, whose batcher must be running."""
+    """Runs jobs in the event loop of the services; their batcher must be running."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def run(self, jobs: Sequence[Job], tally: Tally) -> list[RequestOutput]:
-        """The result of each job, in order; what fails alone is the error of its result.
+        """The result of each job, in order; a job's failure is the error of its result.
 
-        Cancelling this ends all of them.
+        Cancelling this ends all jobs.
         """
         results: list[RequestOutput | None] = [None] * len(jobs)
         pending = iter(enumerate(jobs))
@@ -57,13 +56,13 @@ class Bulk:
 
     async def _run_one(self, job: Job, tally: Tally) -> RequestOutput:
         try:
-            if isinstance(job.asked, Conversation):
-                return await self._chat(job.prompt, job.asked, tally)
-            return await self._generate(job.prompt, job.asked, job.n, tally)
+            if isinstance(job.parameters, Conversation):
+                return await self._chat(job.prompt, job.parameters, tally)
+            return await self._generate(job.prompt, job.parameters, job.n, tally)
         except UnicodeEncodeError as error:
             tally.failed += 1
-            complaint = f"the prompt is not Unicode text: {error.reason}"
-            return RequestOutput(job.prompt, error=ValidationError(complaint))
+            message = f"the prompt is not Unicode text: {error.reason}"
+            return RequestOutput(job.prompt, error=ValidationError(message))
         except RouterError as error:
             tally.failed += 1
             return RequestOutput(job.prompt, error=error)
@@ -71,12 +70,12 @@ class Bulk:
             tally.done += 1
 
     async def _generate(
-        self, prompt: Any, asked: GenerateParameters, n: int, tally: Tally
+        self, prompt: Any, parameters: GenerateParameters, n: int, tally: Tally
     ) -> RequestOutput:
         completions: list[CompletionOutput] = []
         prompt_tokens: tuple[Token, ...] = ()
-        async with self._services.infer.start_many(asked, n) as generations:
-            # They all run, whichever is read.
+        async with self._services.infer.start_many(parameters, n) as generations:
+            # All run at the same time, although they are read one after the other.
             for index, generation in enumerate(generations):
                 outputs = await _read(generation, tally)
                 prefill = [one for one in outputs if isinstance(one, PrefillOutput)]
@@ -99,23 +98,17 @@ class Bulk:
                 assert generation.ending is not None
                 message = message_of(steps)
                 whole = _completion(index, message.outputs, generation.ending)
-                completions.append(
-                    CompletionOutput(
-                        index,
-                        message.content or "",
-                        whole.tokens,
-                        whole.top_tokens,
-                        whole.finish_reason,
-                        whole.stop_reason,
-                        message.reasoning,
-                        message.tool_calls,
-                    )
+                text, reasoning, calls = (
+                    message.content or "",
+                    message.reasoning,
+                    message.tool_calls,
                 )
+                completions.append(replace(whole, text=text, reasoning=reasoning, tool_calls=calls))
         return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
 
 
 async def _read(generation: Generation, tally: Tally) -> list[Output]:
-    """All outputs of a generation, counted as they come."""
+    """All outputs of a generation; counts its tokens."""
     outputs: list[Output] = []
     async for new in generation:
         outputs += new
@@ -132,5 +125,5 @@ def _completion(index: int, outputs: Sequence[TokenOutput], ending: Ending) -> C
         tuple(output.token for output in outputs),
         tuple(output.top_tokens for output in outputs if output.top_tokens),
         "length" if is_length else "stop",
-        stop_reason(generated),
+        generated.stop_reason,
     )

@@ -1,4 +1,4 @@
-"""`LLM`: a model in Python, with a server's scheduler and shards and without its HTTP."""
+"""`LLM`: a model in Python, with the server's scheduler and shards but without HTTP."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from text_generation_router.api.openai.messages import MessageBody, ToolBody, to_messages
 from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.messages import MessageBody, ToolBody, to_messages
 from text_generation_router.config import RouterConfig
 from text_generation_router.offline.bulk import Bulk, Job
 from text_generation_router.offline.options import OptionValue, sort_options
@@ -29,7 +29,7 @@ from text_generation_router.services import Services, StartError
 from text_generation_router.validation import GenerateParameters
 
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""Text, or token ids."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation in OpenAI's form: `[{"role": "user", "content": "…"}]`."""
 
@@ -41,26 +41,25 @@ _TOOLS = TypeAdapter(list[ToolBody])
 
 
 class LLMError(Exception):
-    """The model could not be started, or has ended; the sentence says why."""
+    """The model could not be started, or has ended; the message says why."""
 
 
 class LLM:
-    """A model in shards of its own, from here until `close` or the end of this process.
+    """Owns a model in its own shards, until `close` or the end of this process.
 
         with LLM("Qwen/Qwen2.5-0.5B-Instruct", dtype="bfloat16") as llm:
             for result in llm.generate(["One", "Two"], SamplingParams(max_tokens=32)):
                 print(result.outputs[0].text)
 
-    Without a model it is the embedded one, or what MODEL_ID names: as everywhere, the launcher
-    reads its environment variables. The options are the launcher's and the router's, with
-    underscores: `dtype`, `device`, `revision`, `num_shard`, `max_batch_size`, `max_total_tokens`,
-    …; those of the HTTP side do not exist here. May be used from any thread, whether or not it has
-    a running event loop, and there can be several in one process.
+    The default is MODEL_ID (the launcher reads its environment variables), else the embedded model.
+    The options are those of the launcher and the router, with underscores: `dtype`, `device`,
+    `revision`, `num_shard`, `max_batch_size`, `max_total_tokens`, …, except those about HTTP. Can
+    be used from any thread, with or without a running event loop. A process may have several.
     """
 
     def __init__(self, model: str | Path | None = None, **options: OptionValue) -> None:
-        """Returns when the model can generate. Raises TypeError for options that there are not,
-        ValueError for such as can not be, and LLMError when the model can not be started."""
+        """Returns when the model is ready. Raises TypeError for an unknown option, ValueError for
+        an invalid one, and LLMError if the model can not be started."""
         sorted_options = sort_options(model, options)
         self._process = process = ShardsProcess(sorted_options.shard_flags)
         try:
@@ -82,20 +81,20 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """One result for each prompt, in order; `params` are for all prompts or one for each.
+        """One result for each prompt, in order; `params` are for all prompts, or one for each.
 
-        A prompt that fails does not stop the others: its result has the error. Raises ValueError
-        for arguments that do not fit together, and LLMError when the model has ended.
+        A failed prompt does not stop the others: its result has the error. Raises ValueError for
+        invalid arguments, and LLMError if the model has ended.
         """
         given = _prompt_list(prompts)
         jobs = []
         for prompt, one in zip(given, _params_list(params, len(given)), strict=True):
-            asked = one.to_parameters()
+            parameters = one.to_parameters()
             if isinstance(prompt, str):
-                asked = replace(asked, inputs=prompt)
+                parameters = replace(parameters, inputs=prompt)
             else:
-                asked = replace(asked, input_ids=tuple(prompt))
-            jobs.append(Job(prompt, asked, one.n))
+                parameters = replace(parameters, input_ids=tuple(prompt))
+            jobs.append(Job(prompt, parameters, one.n))
         return self._run(jobs, progress)
 
     def chat(
@@ -117,9 +116,7 @@ class LLM:
         listed = _params_list(params, len(conversations))
         for one, chosen in zip(conversations, listed, strict=True):
             if chosen.prompt_logprobs:
-                raise ValueError(
-                    "`prompt_logprobs` is for `generate`: a chat's prompt is made here"
-                )
+                raise ValueError("`prompt_logprobs` is not supported by `chat`: use `generate`")
             bodies = _checked(_MESSAGES, [dict(message) for message in one], "messages")
             if not bodies:
                 raise ValueError("`messages` must not be empty")
@@ -141,44 +138,39 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool = True,
     ) -> list[list[float]]:
-        """A vector for each prompt, in order: what /v1/embeddings answers.
+        """A vector for each prompt, in order, as /v1/embeddings computes it.
 
-        Raises ValueError for `dimensions` that the model does not have, RouterError for a prompt
-        that can not be read, and LLMError when the model has ended.
+        Raises ValueError for `dimensions` above the model's, RouterError for an invalid prompt, and
+        LLMError if the model has ended.
         """
         services = self._services()
         size = services.info.hidden_size
         if dimensions is not None and not 0 < dimensions <= size:
             raise ValueError(f"`dimensions` must be 1 to {size}. Given: {dimensions}")
-        asked = []
-        for prompt in _prompt_list(prompts):
-            is_text = isinstance(prompt, str)
-            asked.append(
-                GenerateParameters(
-                    inputs=prompt if isinstance(prompt, str) else "",
-                    input_ids=None if is_text else tuple(cast(Sequence[int], prompt)),
-                    max_new_tokens=1,
-                    pooling=services.pooling,
-                )
+        requests = [
+            GenerateParameters(
+                inputs=prompt if isinstance(prompt, str) else "",
+                input_ids=None if isinstance(prompt, str) else tuple(prompt),
+                max_new_tokens=1,
+                pooling=services.pooling,
             )
-        results = self._wait_for(read_prompts(services.infer, asked))
+            for prompt in _prompt_list(prompts)
+        ]
+        results = self._wait_for(read_prompts(services.infer, requests))
         found = [result.prefill.pooled for result in results]
         return [list(vector_of(pooled, dimensions, normalize)) for pooled in found]
 
     @property
     def config(self) -> RouterConfig:
-        """What the router's part was told."""
+        """The configuration of the router's part."""
         return self._session.services.config
 
     def metrics(self) -> str:
-        """What a server's /metrics would say, in Prometheus' text format."""
+        """The metrics of a server's /metrics, in Prometheus' text format."""
         return self._session.services.metrics.render().decode()
 
     def close(self) -> None:
-        """Ends the model and gives its memory back; what is being generated ends with LLMError.
-
-        May be repeated.
-        """
+        """Ends the model and frees its memory; running calls raise LLMError. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -194,9 +186,9 @@ class LLM:
             return self._wait_for(Bulk(services).run(jobs, tally), draw)
 
     def _services(self) -> Services:
-        """What computes. Raises LLMError if it has ended."""
+        """The running services. Raises LLMError if the model has ended."""
         if not self._end.alive:
-            raise LLMError("this LLM is closed: make another")
+            raise LLMError("this LLM is closed: create another")
         if not self._process.is_alive:
             raise LLMError(f"the model has ended: {self._process.last_words()}")
         return self._session.services
@@ -209,7 +201,7 @@ class LLM:
             results = _wait(running, draw)
         except CancelledError as error:
             raise LLMError(_CLOSED_MEANWHILE) from error
-        except BaseException:  # Ctrl-C, most likely: the scheduler must not go on without us
+        except BaseException:  # for example Ctrl-C: the work must not continue
             running.cancel()
             raise
         if not self._end.alive:
@@ -223,20 +215,20 @@ def _wait(running: "Future[_T]", draw: Callable[[], None] | None) -> _T:
         try:
             return running.result(_DRAW_EVERY_S)
         except TimeoutError:
-            if running.done():  # it was the work that raised it
+            if running.done():  # the work raised it
                 raise
     return running.result()
 
 
 def _close(session: Session, process: ShardsProcess, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process that has the model: it goes on there
+        return  # a fork does not own the model
     session.close()
     process.close()
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """The prompts; one alone becomes a list of one. Raises ValueError."""
+    """The prompts as a list; a single prompt becomes a list of one. Raises ValueError."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
@@ -263,13 +255,13 @@ def _params_list(
         return [params or SamplingParams()] * num
     if len(params) != num:
         raise ValueError(
-            f"{num} prompts need as many SamplingParams, or one for all: {len(params)}"
+            f"{num} prompts need {num} SamplingParams, or one for all. Given: {len(params)}"
         )
     return params
 
 
 def _checked(adapter: TypeAdapter[list[Any]], given: list[Any], name: str) -> list[Any]:
-    """The given list as what the adapter reads. Raises ValueError."""
+    """The list, validated by the adapter. Raises ValueError."""
     try:
         return adapter.validate_python(given)
     except ValidationError as error:

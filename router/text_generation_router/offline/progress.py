@@ -1,4 +1,4 @@
-"""How far a run is: counters, a bar for terminals and notebooks, a line for logs."""
+"""The progress of a run: counters, a bar for terminals and notebooks, a line for logs."""
 
 import time
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from rich.progress import (
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one run: changed by the event loop that runs it, read by whoever shows them."""
+    """Counters of one run. Its event loop changes them; any thread may read them."""
 
     total: int
-    """Requests, those of an earlier run included."""
+    """Requests, including those of an earlier run."""
     done: int = 0
-    """Of them, those that have ended, well or not."""
+    """Requests that have ended, including failed ones."""
     failed: int = 0
     tokens: int = 0
     """Generated in this run."""
     first: int = 0
-    """How many an earlier run had done."""
+    """Requests that ended in an earlier run."""
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -45,12 +45,12 @@ class Tally:
 
     @property
     def left_s(self) -> float | None:
-        """How long the rest takes at the speed so far; None while nothing is done."""
+        """The remaining time at the average speed; None before the first end."""
         done = self.done - self.first
         return None if done == 0 else self.elapsed_s / done * (self.total - self.done)
 
     def line(self) -> str:
-        """All of it in one line."""
+        """The counters in one line."""
         parts = [f"{self.done:,} of {self.total:,} requests"]
         if self.failed:
             parts.append(f"{self.failed:,} failed")
@@ -78,7 +78,7 @@ class Bar:
         self._task = task
 
     def show(self, tally: Tally) -> None:
-        """Draws the present counts."""
+        """Draws the counters."""
         rate = f"{tally.tokens_per_s:,.0f} tokens/s"
         if tally.failed:
             rate += f", {tally.failed:,} failed"
@@ -87,7 +87,7 @@ class Bar:
 
 @contextmanager
 def bar(tally: Tally, file: TextIO) -> Iterator[Bar | None]:
-    """A bar while the block runs; None where `file` is no terminal and this is no notebook."""
+    """A bar during the block; None outside of terminals and notebooks."""
     console = Console(file=file)
     if not (console.is_terminal or console.is_jupyter):
         yield None

@@ -1,4 +1,4 @@
-"""What comes back for a prompt."""
+"""The result of a prompt."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,13 @@ class CompletionOutput:
     tokens: tuple[Token, ...]
     """Each with its id, text and log-probability."""
     top_tokens: tuple[tuple[Token, ...], ...]
-    """The best tokens at each position, if `logprobs` asked for them."""
+    """The most likely tokens at each position, if `logprobs` is set."""
     finish_reason: str
     """`stop` for an end token, a stop string or the end of a grammar, else `length`."""
     stop_reason: str | int | None = None
     """The stop string or the id of the stop token that ended it."""
     reasoning: str | None = None
-    """Only in chats: what the model wrote before its answer."""
+    """Only in chats: the reasoning before the answer."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Only in chats: the functions that the model calls."""
 
@@ -40,20 +40,20 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Everything about one prompt: its answers, or the error it ended with."""
+    """The answers to one prompt, or its error."""
 
     prompt: Any
-    """As it was given: a text, token ids or messages."""
+    """As given: text, token ids or messages."""
     num_prompt_tokens: int = 0
     prompt_tokens: tuple[Token, ...] = ()
-    """The prompt's tokens with their log-probabilities, if `prompt_logprobs` asked for them."""
+    """The prompt's tokens with their log-probabilities, if `prompt_logprobs` is set."""
     completions: tuple[CompletionOutput, ...] = ()
-    """Empty where there is an error."""
+    """Empty if there is an error."""
     error: RouterError | None = None
 
     @property
     def outputs(self) -> tuple[CompletionOutput, ...]:
-        """The `n` answers. Raises `error` if there is one, so that a failure can not be missed."""
+        """The `n` answers. Raises `error` if it is set, so that a failure is not overlooked."""
         if self.error is not None:
             raise self.error
         return self.completions

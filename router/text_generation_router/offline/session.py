@@ -1,4 +1,4 @@
-"""The router's part of an `LLM`: its own event loop in its own thread, and what runs there."""
+"""The router's part of an `LLM`, in an event loop in a thread of its own."""
 
 import asyncio
 import logging
@@ -16,18 +16,18 @@ from text_generation_router.services import Services, StartError, start
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Who fails is told by the results; whoever configures logging is told here as well.
+# The results have the errors: they are logged only if the user configures logging.
 logging.getLogger("text_generation_router.infer").addHandler(logging.NullHandler())
 
 
 class Session:
-    """Owns a thread with an event loop in which the services of one model run until `close`.
+    """Owns a thread with an event loop that runs the services of one model until `close`.
 
-    So it makes no difference whether the caller has a loop of its own, as notebooks have.
+    The caller may have an event loop of its own, as notebooks do.
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        """Connects and warms the shards up. Raises StartError."""
+        """Connects to the shards and warms them up. Raises StartError."""
         self._started: Future[Services] = Future()
         self._loop = uvloop.new_event_loop()
         self._loop.set_exception_handler(_ignore_other_loops)
@@ -44,12 +44,12 @@ class Session:
             raise
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts work in the loop. What still runs there when it is closed is cancelled."""
+        """Starts work in the loop; `close` cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends what runs and then the thread. May be repeated, but not from that thread."""
-        with suppress(RuntimeError):  # the loop is closed: nothing runs any more
+        """Cancels all work and ends the thread. Idempotent; not to be called in that thread."""
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._cancel)
         self._thread.join()
 
@@ -62,8 +62,8 @@ class Session:
         try:
             self._run_loop(config)
         except RuntimeError as error:
-            # When the interpreter ends, the runner waits for the loop's other threads by a new one,
-            # which Python 3.12 and newer refuse. They have ended before, and the loop is closed.
+            # At the interpreter's exit the runner starts a thread to wait for the loop's executor,
+            # which Python 3.12 and newer refuse. The loop is closed by then.
             if "interpreter shutdown" not in str(error):
                 raise
 
@@ -81,7 +81,7 @@ class Session:
                     self._started.set_exception(error)
 
     async def _serve(self, config: RouterConfig) -> None:
-        """Runs until it is cancelled."""
+        """Runs the services until it is cancelled."""
         self._serving = asyncio.current_task()
         if self._is_closing:
             raise asyncio.CancelledError
@@ -96,8 +96,8 @@ class Session:
 
 
 def _ignore_other_loops(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Reports what failed, but for a known noise: every loop that uses gRPC wakes up for every
-    event and reads the same socket, and finds it empty where the event was another loop's."""
+    """Reports errors except a harmless one: an event of gRPC wakes up every loop that uses gRPC,
+    and all but one find its socket empty."""
     handle = repr(context.get("handle", "")) + str(context.get("message", ""))
     is_noise = isinstance(context.get("exception"), BlockingIOError)
     if not (is_noise and "PollerCompletionQueue" in handle):

@@ -1,4 +1,4 @@
-"""Shards of one's own: `text-generation-launcher shards` as a child of this process."""
+"""Runs `text-generation-launcher shards` as a child of this process."""
 
 import json
 import logging
@@ -15,19 +15,19 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# A launcher that was told to end and has not is killed after so long.
+# Between SIGTERM and SIGKILL.
 END_TIMEOUT_S = 30.0
 _RECENT_LINES = 20
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING}
 
 
 class ShardsProcessError(Exception):
-    """The shards did not start, or have ended; the sentence says why."""
+    """The shards did not start, or have ended; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsAddress:
-    """What a launcher says once its shards take calls."""
+    """What the launcher reports when its shards are ready."""
 
     model_id: str
     model_path: str
@@ -35,14 +35,12 @@ class ShardsAddress:
 
 
 class ShardsProcess:
-    """Owns a launcher that runs shards and nothing else; model, download, types and threads are
-    its business. It ends with this process, however this one ends: it holds the other end of its
-    standard input. Its log goes to Python's `logging`.
-    """
+    """Owns a launcher that runs only shards. It logs to Python's `logging`, and ends when this
+    process ends in any way, because its standard input is a pipe from here."""
 
     def __init__(self, flags: Sequence[str]) -> None:
-        """Starts it with flags of `text-generation-launcher shards`, and does not wait."""
-        # Short, because the path of a socket is: not below a long TMPDIR if that can be helped.
+        """Starts it with flags of `text-generation-launcher shards`; does not wait."""
+        # A short name, because the path of a socket must be short.
         self._folder = tempfile.TemporaryDirectory(prefix="pytgi-", ignore_cleanup_errors=True)
         self._ready: Future[ShardsAddress] = Future()
         self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
@@ -59,29 +57,29 @@ class ShardsProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # Ctrl-C ends what the user waits for, not the model.
+            # Ctrl-C interrupts the caller, not the model.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="shards-log", daemon=True)
         self._reader.start()
 
     def wait_until_ready(self) -> ShardsAddress:
-        """Where the shards are. Raises ShardsProcessError if they did not start."""
+        """The shards' address. Raises ShardsProcessError if they did not start."""
         return self._ready.result()
 
     @property
     def is_alive(self) -> bool:
-        """False once it has ended."""
+        """Whether the launcher still runs."""
         return self._popen.poll() is None
 
     def last_words(self) -> str:
-        """Why it ended, once it has: its last error, or else its last lines."""
+        """Why it ended: its last error, or else its last lines."""
         if threading.current_thread() is not self._reader:
-            self._reader.join(timeout=1)  # what it said last may not be read yet
+            self._reader.join(timeout=1)  # it may not have read the last lines yet
         return self._error or "\n".join(self._recent) or "it printed nothing"
 
     def close(self) -> None:
-        """Ends it; returns when nothing of it is left. May be repeated."""
+        """Ends the launcher and waits for its end. Idempotent."""
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGTERM)
         try:
@@ -117,13 +115,13 @@ class ShardsProcess:
         if level == "ERROR":
             self._error = message
             if not self._ready.done():
-                return  # it is why the start fails, and said by the exception
+                return  # the exception of the failed start has this message
         target = str(record.get("target", logger.name))
         logging.getLogger(target).log(_LEVELS.get(str(level), logging.ERROR), "%s", message)
 
 
 def _launcher() -> tuple[str, ...]:
-    """The launcher of this installation, whether or not PATH knows it."""
+    """The command of this installation's launcher, which may not be in PATH."""
     script = Path(sys.executable).with_name("text-generation-launcher")
     if script.is_file():
         return (sys.executable, str(script))
@@ -131,7 +129,7 @@ def _launcher() -> tuple[str, ...]:
 
 
 def _parse(line: str) -> Mapping[str, object]:
-    """The JSON object in a line; empty for any other."""
+    """The JSON object in a line, else an empty one."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The text side of one generation: ids in, tokens with text out."""
+"""The text of one generation: token ids in, tokens with text out."""
 
 import math
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from text_generation_router.tokenizer import Tokenizer
 class Answer:
     """Turns the shard's tokens into outputs and ends the text at a stop string.
 
-    Promises: the texts of all tokens, joined, are what the model wrote, special tokens included and
-    cut behind a stop string. The deltas, joined, are `GeneratedText.text`: the same without the
-    special tokens that are not visible and, where stop strings are left out, without the one that
-    ended the text; no part of it was ever in a delta.
+    Promises: the texts of all tokens, joined, are the text of the model with special tokens, cut
+    behind a stop string. The deltas, joined, are `GeneratedText.text`: the same without hidden
+    special tokens and, where stop strings are left out, without the one that ended the text, of
+    which no part was ever in a delta.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -32,7 +32,7 @@ class Answer:
         self._stop_strings = StopStrings(request.stopping.stop_sequences)
         self._is_plain = not request.stopping.stop_sequences
         self._deltas: list[str] = []
-        # The end of the visible text, held back because it may become a stop string.
+        # The end of the visible text, held back because it may belong to a stop string.
         self._held = ""
         self._num_tokens = 0
 
@@ -42,7 +42,7 @@ class Answer:
         top_tokens: tuple[Sequence[int], Sequence[float]] = ((), ()),
         ranks: Sequence[int] = (),
     ) -> PrefillOutput:
-        """The prompt's tokens; one log-probability each. `top_tokens`, `ranks`: see StepResult."""
+        """The prompt's tokens, with one log-probability each. Arguments: see StepResult."""
         input_ids = self._request.input_ids
         best = self._tokens(*top_tokens)
         each = len(best) // max(1, len(logprobs) - 1)
@@ -62,12 +62,12 @@ class Answer:
         """The output for the next token; `generated` and `timings` are set if it is the last.
 
         `finish_reason` is the shard's. Where stop strings are kept, as in TGI, it wins over a stop
-        string, though the text is cut all the same, and length wins over an end token that is the
-        last one allowed. `top_tokens`: ids and log-probabilities.
+        string, which still cuts the text, and length wins over an end token that is the last one
+        allowed. `top_tokens`: ids and log-probabilities.
         """
         self._num_tokens += 1
         if finish_reason is None and self._is_plain and not top_tokens[0]:
-            # Nearly every token: whole characters, and nothing to look for in them.
+            # Nearly every token: whole characters, and no stop string to look for.
             plain = self._tokenizer.plain_text(token_id)
             if plain is not None and not self._decoder.is_inside_character:
                 self._deltas.append(plain)
@@ -80,7 +80,7 @@ class Answer:
         is_out = (is_end or finish_reason is FinishReason.STOP_TOKEN) and not stopping.includes_stop
         special = is_end or self._tokenizer.is_special(token_id)
         if special or is_out:
-            # It interrupts a character that is not complete.
+            # It interrupts an incomplete character.
             visible = self._decoder.flush()
             token_text = self._tokenizer.decode_each([token_id])[0]
             text = visible + token_text
@@ -112,8 +112,8 @@ class Answer:
     def _search(self, text: str, visible: str, is_out: bool) -> StopMatch | None:
         """The stop string that a token completes.
 
-        Kept ones are looked for in all text, as TGI does; those left out in what is shown, because
-        there they must not appear, and a hidden special token may be one as a whole.
+        Where stop strings are kept, all text is searched, as in TGI; where they are left out, the
+        visible text, and a hidden special token that is a stop string as a whole.
         """
         if self._num_tokens <= self._request.stopping.num_unstopped_tokens:
             return None
@@ -127,14 +127,14 @@ class Answer:
         return match
 
     def _delta(self, visible: str, match: StopMatch | None, is_last: bool) -> str:
-        """What can be shown of `visible` and of what was held back before."""
+        """The part of the held text and `visible` that can be shown now."""
         stopping = self._request.stopping
         if stopping.keeps_stop_sequence or stopping.includes_stop:
             return visible
         shown = self._held + visible
         num_held = 0
         if match is not None:
-            # Removes nothing where a hidden token was the stop string.
+            # No change where a hidden token was the stop string.
             shown = shown.removesuffix(match.stop_string)
         elif not is_last:
             num_held = self._stop_strings.num_unfinished
@@ -164,5 +164,5 @@ class Answer:
 
 
 def _finite(logprob: float) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """None in place of NaN and infinity, which JSON does not have."""
     return logprob if math.isfinite(logprob) else None

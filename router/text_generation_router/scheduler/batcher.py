@@ -1,11 +1,11 @@
-"""Continuous batching: who computes what next.
+"""Continuous batching: the loop that sends steps to the shards.
 
 One task, `Batcher.run`, drives the shards. The next step is launched before the text of the last
-one is made, so that the router's work hides behind that of the shards. Where they leave the router
-a core and the next step can do without the answer to the last one, it is even launched shortly
-before that comes, and the shards go from one to the other at once. Therefore what only the router
-can see (a stop string, a client that left) takes effect one or two steps late, and what was
-computed meanwhile is thrown away.
+one is made, so that the router works while the shards compute. Where the shards leave the router a
+core and the next step does not depend on the result of the last one, it is launched shortly before
+that result, and the shards have no pause between the two. Therefore what only the router sees (a
+stop string, a client that left) takes effect one or two steps late, and what was computed meanwhile
+is dropped.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 from text_generation_router.errors import (
@@ -26,18 +26,16 @@ from text_generation_router.errors import (
     ValidationError,
 )
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import FinishReason, Output, PrefillOutput, Request, Timings
+from text_generation_router.request import Request, Timings
 from text_generation_router.scheduler.answer import Answer
+from text_generation_router.scheduler.delivery import Delivery
+from text_generation_router.scheduler.endings import EndingRate
 from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.planner import Planner
-from text_generation_router.scheduler.shards import (
-    CachedBatch,
-    LostStepError,
-    Shards,
-    StepResult,
-)
+from text_generation_router.scheduler.recovery import NoShardsError, Recovery
+from text_generation_router.scheduler.shards import CachedBatch, LostStepError, Shards, StepResult
 from text_generation_router.tokenizer import Tokenizer
 
 __all__ = ["Batcher", "SchedulerLimits"]
@@ -46,21 +44,17 @@ logger = logging.getLogger(__name__)
 
 # How often the event loop must turn until gRPC has written a call to its socket (test_shards.py).
 TURNS_TO_SEND = 2
-# Clients that are given their tokens in one turn of the event loop. Then they write, some 2 ms for
-# all of them, and whoever waits for the loop (/health, newcomers) has a turn.
-DELIVERIES_PER_TURN = 64
-# So long before the answer to a step is due the next one is launched, if it can be: what an answer
-# and a call take on their way where all cores compute. With 2 ms, three of five calls came when the
-# step was over, with 6 one of four, with 8 one of eight. Those who come meanwhile wait for a step
-# more, so it is no longer.
+# How long before the expected result of a step the next one is launched, if it can be: the time
+# that a result and a call need on their way where all cores compute. It is no longer, because
+# requests that arrive after the launch wait for one more step.
 AHEAD_S = 0.008
-# For so long a step that succeeded proves that the shards take work.
+# How long a step that succeeded proves that the shards work.
 FRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A Prefill or Decode under way."""
+    """A Prefill or Decode in flight."""
 
     plan: Plan
     batch_id: int
@@ -69,29 +63,36 @@ class _Step:
 
     @property
     def method(self) -> Method:
-        """The call that was made."""
+        """The name of the call."""
         return "prefill" if self.plan.admitted else "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A step that is computed and accounted for, but not delivered."""
+    """A step that is done and recorded, but not delivered."""
 
     step: _Step
     result: StepResult
 
 
 class Batcher:
-    """Owns the Planner (queue and blocks) and every Entry; the only one that has them changed.
+    """Owns the Planner (queue and blocks) and every Entry.
 
     `submit` and `cancel` may be called at any time from the event loop. Every submitted entry ends
     in exactly one of finished, failed, cancelled.
     """
 
     def __init__(
-        self, shards: Shards, tokenizer: Tokenizer, metrics: Metrics, limits: SchedulerLimits
+        self,
+        shards: Shards,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        limits: SchedulerLimits,
+        recovery: Recovery | None = None,
     ) -> None:
+        """Without `recovery` running entries fail with the shards."""
         self._shards = shards
+        self._recovery = recovery
         self._tokenizer = tokenizer
         self._entry_ids = count()
         self._batch_ids = count()
@@ -103,17 +104,26 @@ class Batcher:
         self._live: dict[int, Entry] = {}
         self._work = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
-        # The calls under way, and the step that was launched behind the one that we wait for.
+        # The calls in flight, and the step that was launched behind the one that `run` waits for.
         self._calls: set[asyncio.Task[StepResult]] = set()
         self._ahead: _Step | None = None
         # How long the last decode took.
         self._decode_s = 0.0
         self._is_healthy = True
+        self.failure: str | None = None
+        """Why `run` has failed, in one sentence: the process must end."""
         # When the last step came back.
         self._last_success = -math.inf
-        # Set when no more entries are taken, for ever: what newcomers are told.
+        # When the first request came to an idle scheduler.
+        self._waiting_since = -math.inf
+        # Set when no more entries are taken, for ever: the error of new requests.
         self._refusal: Callable[[], RouterError] | None = None
         self._meter = Meter(metrics, self._planner, limits)
+        self._delivery = Delivery(self._meter, self._end)
+        # How fast waiting entries are admitted, since the queue was last empty.
+        self._admissions = EndingRate()
+        if recovery is not None:
+            recovery.wake_with(self._work.set)
 
     # ---- Called by clients, between the steps of `run` ----
 
@@ -123,7 +133,7 @@ class Batcher:
         return entry
 
     def submit_many(self, requests: Sequence[Request]) -> list[Entry]:
-        """Queues requests for one and the same prompt, which is computed once and shared.
+        """Queues requests for the same prompt, which is computed once and shared.
 
         Only the first, which computes it, may ask for the prompt's log-probabilities. Raises
         ValidationError if one of them can never fit the KV blocks, ShuttingDownError and
@@ -141,6 +151,10 @@ class Batcher:
             Entry(entry_id, request, Answer(request, self._tokenizer), group)
             for entry_id, request in zip(ids, requests, strict=True)
         ]
+        if not self._live:
+            self._waiting_since = time.perf_counter()
+        if not self._planner.queue:
+            self._admissions.begin(time.perf_counter())
         for entry in entries:
             self._live[entry.id] = entry
             self._planner.queue.append(entry)
@@ -150,7 +164,7 @@ class Batcher:
 
     def _check_fits(self, request: Request) -> None:
         num_tokens = len(request.input_ids) + request.stopping.max_new_tokens
-        allocator = self._planner.allocator
+        allocator = self._planner.blocks.allocator
         if allocator.num_blocks_for(num_tokens) > allocator.num_blocks:
             raise ValidationError(
                 "`inputs` tokens + `max_new_tokens` must be <= "
@@ -159,19 +173,30 @@ class Batcher:
                 f"{request.stopping.max_new_tokens} `max_new_tokens`"
             )
 
-    def cancel(self, entry: Entry) -> None:
-        """Ends an entry nobody waits for; does nothing if it has ended."""
-        self._end(entry, IncompleteGenerationError())
+    def cancel(self, entry: Entry, error: RouterError | None = None) -> None:
+        """Ends an entry whose client has left, or with an error; does nothing if it has ended."""
+        self._end(entry, error or IncompleteGenerationError())
+
+    def queue_retry_s(self) -> int:
+        """In how many whole seconds the present queue will be admitted, at the last rate."""
+        return self._admissions.retry_after_s(time.perf_counter(), len(self._planner.queue))
 
     @property
     def is_healthy(self) -> bool:
         """False from a failed step to the next success; False for ever once `run` is over."""
         return self._is_healthy and self._refusal is None
 
-    async def probe(self) -> bool:
-        """Asks the shards whether they take work; the answer becomes `is_healthy`.
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last step ended, while there is work; 0 without work."""
+        if not self._live:
+            return 0.0
+        return time.perf_counter() - max(self._last_success, self._waiting_since)
 
-        It does not ask while steps succeed: they say so themselves, and the answer would be late.
+    async def probe(self) -> bool:
+        """Asks the shards for their health; the answer becomes `is_healthy`.
+
+        While steps succeed it does not ask: they are proof, and the answer would be late.
         """
         is_fresh = time.perf_counter() - self._last_success < FRESH_S
         if self._is_healthy and is_fresh and self._planner.running:
@@ -197,14 +222,14 @@ class Batcher:
         self._planner.integrity()
         undelivered = {} if self._reply is None else self._reply.step.plan.entries
         queue = self._planner.queue
-        places = {entry.id for entry in queue} | set(self._planner.running) | set(undelivered)
+        places = {entry.id for entry in queue} | self._planner.running.keys() | undelivered.keys()
         assert set(self._live) <= places, "an entry is nowhere"
         assert all(entry.id in self._live for entry in queue)
 
     # ---- The loop ----
 
     async def run(self) -> None:
-        """Computes what is submitted until `close`; the one task that talks to the shards."""
+        """Computes what is submitted until `close`; the one task that sends steps to the shards."""
         self._task = asyncio.current_task()
         try:
             while self._refusal is None:
@@ -219,8 +244,12 @@ class Batcher:
         except asyncio.CancelledError:
             if self._refusal is None:
                 raise
-        except Exception:
+        except NoShardsError as error:
+            why = error.args
+            self._stop(lambda: GenerationError(*why), UnhealthyError)
+        except Exception as error:
             logger.exception("The scheduler has failed; this is a bug in the router")
+            self.failure = f"The scheduler has failed: {type(error).__name__}: {error}"
             self._stop(lambda: GenerationError("internal error"), UnhealthyError)
             raise
         finally:
@@ -234,13 +263,16 @@ class Batcher:
     async def _launch_next(self) -> _Step | None:
         """Chooses and launches a step; None when there is nothing to compute.
 
-        No step is under way here. That is why blocks can change hands: the rows that used them are
-        dropped before anything is launched that could write to them.
+        No step is in flight here. Therefore blocks can be reused: the rows that held them are
+        dropped before the next step is launched, which could write to them.
         """
         planner = self._planner
-        planner.sweep()
-        advance = planner.advance()
-        await self._drop_rows()
+        while True:
+            await self._recover()
+            planner.sweep()
+            advance = planner.advance()
+            if await self._drop_rows():
+                break
         batch = self._batch
         plan = planner.plan(None if batch is None else advance)
         self._meter.note_load()
@@ -261,9 +293,9 @@ class Batcher:
         return step
 
     async def _launch_ahead(self, step: _Step) -> _Step | None:
-        """Launches the step behind one that is about to be done; None where that can not be.
+        """Launches the step behind one that is almost done; None where that is not possible.
 
-        Blocks do not change hands here: those who end in `step` have no rows in the next.
+        No block is reused here: entries that end in `step` have no rows in the next one.
         """
         if not self._planner.is_steady(step.plan):
             return None
@@ -286,12 +318,14 @@ class Batcher:
 
     def _note_admission(self, plan: Plan) -> None:
         now = time.perf_counter()
-        for entry in plan.admitted:
-            entry.timings = entry.timings or Timings(entry.queued, now)
+        newcomers = [entry for entry in plan.admitted if entry.timings is None]
+        for entry in newcomers:
+            entry.timings = Timings(entry.queued, now)
+        self._admissions.end(now, len(newcomers))
         self._meter.note_admission(plan)
 
     async def _receive(self, step: _Step) -> _Reply | None:
-        """Waits for a step and takes account of it; None if it failed."""
+        """Waits for a step and records it; None if it failed."""
         try:
             result = await step.call
             if not result.is_answer_to(step.plan.asked, step.plan.entries.keys()):
@@ -299,7 +333,7 @@ class Batcher:
         except GenerationError as error:
             self._meter.note_failure(step.method)
             if self._ahead is not None:
-                # Whatever it says, it stands on what has failed.
+                # Its result is of no use: it builds on the step that failed.
                 self._meter.note_failure(self._ahead.method)
                 await asyncio.gather(self._ahead.call, return_exceptions=True)
                 self._ahead = None
@@ -317,59 +351,15 @@ class Batcher:
         return _Reply(step, result)
 
     async def _deliver_reply(self) -> None:
-        """Makes the text of the last reply and hands it to the clients, some in each turn."""
-        if self._reply is None:
-            return
-        now = time.perf_counter()
-        step, result = self._reply.step, self._reply.result
-        for request_id, message in result.errors.items():
-            self._end(step.plan.entries[request_id], GenerationError(message))
-        columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
-        answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
-        for place, (request_id, num, finish_reason) in enumerate(answered, start=1):
-            entry, tokens = step.plan.entries[request_id], list(islice(columns, num))
-            if entry.state is not EntryState.ENDED:
-                self._deliver(entry, tokens, finish_reason, result, now)
-            if place % DELIVERIES_PER_TURN == 0:
-                await asyncio.sleep(0)
-        self._meter.note_delivery(step.method, time.perf_counter() - now)
-        self._reply = None
-
-    def _deliver(
-        self,
-        entry: Entry,
-        tokens: Sequence[tuple[int, float, tuple[Sequence[int], Sequence[float]]]],
-        finish_reason: FinishReason | None,
-        result: StepResult,
-        now: float,
-    ) -> None:
-        """Hands one client the tokens of a step; those behind a stop string are thrown away."""
-        outputs: list[Output] = []
-        if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
-            tops = result.prefill_top_tokens.get(entry.id, ((), ()))
-            ranks = result.prefill_ranks.get(entry.id, ())
-            outputs.append(entry.answer.prefill(prefill_logprobs, tops, ranks))
-        elif entry.request.is_prompt_only:
-            pooled = result.pooled_prompts.get(entry.id, b"")
-            scores = result.token_scores.get(entry.id, ())
-            outputs.append(PrefillOutput((), pooled=pooled, scores=scores))
-        num_tokens = 0
-        for token_id, logprob, top_tokens in tokens:
-            num_tokens += 1
-            reason = finish_reason if num_tokens == len(tokens) else None
-            output = entry.answer.step(token_id, logprob, reason, top_tokens, entry.timings)
-            outputs.append(output)
-            if output.generated is not None:
-                self._end(entry)
-                break
-        entry.deliver(*outputs)
-        if not entry.request.is_prompt_only:
-            self._meter.note_tokens(entry, num_tokens, now)
+        """Delivers the last result, if it is not delivered yet."""
+        if (reply := self._reply) is not None:
+            await self._delivery.deliver(reply.step.plan, reply.result, reply.step.method)
+            self._reply = None
 
     # ---- Endings ----
 
     def _end(self, entry: Entry, error: RouterError | None = None) -> None:
-        """The one way out for an entry; its blocks, if any, follow when no step is under way."""
+        """Ends an entry, once. Its blocks, if any, are released when no step is in flight."""
         if entry.state is EntryState.ENDED:
             return
         if entry.state is EntryState.QUEUED:
@@ -380,11 +370,23 @@ class Batcher:
         if error is not None:
             entry.fail(error)
 
-    async def _drop_rows(self) -> None:
-        """Has the shards forget the rows of entries that no longer run."""
+    async def _recover(self) -> None:
+        """If the shards were lost, waits for new ones, which compute the running entries again."""
+        recovery = self._recovery
+        while recovery is not None and recovery.is_due:
+            await self._deliver_reply()
+            self._batch = None
+            for entry, error in recovery.begin(self._planner.lose_blocks()):
+                self._end(entry, error)
+            self._meter.note_load()
+            self._meter.note_queue()
+            await recovery.wait()
+
+    async def _drop_rows(self) -> bool:
+        """Has the shards forget the rows of entries that no longer run; False if they are lost."""
         batch, running = self._batch, self._planner.running
         if batch is None or len(batch.request_ids) == len(running):
-            return
+            return True
         started = time.perf_counter()
         try:
             if running:
@@ -393,16 +395,22 @@ class Batcher:
                 self._batch = None
                 await self._shards.clear_cache(batch.id)
         except GenerationError as error:
+            if self._recovery is not None and await self._recovery.is_lost_with(error):
+                return False
             self._fail(batch.id, list(running.values()), error)
             self._batch = None
             await self._clear(batch.id)
         self._meter.note_drop(time.perf_counter() - started)
+        return True
 
     async def _fail_step(self, step: _Step, error: GenerationError) -> None:
-        """Ends those a failed step was made for: the new ones of a Prefill, or else all.
+        """Ends the entries of a failed step: the new ones of a Prefill, or else all.
 
-        The rows that were there before a Prefill are as they were, unless nobody can say so.
+        A failed Prefill leaves the rows before it unchanged, except after LostStepError. Where the
+        shards are lost no entry ends here: see `_recover`.
         """
+        if self._recovery is not None and await self._recovery.is_lost_with(error):
+            return
         batch, entries = self._batch, step.plan.admitted
         if not entries or isinstance(error, LostStepError):
             self._batch, entries = None, list(step.plan.entries.values())
@@ -430,7 +438,7 @@ class Batcher:
         ending: Callable[[], RouterError] = IncompleteGenerationError,
         refusal: Callable[[], RouterError] = ShuttingDownError,
     ) -> None:
-        """Ends every entry and takes no more; what was decided first stays."""
+        """Ends every entry and refuses new ones. The first `refusal` stays."""
         self._refusal = self._refusal or refusal
         for entry in list(self._live.values()):
             self._end(entry, ending())

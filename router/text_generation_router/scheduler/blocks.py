@@ -1,4 +1,4 @@
-"""Numbers of KV blocks: who holds which. The memory behind the numbers is the shard's.
+"""Ids of KV blocks: which entry holds which. The memory itself is the shard's.
 
 The token at position p of a request is in slot p % block_size of `block_ids[p // block_size]`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 class BlockTable:
     """The blocks of one request, in order of position; changed by the BlockAllocator alone.
 
-    The first ones can be in several tables: nobody writes to those any more.
+    The first blocks can be in several tables: they are full and are not written any more.
     """
 
     block_size: int
@@ -20,36 +20,36 @@ class BlockTable:
 
     @property
     def num_slots(self) -> int:
-        """How many tokens there is room for."""
+        """How many tokens fit."""
         return len(self.block_ids) * self.block_size
 
 
 class BlockAllocator:
-    """Owns the block numbers 0 … num_blocks - 1: each is held by tables, idle or free.
+    """Owns the block ids 0 … num_blocks - 1: each is held by tables, idle or free.
 
-    A block that was marked by `keep` is idle when no table holds it: its tokens can be of use
-    again until the block is given out anew. Those that have been idle for the longest go first.
+    A block that was marked by `keep` is idle when no table holds it: its tokens can be reused until
+    the block is allocated again. The block that has been idle for the longest is allocated first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, retains: bool = True) -> None:
-        """Without `retains` no block is ever idle: what nobody holds is free."""
+        """Without `retains` no block is ever idle: a block without a table is free."""
         assert num_blocks > 0 and block_size > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.forget: Callable[[int], None] = lambda block_id: None
-        """Told of a kept block, held by nobody, whose tokens are lost now."""
+        """Called with a kept block, held by no table, whose tokens are lost now."""
         self._retains = retains
-        # A stack: what was used last is most likely still in the device's caches.
+        # A stack: the block used last is most likely still in the device's caches.
         self._free = list(reversed(range(num_blocks)))
         # Longest idle first.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
-        # In how many tables each block is.
+        # Reference count of each block.
         self._num_tables = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be given out, idle ones included."""
+        """Blocks that can be allocated, idle ones included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -58,11 +58,11 @@ class BlockAllocator:
         return self.num_blocks - self.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """How many blocks so many tokens fill."""
+        """How many blocks `num_tokens` fill."""
         return -(-num_tokens // self.block_size)
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these are idle: taking them into a table leaves fewer to give out."""
+        """How many of these are idle: sharing them leaves fewer to allocate."""
         return sum(block_id in self._idle for block_id in block_ids)
 
     def allocate(self, num_tokens: int, shared: Sequence[int] = ()) -> BlockTable:
@@ -71,15 +71,15 @@ class BlockAllocator:
         It begins with the blocks `shared`, which are in other tables or idle.
         """
         num_blocks = self.num_blocks_for(num_tokens) - len(shared)
-        assert 0 < num_blocks <= self.num_free - self.num_idle(shared), "ask num_free first"
+        assert 0 < num_blocks <= self.num_free - self.num_idle(shared), "check num_free first"
         for block_id in shared:
-            assert self._num_tables[block_id] or block_id in self._idle, "a free block is no one's"
+            assert self._num_tables[block_id] or block_id in self._idle, "it is free"
             self._idle.pop(block_id, None)
             self._num_tables[block_id] += 1
         return BlockTable(self.block_size, [*shared, *(self._take() for _ in range(num_blocks))])
 
     def grow(self, table: BlockTable) -> int | None:
-        """Adds one block to a table and returns its number; None when there is none."""
+        """Adds one block to a table and returns its id; None when there is none."""
         if not self.num_free:
             return None
         block_id = self._take()
@@ -87,9 +87,9 @@ class BlockAllocator:
         return block_id
 
     def release(self, table: BlockTable) -> None:
-        """Takes all blocks of a table back, once; the table is empty and of no more use.
+        """Takes all blocks of a table back, once; the table is empty then.
 
-        The last block is idle before the first, so that a text loses its end before its beginning.
+        The last block becomes idle before the first, so that a text loses its end first.
         """
         assert table.block_ids, "released twice"
         for block_id in reversed(table.block_ids):
@@ -111,27 +111,25 @@ class BlockAllocator:
         return self._num_tables[block_id] > 0
 
     def keep(self, block_id: int) -> None:
-        """From now on the tokens in this block, which a table holds, are worth keeping."""
+        """Marks a block that a table holds: its tokens can be reused from now on."""
         assert self._num_tables[block_id] and block_id not in self._kept
         self._kept.add(block_id)
 
     def discard(self, block_id: int) -> None:
-        """The tokens in a kept block are worth nothing any more; `forget` is not called."""
+        """Unmarks a kept block; `forget` is not called."""
         self._kept.remove(block_id)
         if block_id in self._idle:
             del self._idle[block_id]
             self._free.append(block_id)
 
     def integrity(self, tables: Iterable[BlockTable]) -> None:
-        """Asserts that `tables` are all tables: each block is held as often as counted or nobody's.
-
-        Nobody's are free or, if kept, idle.
-        """
+        """Asserts that `tables` are all tables: reference counts are right, and blocks without a
+        table are free or, if kept, idle."""
         held = Counter(block_id for table in tables for block_id in set(table.block_ids))
         counts = [held[block_id] for block_id in range(self.num_blocks)]
         assert counts == self._num_tables, "blocks lost or held twice"
-        nobodys = [block_id for block_id, count in enumerate(counts) if not count]
-        assert sorted([*self._free, *self._idle]) == nobodys, "blocks lost or held twice"
+        unheld = [block_id for block_id, count in enumerate(counts) if not count]
+        assert sorted([*self._free, *self._idle]) == unheld, "blocks lost or held twice"
         assert self._idle.keys() <= self._kept and not self._kept.intersection(self._free)
 
     def _take(self) -> int:

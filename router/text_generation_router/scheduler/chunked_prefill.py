@@ -1,70 +1,70 @@
-"""How much of the prompts a step may carry, so that those who decode do not wait too long."""
+"""The prefill budget: how many prompt tokens a step computes beside decoding rows."""
 
 import math
 from dataclasses import dataclass
 
-# A step may take so many times as long as one that carries no prompt, if nobody says how long and
-# hardly anybody waits …
+from text_generation_process.defaults import CONTEXT_UNIT
+
+# Without a target, a step with prompts may take this many times as long as one without, while
+# hardly any request waits …
 DEFAULT_STRETCH = 2.0
-# … and at most so many times longer if many do.
+# … and the extra time is at most this many times as much while many wait.
 _MOST_ROOM = 8.0
-# How much a step counts against those before it, and by what factor it may surprise.
+# Weight of the last step in the moving average, and the largest factor by which it may differ.
 _WEIGHT = 0.25
 _SURPRISE = 2.0
-# However late steps are, this share of the time for prompts is used as if they were not: what they
-# take longer would not go away with fewer tokens.
+# At least this share of the time for prompts is used, even where steps are late: fewer tokens would
+# not make them shorter.
 _LEAST_SHARE = 0.5
-_CONTEXT_UNIT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What was measured at warm-up, in nanoseconds; 0: nothing was."""
+    """What warm-up has measured, in nanoseconds; 0: nothing."""
 
-    # A step of so many decoding rows.
+    # A step of `num_rows` decoding rows.
     decode_step_ns: int = 0
     num_rows: int = 1
-    # What a prompt token adds to it, and what every 1024 tokens in front add to that.
+    # Cost of a prompt token, and what every CONTEXT_UNIT preceding tokens add to it.
     prefill_token_ns: int = 0
     prefill_context_ns: int = 0
 
 
 @dataclass(slots=True)
 class Budget:
-    """What a step may still carry of prompts."""
+    """What is left of the prefill budget of a step."""
 
-    # Tokens, wherever they are.
+    # Number of tokens, at any position.
     most: int
-    # The time there is, in tokens that have nothing in front of them.
+    # Time, in tokens at the beginning of a prompt.
     tokens: float = math.inf
-    # Of how many such tokens one takes the time for each that is in front of it.
+    # Relative cost per preceding token.
     context_share: float = 0.0
-    # The first part of a step gets so many at least, wherever it is, so that nobody waits for ever.
+    # The first part of a step gets at least this many, so that every prompt makes progress.
     least: int = 0
 
     def room(self, start: int, is_first: bool = False) -> int:
-        """How many tokens behind `start` others fit."""
+        """How many tokens fit behind `start` preceding ones."""
         fitting = int(min(self.most, self.tokens / (1.0 + start * self.context_share)))
         return max(fitting, self.least) if is_first else fitting
 
     def take(self, start: int, count: int) -> None:
-        """A part of so many tokens goes along."""
+        """Spends `count` tokens behind `start` preceding ones."""
         self.most -= count
         self.tokens -= count * (1.0 + start * self.context_share)
 
     @property
     def is_spent(self) -> bool:
-        """Whether no token fits any more, wherever it is."""
+        """Whether no token fits any more, at any position."""
         return self.room(0) < 1
 
 
 class ChunkedPrefill:
-    """Chooses the prompt tokens of a step; learns how long steps take and how late they are.
+    """Chooses the prefill budget of a step; learns how long steps take and how late they are.
 
-    A prompt token takes what was measured at warm-up, by its place in the prompt: the attention of
-    the 125 M checkpoint doubles that behind 3,000 tokens. A step without prompts is what the
-    shard's own clock said of the last ones with about as many rows; whatever steps with prompts
-    take beyond both is allowed for in the next.
+    The cost of a prompt token is that of warm-up, by its position. The cost of a step without
+    prompts is the moving average of the shard's times, for about as many rows. What steps with
+    prompts take beyond both is their lateness, which shortens the next one.
     """
 
     def __init__(
@@ -74,25 +74,24 @@ class ChunkedPrefill:
         costs: StepCosts,
         target_ns: float | None = None,
     ) -> None:
-        """`max_tokens`: in a step that nobody waits for. `target_ns`: from one token to the next;
-        None: DEFAULT_STRETCH times a step without prompts, and longer the more requests wait for
-        each that decodes: prompts in a step delay those who decode, but prompts in many steps delay
-        those who wait by all of them."""
+        """`max_tokens`: in any step. `target_ns`: from one token to the next; None: DEFAULT_STRETCH
+        times a step without prompts, and more while many requests wait for each that decodes. More
+        prompt tokens in a step delay decoding rows; fewer delay all waiting requests."""
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._target_ns = target_ns
         self._token_ns = costs.prefill_token_ns
-        self._context_ns = costs.prefill_context_ns / _CONTEXT_UNIT
-        # By size class of the number of rows: a step that carried no prompt.
+        self._context_ns = costs.prefill_context_ns / CONTEXT_UNIT
+        # Duration of a step without prompts, by size class of the number of rows.
         self._step_ns: dict[int, float] = {}
         if costs.decode_step_ns:
             self._step_ns[_size_class(costs.num_rows)] = float(costs.decode_step_ns)
-        # What steps with prompts took longer than they should have.
+        # By how much steps with prompts are longer than expected.
         self._lateness_ns = 0.0
 
     def budget(self, num_decoding: int, num_waiting: int = 0) -> Budget:
-        """Prompt tokens for the next step: whole blocks, one at least, if somebody is decoding.
-        `num_waiting`: requests whose prompts are not computed and could be."""
+        """The budget of the next step: whole blocks, at least one, if any row decodes.
+        `num_waiting`: requests whose prompts could be computed now."""
         step_ns = self._decode_step_ns(num_decoding)
         if not num_decoding or not step_ns or not self._token_ns:
             return Budget(self._max_tokens)
@@ -105,10 +104,10 @@ class ChunkedPrefill:
     def note(
         self, duration_ns: int, num_decoding: int, num_prompt_tokens: int, num_in_front: int = 0
     ) -> None:
-        """A step is done that carried so much. `num_in_front`: how many tokens were in front of the
-        part that each prompt token is of, all added up."""
+        """Learns from a step. `num_in_front`: for each prompt token the tokens that precede its
+        part, summed up."""
         if not num_decoding:
-            return  # nobody waited for it
+            return  # it has delayed no row
         step_ns = self._decode_step_ns(num_decoding)
         if not num_prompt_tokens:
             size = _size_class(num_decoding)
@@ -123,14 +122,15 @@ class ChunkedPrefill:
             self._lateness_ns += (late_ns - self._lateness_ns) * _WEIGHT
 
     def _room_ns(self, step_ns: float, waiting_share: float = 0.0) -> float:
-        """How much longer than one without prompts a step may take, with so many requests waiting
-        for each that decodes."""
+        """How much longer than one without prompts a step may take; `waiting_share`: waiting
+        requests for each that decodes."""
         if self._target_ns is None:
             return step_ns * (DEFAULT_STRETCH - 1) * min(1.0 + waiting_share, _MOST_ROOM)
         return max(0.0, self._target_ns - step_ns)
 
     def _decode_step_ns(self, num_decoding: int) -> float:
-        """A step without prompts: of as many rows, else of the next more, else of the most."""
+        """Duration of a step without prompts: of this size class, else the next larger, else the
+        largest."""
         size = _size_class(num_decoding)
         larger = [known for known in self._step_ns if known >= size]
         nearest = min(larger) if larger else max(self._step_ns, default=None)
@@ -138,5 +138,5 @@ class ChunkedPrefill:
 
 
 def _size_class(num_rows: int) -> int:
-    """1, 2, 3 … 4, 5 … 8 and so on: steps within one take about as long."""
+    """1, 2, 3 … 4, 5 … 8 and so on: steps of one class take about as long."""
     return max(0, num_rows - 1).bit_length()

@@ -1,18 +1,18 @@
-"""How fast requests end, for those who ask when it is worth coming again."""
+"""How fast requests end: the source of `retry-after`."""
 
 import math
 from collections import deque
 
-# Only the last endings count, and none that is older.
+# Only the last endings count, and only within the window.
 MAX_ENDINGS = 64
 WINDOW_S = 60.0
 
 
 class EndingRate:
-    """Owns the times of the last endings. Every time is seconds of one clock, and never goes back.
+    """Owns the times of the last endings, in seconds of one monotonic clock.
 
-    What is measured begins when the first request comes into an empty house: how rarely requests
-    end while there are few says nothing about a time in which there are many.
+    It measures from the first request to an idle server: the rate of endings under low load says
+    nothing about high load.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class EndingRate:
         self._times: deque[float] = deque(maxlen=MAX_ENDINGS)
 
     def begin(self, now: float) -> None:
-        """The house is no longer empty."""
+        """The first request has come to an idle server."""
         self._since = now
         self._times.clear()
 
     def end(self, now: float, num: int) -> None:
-        """So many requests have ended."""
+        """`num` requests have ended."""
         self._times.extend([now] * min(num, MAX_ENDINGS))
 
     def retry_after_s(self, now: float, num: int) -> int:
         """In how many whole seconds, 1 to 60, `num` requests will have ended.
 
-        While none has ended it is as long again as it has been already.
+        Before the first ending: the time since `begin`, for each.
         """
         while self._times and self._times[0] < now - WINDOW_S:
             self._times.popleft()

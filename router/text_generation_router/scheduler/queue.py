@@ -1,21 +1,24 @@
-"""Who waits, in which order."""
+"""Waiting entries, in order."""
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
 from text_generation_router.scheduler.entry import Entry, EntryState
 
+_RANK = attrgetter("rank")
+
 
 class Queue:
-    """Entries that hold no blocks and wait for their turn, oldest first.
+    """Waiting entries, which hold no blocks, by rank: higher priorities first, then the oldest.
 
-    First come, first served, without exception: an entry that does not fit holds back those behind
-    it, so nobody starves. Invariant: ids ascend, because a preempted entry is older than everyone
-    who was still waiting.
+    An entry that does not fit holds back the entries behind it. Therefore no entry starves because
+    of later ones of its priority; it waits as long as there are entries of higher priority.
+    Invariant: ranks ascend, also after `put_back`.
     """
 
     def __init__(self) -> None:
-        self._entries: deque[Entry] = deque()
+        self._entries: list[Entry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -24,29 +27,31 @@ class Queue:
         return iter(self._entries)
 
     def append(self, entry: Entry) -> None:
-        """Queues a new entry."""
-        self._entries.append(entry)
+        """Queues a new entry, behind the others of its priority."""
+        insort(self._entries, entry, key=_RANK)
 
     def put_back(self, entry: Entry) -> None:
-        """Queues a preempted entry before all others."""
+        """Queues an admitted entry again, in its old place."""
         entry.state = EntryState.QUEUED
-        self._entries.appendleft(entry)
+        insort(self._entries, entry, key=_RANK)
 
     def first(self) -> Entry | None:
-        """Whose turn it is."""
+        """The entry that is admitted next."""
         return self._entries[0] if self._entries else None
 
     def pop(self) -> Entry:
-        """Takes the first out."""
-        return self._entries.popleft()
+        """Removes the first."""
+        return self._entries.pop(0)
 
     def remove(self, entry: Entry) -> None:
-        """Forgets an entry that ended here."""
-        self._entries.remove(entry)
+        """Removes an entry that ended while it waited."""
+        place = bisect_left(self._entries, entry.rank, key=_RANK)
+        assert self._entries[place] is entry, "it is not in the queue"
+        del self._entries[place]
 
     def integrity(self) -> None:
         """Asserts the invariants of the class."""
-        ids = [entry.id for entry in self._entries]
-        assert ids == sorted(set(ids)), "the queue is out of order"
+        ranks = [entry.rank for entry in self._entries]
+        assert ranks == sorted(set(ranks)), "the queue is out of order"
         for entry in self._entries:
             assert entry.state is EntryState.QUEUED and entry.block_table is None

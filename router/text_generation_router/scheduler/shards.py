@@ -1,4 +1,4 @@
-"""What the scheduler asks of the shards, in plain values: no transport, no protobuf."""
+"""The interface of the scheduler to the shards, in plain values: no transport, no protobuf."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -11,55 +11,58 @@ from text_generation_router.scheduler.entry import Entry
 
 
 class LostStepError(GenerationError):
-    """Nobody can say what the shards have computed: their answer is lost or makes no sense."""
+    """It is not known what the shards have computed: their answer is lost or inconsistent."""
 
 
 class SilentShardError(LostStepError):
-    """A shard does not answer what others have answered: nothing can be computed any more."""
+    """A shard does not answer a call that other shards have answered: no step is possible."""
+
+
+class GoneShardError(LostStepError):
+    """A shard has ended, and with it everything that the shards held."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBatch:
-    """A receipt for the rows that live on the shards."""
+    """A receipt for the rows on the shards."""
 
     id: int
-    # The requests still running, in row order.
+    # Running requests, in row order.
     request_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """How the rows of a batch that is there go on in a step."""
+    """How the rows of a batch go on in a step."""
 
     # (request id, new last block of its table), applied before the step.
     grown_blocks: Sequence[tuple[int, int]] = ()
-    # (request id, how many more tokens of its input are computed); others of that kind rest.
+    # (request id, scheduled tokens of its input); other unfinished prompts rest.
     chunks: Sequence[tuple[int, int]] = ()
-    # Tokens guessed at most for every request that gets one; the tables have room for them.
+    # Most guessed tokens of each request that gets a token; the block tables have room for them.
     speculate: int = 0
-    # The step before is not answered yet: who ends in it is passed over, and if nobody is left the
-    # answer is empty.
+    # The step before is not answered yet: rows that end in it are skipped, and without other rows
+    # the answer is empty.
     is_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarResult:
-    """What the shards say about a grammar."""
+    """The shards' answer about a grammar."""
 
-    # A sentence if it can not be used.
+    # Why it can not be used, in a sentence.
     error: str = ""
-    # The fewest tokens it needs, if it can.
+    # Otherwise the fewest tokens of a text.
     min_tokens: int = 0
-    # Not 0, with an error: nothing is known about it, since too many are being compiled; ask again
-    # after so many seconds.
+    # Not 0, with an error: too many grammars are being compiled; retry after this many seconds.
     retry_after_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one Prefill or Decode: parallel columns, one entry a request or a token.
+    """The answer to one Prefill or Decode: parallel columns, one entry per request or token.
 
-    Requests that rested, or whose input is not computed yet, do not occur.
+    Requests that rested, or whose input is incomplete, do not occur.
     """
 
     request_ids: Sequence[int]
@@ -69,37 +72,37 @@ class StepResult:
     logprobs: Sequence[float]
     # By request. Not None: it ended with its last token and its row is already free.
     finish_reasons: Sequence[FinishReason | None]
-    # What runs on after this step; None when every request ended.
+    # The rows after this step; None when every request ended.
     batch: CachedBatch | None
-    # By request, how many tokens are its own; empty: one each.
+    # Tokens of each request; empty: one each.
     token_counts: Sequence[int] = ()
-    # By token, how many alternatives it has in the two columns below; empty: none has any.
+    # Alternatives of each token in the two columns below; empty: none.
     top_token_counts: Sequence[int] = ()
     top_token_ids: Sequence[int] = ()
     top_token_logprobs: Sequence[float] = ()
-    # By request, one value a prompt token; the first is NaN.
+    # By request, one value per prompt token; the first is NaN.
     prefill_logprobs: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    # The ranks of the same prompts' tokens but the first: see PrefillLogprobs in generate.proto.
+    # By request, one rank per prompt token but the first: see PrefillLogprobs in generate.proto.
     prefill_ranks: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    # By request, ids and log-probabilities of the best tokens in place of each prompt token but the
-    # first: one after the other, as many in each place.
+    # By request, ids and log-probabilities of the best alternatives of each prompt token but the
+    # first: concatenated, equally many for each token.
     prefill_top_tokens: Mapping[int, tuple[Sequence[int], Sequence[float]]] = field(
         default_factory=dict
     )
-    # By request, the hidden state that stands for its prompt, and scores; see PrefillOutput.
+    # By request, the pooled hidden state of its prompt, and scores; see PrefillOutput.
     pooled_prompts: Mapping[int, bytes] = field(default_factory=dict)
     token_scores: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    # By request, a sentence: it failed alone, its row is free and its token, if any, means nothing.
+    # By request, a sentence: it alone failed; its row is free, and its token, if any, is invalid.
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_ns: int = 0
     decode_ns: int = 0
-    # None when nothing was joined.
+    # None when no rows joined.
     concat_ns: int | None = None
-    # By rank, how long it took to compute this step; empty: there is one rank.
+    # Duration of this step on each rank; empty: there is one rank.
     shard_ns: Sequence[int] = ()
 
     def is_answer_to(self, asked: Set[int], running: Set[int]) -> bool:
-        """Whether exactly `asked` got tokens and the rows left are `running` less the finished."""
+        """Whether exactly `asked` got tokens, and the remaining rows are `running` less `ended`."""
         counts = self.counts
         if not len(counts) == len(self.request_ids) == len(self.finish_reasons):
             return False
@@ -112,7 +115,7 @@ class StepResult:
 
     @property
     def ended(self) -> Set[int]:
-        """The requests whose rows are free now."""
+        """The requests whose rows are free after this step."""
         columns = zip(self.request_ids, self.finish_reasons, strict=True)
         return {request_id for request_id, reason in columns if reason is not None} | (
             self.errors.keys()
@@ -136,10 +139,10 @@ class StepResult:
 
 class Shards(Protocol):
     """All shards of the model as one. Every method raises GenerationError when a shard fails, and
-    LostStepError when it may have computed something all the same.
+    LostStepError when the shard may still have computed something.
 
-    One Prefill, Decode or FilterBatch is under way at a time, but for a Decode that is `is_ahead`:
-    it may be asked for while another Decode is under way, and is computed behind it.
+    One Prefill, Decode or FilterBatch is in flight at a time. Only a Decode with `is_ahead` may
+    follow another Decode in flight, and is computed after it.
     """
 
     async def prefill(
@@ -149,11 +152,11 @@ class Shards(Protocol):
         cached_batch_id: int | None,
         advance: Advance | None = None,
     ) -> StepResult:
-        """Computes the first `chunk_len` uncached tokens of `entries`; those complete get a token.
+        """Computes the first `chunk_len` uncached tokens of `entries`; complete ones get a token.
 
         With `cached_batch_id` the rows join that batch, which keeps its id. With `advance` its rows
-        go on in the same pass, before the new ones: these can share what those write. If it fails,
-        the cached batch is as it was and the new rows are free.
+        go on in the same pass, before the new ones, which can share the blocks written there. If it
+        fails, the cached batch is unchanged and the new rows are free.
         """
         ...
 
@@ -166,13 +169,13 @@ class Shards(Protocol):
         ...
 
     async def clear_cache(self, batch_id: int | None) -> None:
-        """Frees all rows of a batch, or of all batches; an unknown id is no error."""
+        """Frees the rows of one batch, or of all; an unknown id is no error."""
         ...
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """Has a grammar in llguidance's form compiled, beside the steps; raises TimeoutError."""
+        """Compiles a grammar in llguidance's form, while steps run. Raises TimeoutError."""
         ...
 
     async def health(self) -> None:
-        """Returns while every shard takes work."""
+        """Returns if every shard is healthy."""
         ...

@@ -1,39 +1,39 @@
-"""Finding stop strings in text that comes in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that is complete."""
+    """A complete stop string."""
 
     stop_string: str
-    # Characters of the last piece up to and with it.
+    # Its end in the last piece, in characters.
     end: int
 
 
 class StopStrings:
-    """Looks for the first stop string to be completed, wherever the pieces are cut.
+    """Finds the first stop string that is completed, however the text is cut into pieces.
 
-    Keeps only the end of the text that may be the beginning of a stop string: whatever is found
-    later begins there or after it.
+    Keeps only the end of the text that may be the beginning of a stop string: later matches begin
+    there or behind it.
     """
 
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
-        # Of those that end together the longest counts: it begins first.
+        # Of several that end together the longest counts: it begins first.
         self._stop_strings = sorted(stop_strings, key=len, reverse=True)
         self._unfinished = ""
 
     @property
     def num_unfinished(self) -> int:
-        """How many characters at the end of the text can still become a stop string."""
+        """How many characters at the end of the text may belong to a stop string."""
         return len(self._unfinished)
 
     def search(self, piece: str) -> StopMatch | None:
         """The stop string that `piece` completes; None without one.
 
-        Of several, the one that ends first counts: the answer is the same for every way of cutting
-        the text into pieces. Not to be called again after a match.
+        Of several, the one that ends first counts: so the result does not depend on the pieces.
+        Not to be called again after a match.
         """
         if not self._stop_strings or not piece:
             return None
@@ -52,7 +52,7 @@ class StopStrings:
 
 
 def _unfinished_start(text: str, stop: str) -> int:
-    """Where the longest end of `text` begins that is the beginning of `stop`."""
+    """Start of the longest end of `text` that is a beginning of `stop`."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):
         start = text.find(stop[0], start + 1)

@@ -1,11 +1,12 @@
-"""Notices shards that have stopped answering, so that no request waits for them for ever."""
+"""Detects shards that have stopped answering, so that no request waits for ever."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from text_generation_router.scheduler.chunked_prefill import StepCosts
+from text_generation_router.scheduler.deadline import UNMEASURED_S, StepDeadlines
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
     Advance,
@@ -17,19 +18,19 @@ from text_generation_router.scheduler.shards import (
     StepResult,
 )
 
-# A call that takes longer makes us ask whether the shards live, again and again while it lasts.
+# How often the oldest call is checked.
+LOOK_S = 0.25
+# A check this late means that this process, or the whole machine, was stopped.
+STILL_S = 1.0
+# While a call takes longer than this, the shards are asked for their health at this interval.
 PATIENCE_S = 5.0
-# They answer within this, or they did not hear; so many times in a row they must not have heard.
-# (When a whole machine was asleep, the first question is late through no fault of theirs.) It is a
-# little more than what the client gives each of several, so that it says who is silent.
+# Healthy shards answer within this. They are declared lost after NUM_QUESTIONS in a row without an
+# answer: after a pause of the whole machine the first answer may be late. It is a little longer
+# than the timeout of the client, which names the silent rank.
 ANSWER_S = 5.5
 NUM_QUESTIONS = 3
-# With several shards the others give up the one that hangs (after 20 s, if nothing else is said);
-# they know better what has happened, and should be first.
+# With several shards the other ranks report the one that hangs, with more detail: they come first.
 NUM_QUESTIONS_TO_SEVERAL = 4
-# A call that takes so long is not finished by shards that live, either: their device is stuck.
-STUCK_S = 300.0
-STUCK_FACTOR = 20.0
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
@@ -37,32 +38,57 @@ _Answer = TypeVar("_Answer")
 logger = logging.getLogger(__name__)
 
 
-class WatchedShards:
-    """The same `Shards`, on which nobody waits for ever.
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call in flight."""
 
-    While a step takes long they are asked for their health, which they tell while they compute. If
-    they do not answer, or answer but do not end the step, or if one of them does not answer what
-    the others have, what is under way fails with LostStepError, and so does all that follows:
-    `verdict` says why, and the process should end, so that its supervisor starts everything anew.
+    # Without a time limit of its own: `_declare_lost` sets it.
+    scope: asyncio.Timeout
+    # When the shards could begin with it, in the loop's time.
+    since: float
+    allowed_s: float
+
+
+class WatchedShards:
+    """The same `Shards`, but every call ends within its deadline.
+
+    A call without an answer within its deadline has failed, even if the shards are healthy. Its
+    time begins when the calls before it have ended. While a step takes long, the shards are asked
+    for their health, which they answer while they compute; silent shards are declared lost before
+    the deadline. While this process is stopped no time passes: the shards may be stopped with it.
+
+    If the shards are declared lost, or one of them does not answer a call that the others have
+    answered, all calls in flight and all later calls fail with LostStepError. `verdict` says why,
+    and the process should end, so that its supervisor restarts everything.
     """
 
     def __init__(
         self,
         shards: Shards,
-        longest_call_s: float = STUCK_S,
+        deadlines: StepDeadlines | None = None,
         num_questions: int = NUM_QUESTIONS,
     ) -> None:
         self.verdict: str | None = None
-        """Why the shards were given up; None while they were not."""
+        """Why the shards were declared lost; None while they are not."""
         self.detail = ""
-        """What the last unanswered question has said, which may name sockets; for the log."""
+        """The error of the last health check, which may name sockets; for the log."""
+        self.report_loss: Callable[[str], None] | None = None
+        """Called once, with the verdict."""
         self._num_questions = num_questions
         self._shards = shards
-        self._longest_call_s = longest_call_s
-        # The calls under way and when they began, oldest first.
-        self._calls: dict[asyncio.Timeout, float] = {}
+        self._deadlines = deadlines or StepDeadlines.fixed(UNMEASURED_S)
+        # Oldest first.
+        self._calls: list[_Call] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._looked = 0.0
         self._question: asyncio.Task[None] | None = None
+        # Earliest time of the next health check, in the loop's time.
+        self._next_question = 0.0
+
+    @property
+    def is_down(self) -> bool:
+        """Whether new shards are awaited: never, these are not replaced."""
+        return False
 
     async def prefill(
         self,
@@ -72,24 +98,26 @@ class WatchedShards:
         advance: Advance | None = None,
     ) -> StepResult:
         """See `Shards.prefill`."""
+        num_tokens = sum(map(_num_new_tokens, entries)) + _num_prompt_tokens(advance)
         return await self._watched(
-            self._shards.prefill, batch_id, entries, cached_batch_id, advance
+            num_tokens, self._shards.prefill, batch_id, entries, cached_batch_id, advance
         )
 
     async def decode(self, batch_ids: Sequence[int], advance: Advance) -> StepResult:
         """See `Shards.decode`."""
-        return await self._watched(self._shards.decode, batch_ids, advance)
+        num_tokens = _num_prompt_tokens(advance)
+        return await self._watched(num_tokens, self._shards.decode, batch_ids, advance)
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """See `Shards.filter_batch`."""
-        return await self._watched(self._shards.filter_batch, batch_id, request_ids)
+        return await self._watched(0, self._shards.filter_batch, batch_id, request_ids)
 
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
-        await self._watched(self._shards.clear_cache, batch_id)
+        await self._watched(0, self._shards.clear_cache, batch_id)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
-        """See `Shards.compile_grammar`; its time is limited anyway."""
+        """See `Shards.compile_grammar`, which has a timeout of its own."""
         return await self._shards.compile_grammar(grammar, timeout_s)
 
     async def health(self) -> None:
@@ -103,54 +131,76 @@ class WatchedShards:
 
     async def _watched(
         self,
+        num_prompt_tokens: int,
         call: Callable[_Arguments, Awaitable[_Answer]],
         *arguments: _Arguments.args,
         **options: _Arguments.kwargs,
     ) -> _Answer:
         self._check()
         loop = asyncio.get_running_loop()
-        # Without a time limit of its own: `_give_up` sets it.
         scope = asyncio.timeout(None)
+        own = _Call(scope, loop.time(), self._deadlines.of(num_prompt_tokens))
         try:
             async with scope:
-                self._calls[scope] = loop.time()
-                if self._timer is None and self._question is None:
-                    self._timer = loop.call_later(PATIENCE_S, self._look)
+                self._calls.append(own)
+                if self._timer is None:
+                    self._looked = own.since
+                    self._timer = loop.call_later(LOOK_S, self._look)
                 return await call(*arguments, **options)
         except SilentShardError as error:
-            del self._calls[scope]  # it has ended
-            self._give_up(str(error))
+            self._end(own)
+            self._declare_lost(str(error))
             raise
         except TimeoutError:
             self._check()
             raise
         finally:
-            self._calls.pop(scope, None)
+            self._end(own)
+
+    def _end(self, call: _Call) -> None:
+        """The time of the next call begins. May be repeated."""
+        if call not in self._calls:
+            return
+        is_oldest = self._calls[0] is call
+        self._calls.remove(call)
+        if is_oldest and self._calls:
+            self._calls[0].since = asyncio.get_running_loop().time()
 
     def _look(self) -> None:
-        """Asks for the health of the shards if a call has taken long; looks again if there is one
-        that may."""
+        """Declares the shards lost if the oldest call has passed its deadline, and asks for their
+        health if it takes long; runs again while there are calls."""
         self._timer = None
         if not self._calls:
             return
         loop = asyncio.get_running_loop()
-        scope, began = next(iter(self._calls.items()))
-        lasted_s = loop.time() - began
-        if lasted_s < PATIENCE_S:
-            self._timer = loop.call_later(PATIENCE_S - lasted_s, self._look)
-        elif lasted_s > self._longest_call_s:
-            self._give_up(f"The shards have not finished a step within {lasted_s:.0f} s")
-        else:
-            self._question = loop.create_task(self._ask(scope))
+        now = loop.time()
+        if (late_s := now - self._looked - LOOK_S) > STILL_S:
+            for call in self._calls:
+                # A call that began after the last check may have begun before or after the pause.
+                is_older = call.since <= self._looked
+                call.since = call.since + late_s if is_older else max(call.since, now - LOOK_S)
+            self._next_question = now + PATIENCE_S
+        self._looked = now
+        oldest = self._calls[0]
+        lasted_s = now - oldest.since
+        if lasted_s > oldest.allowed_s:
+            self._declare_lost(
+                f"The shards have not finished a step within {oldest.allowed_s:.3g} s"
+            )
+            return
+        may_ask = self._question is None and now >= self._next_question
+        if lasted_s > PATIENCE_S and may_ask:
+            self._question = loop.create_task(self._ask(oldest))
+        self._timer = loop.call_later(LOOK_S, self._look)
 
-    async def _ask(self, scope: asyncio.Timeout) -> None:
+    async def _ask(self, call: _Call) -> None:
         is_alive = await self._is_alive()
         self._question = None
         loop = asyncio.get_running_loop()
-        if not is_alive and (began := self._calls.get(scope)) is not None:
-            self._give_up(f"The shards have not answered for {loop.time() - began:.0f} s")
-        elif self._calls:
-            self._timer = loop.call_later(PATIENCE_S, self._look)
+        self._next_question = loop.time() + PATIENCE_S
+        if not is_alive and call in self._calls:
+            lasted_s = loop.time() - call.since
+            self._declare_lost(f"The shards have not answered for {lasted_s:.0f} s")
 
     async def _is_alive(self) -> bool:
         for _ in range(self._num_questions):
@@ -158,8 +208,8 @@ class WatchedShards:
                 async with asyncio.timeout(ANSWER_S):
                     await self._shards.health()
             except Exception as error:
-                # Whatever went wrong, they have not answered. Nobody waits for this task: a failure
-                # that it did not count would end the watch, and requests could wait for ever.
+                # Any failure counts: no code awaits this task, and an exception here would end the
+                # watch, so that requests could wait for ever.
                 self.detail = str(error) or type(error).__name__
                 logger.warning("A step takes long, and the shards are silent: %s", self.detail)
             else:
@@ -167,18 +217,25 @@ class WatchedShards:
                 return True
         return False
 
-    def _give_up(self, verdict: str) -> None:
-        """Once: what is under way then ends, and nothing is asked afterwards."""
+    def _declare_lost(self, verdict: str) -> None:
+        """Declares the shards lost, once: all calls in flight end."""
         if self.verdict is not None:
             return
         self.verdict = verdict
+        if self.report_loss is not None:
+            self.report_loss(verdict)
         now = asyncio.get_running_loop().time()
-        for scope in self._calls:
-            scope.reschedule(now)
+        for call in self._calls:
+            call.scope.reschedule(now)
 
 
-def longest_call_s(costs: StepCosts, num_rows: int, num_prompt_tokens: int) -> float:
-    """What no step of so many rows and prompt tokens ever takes."""
-    decode_ns = costs.decode_step_ns * max(1.0, num_rows / costs.num_rows)
-    expected_s = (decode_ns + costs.prefill_token_ns * num_prompt_tokens) / 1e9
-    return max(STUCK_S, STUCK_FACTOR * expected_s)
+def _num_new_tokens(entry: Entry) -> int:
+    """Scheduled tokens of an entry that joins."""
+    return entry.chunk_len or len(entry.input_ids) - entry.num_cached_tokens
+
+
+def _num_prompt_tokens(advance: Advance | None) -> int:
+    """Scheduled prompt tokens of running rows."""
+    if advance is None or not advance.chunks:
+        return 0
+    return sum(num_tokens for _, num_tokens in advance.chunks)

@@ -1,9 +1,11 @@
-"""The shape of a model, read once from its directory: no other file knows config.json."""
+"""The shape of a model, read from its directory. No other file reads config.json."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from text_generation_process.defaults import ROPE_FACTOR
 
 from text_generation_shard.checkpoint.families import FAMILIES, Family
 from text_generation_shard.device.base import DecoderSizes
@@ -14,15 +16,15 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: its kind, and the numbers that kind needs."""
+    """Rotary position embedding: its kind and parameters."""
 
     kind: str
     theta: float
     # Leading features of each head that are rotated.
     rotary_dim: int
-    # Positions the frequencies were trained for (before any scaling).
+    # The context of the unscaled model.
     original_max_position: int
-    # Positions the scaled model is meant for.
+    # The context of the scaled model.
     max_position: int
     # The checkpoint's remaining rope entries, by their Hugging Face names.
     parameters: dict[str, Any]
@@ -30,21 +32,21 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(DecoderSizes):
-    """Everything in which the supported families differ, as data."""
+    """All differences between the supported families, as data."""
 
     architecture: str
     num_layers: int
     hidden_act: str
     max_position: int
     rope: RopeConfig
-    # One entry a layer: whether positions are rotated in, how far back a token sees (None: all).
+    # Per layer: whether it rotates, and its attention window (None: the whole context).
     layer_uses_rope: tuple[bool, ...]
     layer_windows: tuple[int | None, ...]
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    # Normalise every query and key head before rotating it.
+    # Whether each query and key head is normalized before it is rotated.
     qk_norm: bool
     # The checkpoint stores q, k, v (and gate, up) as one matrix.
     fused_projections: bool
@@ -56,7 +58,7 @@ class ModelConfig(DecoderSizes):
     def from_hf(
         cls, directory: Path, rope_scaling: str | None = None, rope_factor: float | None = None
     ) -> "ModelConfig":
-        """Read config.json and generation_config.json; ModelError if the model is not for us."""
+        """Read config.json and generation_config.json; ModelError if it can not be served."""
         raw = _read_json(directory / "config.json")
         architecture = _architecture(raw, directory)
         family = FAMILIES[architecture]
@@ -112,12 +114,12 @@ def _architecture(raw: dict[str, Any], directory: Path) -> str:
 
 
 def _with_head(name: str, raw: dict[str, Any]) -> str:
-    """The architecture that makes scores of the hidden states of this one. Of a reranker that is
-    told to classify by the scores of some tokens, it is that of the checkpoint."""
+    """The architecture with a head for this one: for models without a head, and for rerankers that
+    classify by the scores of some tokens."""
     if raw.get("is_causal") is False:
         raise ModelError(
-            f"config.json says that the tokens of this {name} see those behind them (is_causal is "
-            "false); models whose tokens see those before them are supported"
+            f"this {name} has bidirectional attention (is_causal is false in config.json); only "
+            "models with causal attention are supported"
         )
     for suffix in ("Model", "ForSequenceClassification"):
         causal = name.removesuffix(suffix) + "ForCausalLM"
@@ -136,7 +138,7 @@ def _from_raw(
     rope_scaling: str | None,
     rope_factor: float | None,
 ) -> ModelConfig:
-    # Keys that a config.json may leave out have, per family, the default transformers gives them.
+    # Missing keys have the family's defaults in transformers.
     raw = {**family.defaults, **raw}
     num_layers = int(raw["num_hidden_layers"])
     num_heads = int(raw["num_attention_heads"])
@@ -183,13 +185,13 @@ def _rope(
     rope_scaling: str | None,
     rope_factor: float | None,
 ) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_scaling` + `rope_theta`."""
+    """Reads `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`."""
     parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     if rope_scaling is not None:
-        # The command line replaces the scaling, not the base it scales.
+        # The command line replaces the scaling, not `rope_theta`.
         parameters = {
             "rope_type": rope_scaling,
-            "factor": rope_factor or 1.0,
+            "factor": rope_factor or ROPE_FACTOR,
             **{key: parameters[key] for key in ("rope_theta",) if key in parameters},
         }
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
@@ -220,7 +222,7 @@ def _layer_uses_rope(raw: dict[str, Any], family: Family, num_layers: int) -> tu
     if not family.has_no_rope_layers:
         return (True,) * num_layers
     if (flags := raw.get("no_rope_layers")) is not None:
-        # Despite its name, a 1 in this list marks a layer that does use rope.
+        # Despite the name, 1 marks a layer that rotates.
         return tuple(bool(flag) for flag in flags[:num_layers])
     interval = int(raw["no_rope_layer_interval"])
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
@@ -247,7 +249,7 @@ def _layer_windows(
 
 
 def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    """generation_config.json decides, config.json where it is silent; one id or a list."""
+    """From generation_config.json, else from config.json; one id or a list."""
     path = directory / "generation_config.json"
     value = _read_json(path).get("eos_token_id") if path.exists() else None
     value = raw.get("eos_token_id") if value is None else value

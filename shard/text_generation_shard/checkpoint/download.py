@@ -1,7 +1,7 @@
-"""Where the files of a model are: in a local directory, in the hub cache, or still on the hub.
+"""Finds the files of a model: in a local directory, in the hub cache, or on the hub.
 
-Weights are fetched over plain HTTP into `blobs/<etag>.resumable` of the hub cache, and a download
-that was interrupted goes on where it stopped. The rest of the cache is huggingface_hub's own work.
+Weights are downloaded over plain HTTP into `blobs/<etag>.resumable` of the hub cache, and an
+interrupted download is resumed. huggingface_hub manages the rest of the cache.
 """
 
 import errno
@@ -31,7 +31,7 @@ SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 OTHER_WEIGHTS = (*pickles.SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx")
 HUB_TIMEOUT_S, PROGRESS_S, PARALLEL_FILES = 10.0, 3.0, 4
-# Larger files the hub serves only through huggingface_hub's own transfer, without resuming.
+# The hub serves larger files only through huggingface_hub's own transfer, which can not resume.
 MAX_HTTP_BYTES = 50 * 10**9
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -46,10 +46,10 @@ def resolve_model(
     cache_dir: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The directory that holds `model_id`, downloaded first if it is nowhere on this machine.
+    """The directory of `model_id`, downloaded if it is not on this machine.
 
-    A directory of that name wins over the hub. `endpoint` is the hub's address, by default the
-    one huggingface_hub is configured for. Raises DownloadError.
+    A directory of that name takes precedence over the hub. `endpoint`: the hub's address; None:
+    that of huggingface_hub. Raises DownloadError.
     """
     directory = Path(model_id).expanduser()
     if model_id and directory.is_dir():
@@ -71,7 +71,7 @@ def resolve_model(
 
 @dataclass(frozen=True, slots=True)
 class _RemoteFile:
-    """A file of the repository: its blob in the hub cache is called `etag`."""
+    """A file of the repository; `etag` names its blob in the hub cache."""
 
     name: str
     size: int
@@ -84,11 +84,11 @@ class _RemoteFile:
 
 
 class _Stopped(Exception):
-    """Another file's download has failed, so this one needn't go on."""
+    """Ends this download because that of another file has failed."""
 
 
 class _PartialFile(io.BufferedWriter):
-    """What has arrived of a file, this process's alone; can be made to fail from outside."""
+    """The downloaded part of a file, locked by this process. `stop` makes the next write fail."""
 
     def __init__(self, path: Path, stop: threading.Event) -> None:
         super().__init__(io.FileIO(path, "ab"))
@@ -98,17 +98,17 @@ class _PartialFile(io.BufferedWriter):
         except BlockingIOError:
             logger.info("another process is downloading %s: waiting for it", path.stem)
             fcntl.flock(self, fcntl.LOCK_EX)
-        self.seek(0, os.SEEK_END)  # another process may have written while this one waited
+        self.seek(0, os.SEEK_END)  # another process may have written meanwhile
 
     def write(self, data: "io._ReadableBuffer") -> int:  # type: ignore[name-defined]
-        """Writes all of it, or raises _Stopped."""
+        """Write all data, or raise _Stopped."""
         if self._stop.is_set():
             raise _Stopped
         return super().write(data)
 
 
 def _elsewhere() -> Path:
-    """Where weights go whose cache may not be written. Nobody else may put others there."""
+    """A private directory for weights if the cache is not writable."""
     try:
         return temporary_folder("huggingface")
     except OSError as error:
@@ -118,12 +118,12 @@ def _elsewhere() -> Path:
 
 
 class _HubModel:
-    """One revision of a repository, and its place in the hub cache."""
+    """One revision of a repository in the hub cache."""
 
     def __init__(
         self, repo_id: str, revision: str, cache_dir: Path | None, endpoint: str | None
     ) -> None:
-        # Imported here because a local directory can do without, and it takes half a second.
+        # Imported here because the import is slow and local directories do not need it.
         from huggingface_hub import HfApi, constants
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -137,12 +137,12 @@ class _HubModel:
         self._use(Path(cache_dir or constants.HF_HUB_CACHE).expanduser())
 
     def _use(self, cache_dir: Path) -> None:
-        """Have the model in this hub cache."""
+        """Use this hub cache."""
         self._cache_dir = cache_dir
         self._blobs = cache_dir / f"models--{self._repo_id.replace('/', '--')}" / "blobs"
 
     def fetch(self) -> Path:
-        """The snapshot with all that is needed to serve the model; raises DownloadError."""
+        """The complete snapshot of the model; raises DownloadError."""
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         cached = self._cached_snapshot()
@@ -156,7 +156,7 @@ class _HubModel:
             self._use(elsewhere)
             cached = self._cached_snapshot()
         if cached is not None and cached.name == self._revision:
-            return _found(cached)  # a commit never changes, so the hub needn't be asked
+            return _found(cached)  # a commit never changes, so the hub is not queried
         try:
             commit, files = self._list_files()
         except Exception as error:
@@ -174,7 +174,7 @@ class _HubModel:
             raise self._explained(error) from error
 
     def _cached_snapshot(self) -> Path | None:
-        """The snapshot of this revision if the cache holds all its weights."""
+        """The snapshot of this revision; None if the cache lacks weights."""
         from huggingface_hub import try_to_load_from_cache
 
         config = try_to_load_from_cache(
@@ -186,11 +186,11 @@ class _HubModel:
         try:
             _check_directory(snapshot)
         except DownloadError:
-            return None  # it was interrupted, and is completed now
+            return None  # an interrupted download, which is completed now
         return snapshot
 
     def _list_files(self) -> tuple[str, Mapping[str, _RemoteFile]]:
-        """The commit of the revision and the files at its top level."""
+        """The commit of the revision, and its top-level files."""
         info = self._api.model_info(
             self._repo_id, revision=self._revision, files_metadata=True, timeout=HUB_TIMEOUT_S
         )
@@ -208,8 +208,8 @@ class _HubModel:
         return info.sha, files
 
     def _complete(self, commit: str, files: Mapping[str, _RemoteFile], cached: Path | None) -> Path:
-        """Downloads what the cache lacks; the small files come first, so that a snapshot with all
-        its weights is whole, and the reference last, so that it names a whole snapshot."""
+        """Download missing files: small ones first, so that a snapshot with all weights is
+        complete; the reference last, so that it always names a complete snapshot."""
         snapshot = self._blobs.parent / "snapshots" / commit
         _check_repository(self._repo_id, files)
         small = [file for file in files.values() if file.name.endswith(SMALL_SUFFIXES)]
@@ -218,7 +218,7 @@ class _HubModel:
         weights = [files[name] for name in _weight_names(self._repo_id, files, snapshot)]
         absent_weights = [file for file in weights if not (snapshot / file.name).exists()]
         if (snapshot / pickles.CONVERTED_NAME).exists():
-            # Who has converted pickles may have thrown them away.
+            # The user may have deleted converted pickles.
             absent_weights = [
                 file for file in absent_weights if not file.name.endswith(pickles.SUFFIXES)
             ]
@@ -244,17 +244,17 @@ class _HubModel:
             )
 
     def _download(self, commit: str, files: Collection[_RemoteFile]) -> None:
-        """Downloads several files at a time, and says how far it is."""
+        """Download several files in parallel, and log the progress."""
         with ThreadPoolExecutor(PARALLEL_FILES) as pool:
             futures = {pool.submit(self._download_one, commit, file): file for file in files}
             try:
                 self._follow(futures)
             finally:
-                self._stop.set()  # after a failure the others are to end as well
+                self._stop.set()  # after a failure, stop the other downloads
         self._stop.clear()
 
     def _follow(self, futures: Mapping["Future[None]", _RemoteFile]) -> None:
-        """Returns when all is there; raises the first error."""
+        """Wait for all files; raises the first error."""
         pending = set(futures)
         weights = [file for file in futures.values() if file.is_resumable]
         total = sum(file.size for file in weights)
@@ -268,13 +268,13 @@ class _HubModel:
                 future.result()
 
     def _arrived(self, file: _RemoteFile) -> int:
-        """How many bytes of a file are on this disk."""
+        """The downloaded bytes of a file."""
         if (self._blobs / file.etag).exists():
             return file.size
         try:
             return self._partial_path(file).stat().st_size
         except FileNotFoundError:
-            return 0  # not begun, or just thrown away by its thread
+            return 0  # not begun, or just deleted by its thread
 
     def _partial_path(self, file: _RemoteFile) -> Path:
         return self._blobs / f"{file.etag}.resumable"
@@ -284,7 +284,7 @@ class _HubModel:
 
         if file.is_resumable and not (self._blobs / file.etag).exists():
             self._download_resumably(commit, file)
-        # For a blob that is there this only adds the link in the snapshot.
+        # For an existing blob this only adds the link in the snapshot.
         hf_hub_download(
             self._repo_id,
             file.name,
@@ -302,9 +302,9 @@ class _HubModel:
         path = self._partial_path(file)
         with _PartialFile(path, self._stop) as partial:
             if (self._blobs / file.etag).exists():
-                return  # another process has brought it while this one waited for the file
+                return  # another process has downloaded it meanwhile
             if partial.tell() > file.size:
-                partial.truncate(0)  # it can't be the beginning of this file
+                partial.truncate(0)  # too long to be a part of this file
             if arrived := partial.seek(0, os.SEEK_END):
                 logger.info("resuming %s at %s", file.name, _size(arrived, file.size))
             http_get(
@@ -321,13 +321,13 @@ class _HubModel:
     @staticmethod
     def _check_content(path: Path, file: _RemoteFile) -> None:
         if len(file.etag) != 64:
-            return  # only large files are named by the hash of their content
+            return  # only the etags of large files are hashes of their content
         with path.open("rb") as content:
             actual = hashlib.file_digest(content, "sha256").hexdigest()
         if actual != file.etag:
             path.unlink()
             raise DownloadError(
-                f"{file.name} arrived damaged and was thrown away: start again to download it anew"
+                f"{file.name} arrived damaged and was deleted: start again to download it again"
             )
 
     def _explained(self, error: Exception) -> DownloadError:
@@ -338,7 +338,7 @@ class _HubModel:
 
 
 def _can_be_written(cache_dir: Path) -> bool:
-    """False where the permissions forbid this user to create a directory there."""
+    """Whether permissions let this user create the directory."""
     there = next(path for path in (cache_dir, *cache_dir.parents) if path.exists())
     return not there.is_dir() or os.access(there, os.W_OK | os.X_OK)
 
@@ -356,7 +356,7 @@ def _size(count: int, of: int | None = None) -> str:
 
 
 def _check_repository(repo_id: str, names: Collection[str]) -> None:
-    """Raises DownloadError if these files can't be a model, before anything is downloaded."""
+    """DownloadError if these files can not be a model."""
     if "config.json" not in names:
         adapter = " (it is a LoRA adapter)" if "adapter_config.json" in names else ""
         raise DownloadError(
@@ -376,8 +376,8 @@ def _no_safetensors(where: str, names: Iterable[str]) -> str:
 
 
 def _weight_names(where: str, names: Collection[str], directory: Path) -> list[str]:
-    """The weight files of a model: those its index names, else `model.safetensors`, else all but
-    `consolidated`, which repeats the weights under other names; pickles, if it has only those."""
+    """The weight files of a model: those in its index, else `model.safetensors`, else all but
+    `consolidated`, which is a copy under other names; pickles only if it has nothing else."""
     are_pickled = pickles.are_all(names)
     index_name = pickles.INDEX_NAME if are_pickled else INDEX_NAME
     if index_name in names:
@@ -386,7 +386,7 @@ def _weight_names(where: str, names: Collection[str], directory: Path) -> list[s
             wanted = sorted(set(index["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DownloadError(
-                f"{index_name} of {where} is not an index of weights ({error}): get it anew"
+                f"{index_name} of {where} is not an index of weights ({error}): download it again"
             ) from error
         absent = [name for name in wanted if name not in names]
         if absent:
@@ -404,14 +404,14 @@ def _weight_names(where: str, names: Collection[str], directory: Path) -> list[s
 
 
 def _check_directory(directory: Path) -> None:
-    """Raises DownloadError unless the directory holds a configuration and all its weights."""
+    """DownloadError unless the directory has a configuration and all weights."""
     names = {path.name for path in directory.iterdir() if path.exists()}
     _check_repository(str(directory), names)
     _weight_names(str(directory), names, directory)
 
 
 def _make_loadable(directory: Path) -> None:
-    """Makes what a model with all its weights lacks still."""
+    """Convert pickled weights and a slow tokenizer, if there is nothing better."""
     names = {path.name for path in directory.iterdir() if path.exists()}
     if pickles.are_all(names):
         pickles.convert(directory, _weight_names(str(directory), names, directory))
@@ -419,7 +419,7 @@ def _make_loadable(directory: Path) -> None:
 
 
 def _ensure_tokenizer(directory: Path) -> None:
-    """Makes the tokenizer.json that the router needs, from a slow tokenizer if there is one."""
+    """Make the tokenizer.json, which the router needs, from a slow tokenizer if it is missing."""
     if (directory / TOKENIZER_NAME).exists():
         return
     slow = [name for name in SLOW_TOKENIZERS if (directory / name).exists()]
@@ -433,7 +433,7 @@ def _ensure_tokenizer(directory: Path) -> None:
             _convert_tokenizer(directory, Path(converted))
             target = directory / f"{TOKENIZER_NAME}.{os.getpid()}"
             shutil.copyfile(Path(converted) / TOKENIZER_NAME, target)
-            os.replace(target, directory / TOKENIZER_NAME)  # whole or not at all
+            os.replace(target, directory / TOKENIZER_NAME)  # atomic
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DownloadError(

@@ -7,20 +7,20 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """In what a family differs from Llama, and what its config.json may leave out."""
+    """The differences of a family from Llama, and the defaults of its config.json."""
 
     model_type: str
-    # What transformers assumes for keys that config.json does not have.
+    # The defaults of transformers for missing keys.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Query, key and value projections have biases although `attention_bias` does not say so.
+    # Query, key and value projections have biases, without `attention_bias`.
     qkv_bias: bool = False
     qk_norm: bool = False
     fused_projections: bool = False
-    # `sliding_window` is honoured …
+    # `sliding_window` is in effect.
     has_window: bool = False
-    # … only when `use_sliding_window` is true, from layer `max_window_layers` on.
+    # It needs `use_sliding_window`, and starts at layer `max_window_layers`.
     window_is_optional: bool = False
-    # Some layers do not rotate positions in.
+    # Some layers do not rotate.
     has_no_rope_layers: bool = False
 
 

@@ -1,11 +1,11 @@
-"""Sentences for what goes wrong between this machine and the hub."""
+"""Explains errors between this machine and the hub."""
 
 import errno
 from pathlib import Path
 
 
 def explain(error: Exception, repo_id: str, revision: str, hub: str, cache_dir: Path) -> str:
-    """What was wrong and what to do about it, in one line; `hub` is the hub's address."""
+    """What was wrong and what to do, in one line; `hub`: the hub's address."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -29,7 +29,7 @@ def explain(error: Exception, repo_id: str, revision: str, hub: str, cache_dir: 
         return _explain_status(error.response.status_code, repo_id)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            f"{repo_id} is not in the hub cache {cache_dir} as a whole, and HF_HUB_OFFLINE forbids "
+            f"{repo_id} is not complete in the hub cache {cache_dir}, and HF_HUB_OFFLINE forbids "
             "to download it: unset HF_HUB_OFFLINE or give --model-id a directory"
         )
     if isinstance(error, OSError) and (error.filename is not None or _is_full(error)):

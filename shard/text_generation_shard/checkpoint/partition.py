@@ -1,8 +1,8 @@
-"""What each rank has of a model. Pure: numbers in, numbers out.
+"""Splits a model among ranks. Pure functions.
 
-All ranks have as much as each other. Heads are divided as they are: one that is cut has no meaning.
-Features of the feed-forward and tokens of the vocabulary are filled up with zeros behind the last
-one: these add nothing to a sum, and the scores of what is no token are cut away.
+All ranks have parts of the same size. Heads are never cut. Features of the feed-forward and tokens
+of the vocabulary are padded with zeros at the end: zeros do not change a sum, and the scores of
+padding are removed.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from text_generation_shard.device.base import DecoderSizes
 from text_generation_shard.device.reference.quantized import GROUP
 from text_generation_shard.errors import ModelError
 
-# How a weight [N, K] is held that is to be int8, int4 or fp8: as one of these, or as floats (None).
+# The form of a weight [N, K] for a requested int8, int4 or fp8: one of these, or None for floats.
 FormOf = Callable[[tuple[int, int], str | None], str | None]
 
-# Features of the feed-forward that stay together: so many outputs are a vector of the kernels', and
-# int8 and fp8 take whole multiples of them as inputs.
+# Features of the feed-forward that are not split: a vector of the kernels' outputs, and the unit of
+# inputs of int8 and fp8.
 _UNIT = 16
-# Parts in which a sum over features is cut alike for every number of ranks that divides them.
+# Fixed parts of a sum over features: the same for every number of ranks that divides them.
 _PARTS = 8
-# Counts beyond this are not listed.
+# Larger counts are not listed.
 _MOST_SHARDS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of `total` things in a row, the `count` from `start` on. Behind the last thing are zeros."""
+    """The range of `count` items at `start`, of `total` items; items beyond `total` are zeros."""
 
     total: int
     start: int
@@ -34,41 +34,41 @@ class Share:
 
     @property
     def num_real(self) -> int:
-        """How many of them are no zeros."""
+        """Items without padding."""
         return max(0, min(self.count, self.total - self.start))
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all there is, and nothing else."""
+        """Whether it is exactly all items."""
         return (self.start, self.count) == (0, self.total)
 
     @property
     def is_filled_up(self) -> bool:
-        """Whether some of it are zeros."""
+        """Whether it contains padding."""
         return self.num_real < self.count
 
     def times(self, size: int) -> "Share":
-        """The same of things of which each is `size` others."""
+        """The same range where each item consists of `size` smaller ones."""
         return Share(self.total * size, self.start * size, self.count * size)
 
 
 def whole(total: int) -> Share:
-    """All of it."""
+    """All items."""
     return Share(total, 0, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """What one rank has of a model."""
+    """One rank's part of a model."""
 
     heads: Share
-    # With fewer of them than ranks, several ranks have the same one.
+    # With fewer KV heads than ranks, several ranks have the same one.
     kv_heads: Share
-    # Features between gate and up, and down.
+    # Inner features of the feed-forward.
     inner: Share
     vocabulary: Share
-    # Inputs of o_proj and down_proj that make one of the fixed parts of their sums. They are the
-    # same for every number of ranks among 1, 2, 4 and 8 that works; a rank has whole ones.
+    # Inputs in each fixed part of the sums of o_proj and down_proj. The parts are the same for 1,
+    # 2, 4 and 8 ranks, if the model can be split so; each rank has whole parts.
     attended_part: int
     inner_part: int
 
@@ -86,8 +86,8 @@ def partition_of(
     form_of: FormOf = all_floats,
     fills_up: bool = False,
 ) -> Partition:
-    """What rank `rank` of `size` has. ModelError names the counts that work if `size` does not.
-    fills_up: also what one rank has are whole fixed parts."""
+    """The part of rank `rank` of `size`. ModelError, with the possible counts, if `size` is not
+    one. fills_up: pad to whole fixed parts also with one rank."""
     if not _divides_heads(config, size) or not _keeps_forms(config, size, quantize, form_of):
         raise ModelError(_refusal(config, size, quantize, form_of))
     own_heads, own_rows = config.num_heads // size, -(-config.vocab_size // size)
@@ -109,7 +109,7 @@ def partition_of(
 def working_counts(
     config: DecoderSizes, quantize: str | None = None, form_of: FormOf = all_floats
 ) -> list[int]:
-    """The numbers of ranks that the model can be split among, up to 128."""
+    """The numbers of ranks among which the model can be split, up to 128."""
     return [
         size
         for size in range(1, min(_MOST_SHARDS, config.num_heads) + 1)
@@ -118,14 +118,14 @@ def working_counts(
 
 
 def _divides_heads(config: DecoderSizes, size: int) -> bool:
-    """Whether each rank has as many heads, which read KV heads that no other heads of it read."""
+    """Whether heads and KV heads can be divided evenly."""
     divides_kv_heads = config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
     return config.num_heads % size == 0 and divides_kv_heads
 
 
 def _keeps_forms(config: DecoderSizes, size: int, quantize: str | None, form_of: FormOf) -> bool:
-    """Whether each matrix of a rank is held as the whole one is: only then do ranks compute what
-    one does."""
+    """Whether each part has the form of the whole matrix: otherwise ranks would compute other
+    results than one rank."""
     if quantize is None or size == 1:
         return True
     inner, _ = _inner(config, 0, size, quantize, form_of)
@@ -139,7 +139,7 @@ def _keeps_forms(config: DecoderSizes, size: int, quantize: str | None, form_of:
 def _products(
     config: DecoderSizes, num_heads: int, num_kv_heads: int, inner: int
 ) -> tuple[tuple[int, int], ...]:
-    """[N, K] of the matrices of a layer that has these: qkv, out, gate and up, down."""
+    """[N, K] of a layer's matrices with these sizes: qkv, out, gate and up, down."""
     hidden, attended = config.hidden_size, num_heads * config.head_dim
     qkv = attended + 2 * num_kv_heads * config.head_dim
     return (qkv, hidden), (hidden, attended), (2 * inner, hidden), (hidden, inner)
@@ -153,7 +153,7 @@ def _inner(
     form_of: FormOf,
     fills_up: bool = False,
 ) -> tuple[Share, int]:
-    """The rank's features of the feed-forward, and how many make a fixed part."""
+    """The rank's inner features, and the size of a fixed part."""
     total = config.intermediate_size
     unit = GROUP if form_of((config.hidden_size, total), quantize) == "int4" else _UNIT
     num_units = -(-total // unit)
@@ -166,7 +166,7 @@ def _inner(
 
 
 def _attended_part(config: DecoderSizes, quantize: str | None, form_of: FormOf) -> int:
-    """How many inputs of o_proj make a fixed part: those of whole heads, and whole groups."""
+    """The inputs of o_proj in a fixed part: of whole heads, and in int4 whole groups."""
     total = config.num_heads * config.head_dim
     unit = GROUP if form_of((config.hidden_size, total), quantize) == "int4" else 1
     num_parts = _PARTS

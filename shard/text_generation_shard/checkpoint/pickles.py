@@ -1,7 +1,7 @@
-"""Pickled checkpoints into safetensors.
+"""Converts pickled checkpoints to safetensors.
 
-A pickle is a program. torch reads it with `weights_only=True` here, which knows tensors and
-containers and runs nothing else, and only in `download-weights`: what serves reads no pickle.
+A pickle is a program. It is read only in `download-weights`, never while serving, and only with
+torch's `weights_only=True`, which allows tensors and containers and runs nothing else.
 """
 
 import fcntl
@@ -27,26 +27,26 @@ SUFFIXES = (".bin", ".pt", ".pth")
 INDEX_NAME = "pytorch_model.bin.index.json"
 WHOLE_NAME = "pytorch_model.bin"
 CONVERTED_NAME = "model.safetensors"
-# Pickles beside a checkpoint that are no weights of it, or in the layout of another program.
+# Pickles in a checkpoint's directory that are not weights, or have another program's layout.
 _OTHERS = re.compile(r"training|arg(ument)?s|optimizer|scheduler|rng_state|adapter|consolidated")
-# How safetensors calls torch's types.
+# The names in safetensors of torch's types.
 _KINDS = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
     **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
 }
-# A tensor may have two names. More of them than that is not what a model has.
+# A tensor may have two names. A file whose tensors are larger than this many copies is refused.
 _MOST_COPIES = 2
 
 
 def are_all(names: Collection[str]) -> bool:
-    """Whether the weights of a model with these files are pickles, and only that."""
+    """Whether all weights among these files are pickles."""
     is_safe = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
     return not is_safe and bool(weight_names(names))
 
 
 def weight_names(names: Collection[str]) -> list[str]:
-    """Those of a directory's files that are pickled weights, where no index names them."""
+    """The pickled weights among a directory's files, without an index."""
     if WHOLE_NAME in names:
         return [WHOLE_NAME]
     for suffix in SUFFIXES:
@@ -57,12 +57,12 @@ def weight_names(names: Collection[str]) -> list[str]:
 
 
 def convert(directory: Path, names: Sequence[str]) -> None:
-    """Write the tensors of these files of a directory into its model.safetensors, which is there as
-    a whole or not at all. One tensor at a time is in memory. Raises ModelError."""
+    """Write the tensors of these files into the directory's model.safetensors, atomically and with
+    one tensor in memory at a time. Raises ModelError."""
     target = directory / CONVERTED_NAME
     partial = directory / f"{CONVERTED_NAME}.partial"
     try:
-        # One process converts; others wait for it, and find that it is done.
+        # One process converts; other processes wait, then find the result.
         with _locked(partial) as file:
             try:
                 if not target.exists():
@@ -72,22 +72,21 @@ def convert(directory: Path, names: Sequence[str]) -> None:
                 partial.unlink(missing_ok=True)
     except OSError as error:
         raise ModelError(
-            f"can not write {target} ({error.strerror or error}): make room there and let this "
+            f"can not write {target} ({error.strerror or error}): free space there and let this "
             "user write there, or convert the checkpoint elsewhere"
         ) from error
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The file, new or left over, which no other process writes, renames or removes until it is
-    closed."""
+    """Open and lock the file, new or left over, until it is closed."""
     while True:
-        # Not through a link that somebody else has put there.
+        # Does not follow a link, which another user could have made.
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        file = open(number, "wb")  # noqa: SIM115 - whoever calls closes it
+        file = open(number, "wb")  # noqa: SIM115 - the caller closes it
         fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(os.fstat(number), path.stat()):
             return file
-        file.close()  # who had it has renamed or removed it
+        file.close()  # the previous owner has renamed or removed it
 
 
 def _convert(directory: Path, names: Sequence[str], file: BinaryIO) -> None:
@@ -102,7 +101,7 @@ def _convert(directory: Path, names: Sequence[str], file: BinaryIO) -> None:
     if total > _MOST_COPIES * there:
         raise ModelError(
             f"the tensors of {', '.join(names[:3])} in {directory} take {total} bytes, and the "
-            f"files have {there}: this is not a checkpoint; get it anew, as *.safetensors"
+            f"files have {there}: this is not a checkpoint; download it again, as *.safetensors"
         )
     free = shutil.disk_usage(directory).free
     if total > free:
@@ -119,7 +118,7 @@ def _convert(directory: Path, names: Sequence[str], file: BinaryIO) -> None:
 
 
 def _read(path: Path) -> "dict[str, Tensor]":
-    """The tensors of a pickled file, mapped: nothing of them is in memory yet."""
+    """The tensors of a pickled file, memory-mapped."""
     import torch
 
     _check_container(path)
@@ -128,9 +127,9 @@ def _read(path: Path) -> "dict[str, Tensor]":
     except pickle.UnpicklingError as error:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         raise ModelError(
-            f"{path} is refused: it asks for {wanted[1] if wanted else 'something'} while it is "
-            "read, which no weights need, and nothing of it was run; get the checkpoint as "
-            "*.safetensors from somebody you trust"
+            f"{path} is refused: it imports {wanted[1] if wanted else 'something'}, which weights "
+            "do not need, and none of its code was run; get the checkpoint as *.safetensors from a "
+            "source you trust"
         ) from error
     except Exception as error:
         raise _unreadable(path, (str(error) or type(error).__name__).splitlines()[0]) from error
@@ -147,8 +146,8 @@ def _read(path: Path) -> "dict[str, Tensor]":
 
 
 def _check_container(path: Path) -> None:
-    """ModelError unless it is an archive of parts that lie in it as they are, so that reading takes
-    as much memory as is touched, not more than the file has."""
+    """ModelError unless it is an uncompressed archive: then reading takes no more memory than the
+    file has bytes."""
     if not zipfile.is_zipfile(path):
         raise _unreadable(path, "it is not the archive that torch writes since 1.6")
     try:
@@ -168,8 +167,8 @@ def _unreadable(path: Path, reason: str) -> ModelError:
 
 
 def _write(tensors: "Mapping[str, Tensor]", file: BinaryIO) -> None:
-    """As safetensors: a header that says where each tensor is, then one after another. Larger
-    numbers come first, so that each lies where its type wants it."""
+    """Write safetensors: a header with the place of each tensor, then the tensors. Types with more
+    bytes come first, so that each tensor is aligned."""
     import torch
 
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))

@@ -1,4 +1,4 @@
-"""Safetensors files into the tensors a model asked for, one after another."""
+"""Loads safetensors files into a model's tensors, one after another."""
 
 import json
 import logging
@@ -25,11 +25,11 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 Sections = Mapping[str, Sequence[Share]]
-"""Of each tensor of the checkpoint, what this rank has of the projections that it stacks."""
+"""By name of a tensor of the checkpoint: this rank's share of each projection in it."""
 
 
 class Held(Protocol):
-    """What became of a matrix; see `device.base.Matrix`."""
+    """A loaded matrix; see `device.base.Matrix`."""
 
     kind: str
     obstacle: str
@@ -38,61 +38,60 @@ class Held(Protocol):
 
 @dataclass(slots=True)
 class _Stack:
-    """One tensor of this rank that several of the checkpoint fill, one below the other."""
+    """One tensor of this rank, stacked from several of the checkpoint."""
 
     sections: Sections
-    # What is read of each output; None: it is one number.
+    # The inputs that are read; None: a vector.
     inputs: Share | None
-    # How many of these inputs stay when the matrix has been made.
+    # The number of inputs kept after loading.
     num_kept: int
-    # What a matrix is given to when it is whole.
+    # Receives a complete matrix; None: a tensor allocated in advance.
     receive: Callable[[Tensor], Held] | None
     num_missing: int
-    # Of a matrix: why it is not asked to be of fewer bits.
+    # Why a matrix is not quantized; empty: no reason.
     obstacle: str = ""
-    # Of a matrix, made when its first part is read, in the type the device wants it in.
+    # A matrix is allocated when its first part is read.
     whole: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         rows = sum(self.num_rows(name) for name in self.sections)
         return (rows,) if self.inputs is None else (rows, self.inputs.count)
 
     @property
     def is_filled_up(self) -> bool:
-        """Whether some of this rank's part are zeros."""
+        """Whether this rank's part contains padding."""
         shares = [share for shares in self.sections.values() for share in shares]
         return any(share.is_filled_up for share in [*shares, self.inputs or whole(1)])
 
     def num_rows(self, name: str) -> int:
-        """How many of this rank's rows a tensor of the checkpoint fills."""
+        """This rank's rows from a tensor of the checkpoint."""
         return sum(share.count for share in self.sections[name])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the checkpoint."""
+        """The whole shape of a tensor of the checkpoint."""
         rows = sum(share.total for share in self.sections[name])
         return (rows,) if self.inputs is None else (rows, self.inputs.total)
 
 
 @dataclass(slots=True)
 class Read:
-    """Bytes of the checkpoint: what this rank took, and what the tensors that it has a part of
-    hold."""
+    """Bytes that this rank has read, and the total bytes of the same tensors."""
 
     taken: int = 0
     total: int = 0
 
 
 class Parameters:
-    """Owns, until loading is done, the tensors a model is made of, by checkpoint name.
+    """Owns a model's tensors, by checkpoint name, until loading is done.
 
-    Layers ask for tensors while they are built. Vectors lie where they will stay; a matrix is put
-    together when its first part is read, and is given to its layer with the last.
+    Layers register their tensors when they are built. Vectors are allocated at once; a matrix is
+    allocated when its first part is read, and is passed to its layer after the last part.
     """
 
     def __init__(self, device: Device, quantize: str | None = None) -> None:
-        """`quantize` is int8, int4 or fp8: how layers are to hold their matrices; None: floats."""
+        """`quantize`: int8, int4 or fp8, the form of matrices; None: floats."""
         self.device = device
         self.quantize = quantize
         self.nbytes = 0
@@ -104,12 +103,12 @@ class Parameters:
         self._after_load: list[Callable[[], None]] = []
 
     def add(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialized tensor that the checkpoint's tensor `name` will fill."""
+        """A tensor that is filled from the checkpoint's tensor `name`."""
         rows, *inputs = shape
         return self._add_tensor({name: [whole(rows)]}, whole(*inputs) if inputs else None)
 
     def add_bias(self, sections: Sections) -> Tensor:
-        """This rank's part of the bias of a matrix with these sections."""
+        """This rank's part of a bias with these sections."""
         return self._add_tensor(sections, None)
 
     def _add_tensor(self, sections: Sections, inputs: Share | None) -> Tensor:
@@ -127,12 +126,11 @@ class Parameters:
         reads_whole_rows: bool = False,
         obstacle: str = "",
     ) -> None:
-        """Have this rank's part of the named matrices, one below the other, given to `receive` once
-        they are read; with `reads_whole_rows` all of their inputs, of which `receive` keeps its
-        own. obstacle: why the matrix is not asked to be of fewer bits; it is logged.
+        """Register this rank's part of the named matrices, which are stacked and passed to
+        `receive`. With `reads_whole_rows` it gets all inputs, and keeps its own. obstacle: why the
+        matrix is not quantized; it is logged.
 
-        The tensor has the type that the device puts matrices together in, and nothing here keeps
-        it: what `receive` returns is what is left of it.
+        The tensor has the device's type for loading, and is not kept here.
         """
         read = inputs
         if reads_whole_rows:
@@ -145,11 +143,11 @@ class Parameters:
         return make(stack.shape, dtype=dtype, device=self.device.torch_device)
 
     def ignore(self, name: str) -> None:
-        """The checkpoint may hold `name`; it is not read."""
+        """Ignore the tensor `name` if the checkpoint has it."""
         self._ignored.add(name)
 
     def after_load(self, action: Callable[[], None]) -> None:
-        """Run `action` when every tensor is filled."""
+        """Run `action` after all tensors are loaded."""
         self._after_load.append(action)
 
     def load(self, directory: Path) -> None:
@@ -189,8 +187,8 @@ class Parameters:
             raise ModelError(_mismatch(directory, sorted(missing), sorted(unexpected)))
 
     def _least_bytes(self) -> int:
-        """What the tensors take once they are loaded; scales of quantised ones are left out."""
-        # A matrix that can not be quantised as asked is larger.
+        """A lower bound of the bytes of the loaded tensors: without scales, and as if every matrix
+        could be quantized as requested."""
         bits = {"int8": 8, "int4": 4, "fp8": 8}.get(
             self.quantize or "", self.device.dtype.itemsize * 8
         )
@@ -226,8 +224,8 @@ class Parameters:
     def _own_parts(
         self, stack: _Stack, name: str, target: Tensor, tensor: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What this rank has of a tensor of the checkpoint, and where it goes, from the first row
-        of `target` on. Of the tensor nothing else is read."""
+        """(destination in `target`, source in `tensor`) of this rank's parts. Nothing else of the
+        tensor is read."""
         first, offset = 0, 0
         for share in stack.sections[name]:
             rows = tensor[offset + share.start :][: share.num_real]
@@ -240,7 +238,7 @@ class Parameters:
             first, offset = first + share.count, offset + share.total
 
     def _give(self, name: str, stack: _Stack, found: Tensor) -> None:
-        assert stack.receive is not None, "only matrices are given away"
+        assert stack.receive is not None, "only matrices have a receiver"
         held = stack.receive(found)
         self.nbytes += held.nbytes
         self._kinds[held.kind] += 1
@@ -256,7 +254,7 @@ class Parameters:
             logger.info("not %s: %s%s", self.quantize, self._obstacles[0], more)
 
     def _is_ignored(self, name: str) -> bool:
-        # Old checkpoints carry the rope frequencies, which are computed here.
+        # Old checkpoints contain rotary frequencies, which are computed here instead.
         return name in self._ignored or name.endswith("rotary_emb.inv_freq")
 
 
@@ -277,15 +275,15 @@ def _weight_files(directory: Path) -> list[Path]:
             )
         return files
     whole = directory / "model.safetensors"
-    # Some checkpoints carry the same weights once more, in Meta's or Mistral's own layout.
+    # Some checkpoints contain a copy of the weights in Meta's or Mistral's layout.
     files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
     files = [path for path in files if not path.name.startswith("consolidated")]
     if not files:
         if pickled := pickles.weight_names([path.name for path in directory.iterdir()]):
             raise ModelError(
-                f"{directory} holds {pickled[0]}, which is a pickle, and none is read while "
+                f"{directory} holds {pickled[0]}, which is a pickle; pickles are not read while "
                 f"serving: run `text-generation-server download-weights {directory}` once, which "
-                "makes safetensors of it and runs nothing that is in it"
+                "converts it to safetensors without running its code"
             )
         raise ModelError(
             f"{directory} holds no *.safetensors weights; convert the checkpoint to safetensors "
@@ -295,10 +293,10 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor | None]]:
-    """What a file holds, by name; None for what is not wanted. Of a tensor nothing is read yet: its
-    memory is the file's pages. ModelError if the file is not readable.
+    """The names in a file with their memory-mapped tensors, or None if not wanted. ModelError if
+    the file is not readable.
 
-    Names may lack `model.`: so they are where a model was saved without its head.
+    Adds `model.` to names if needed: it is missing in models saved without their head.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -315,8 +313,8 @@ def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor |
 
 
 def is_headless(directory: Path) -> bool:
-    """Whether the checkpoint was saved without the head that makes scores, as those for embeddings
-    are; ModelError if a file is not readable."""
+    """Whether the checkpoint has no head, like those of embedding models; ModelError if a file is
+    not readable."""
     names = {name for path in _weight_files(directory) for name, _ in _tensors(path, ())}
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
 

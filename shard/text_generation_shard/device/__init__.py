@@ -1,4 +1,4 @@
-"""What hardware there is, and how a model is computed on it. Light: it imports no device."""
+"""The devices by name. Importing this package imports no device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -14,12 +14,12 @@ DEVICES = {
     "cpu": "text_generation_shard.device.cpu.device",
     "cuda": "text_generation_shard.device.cuda.device",
 }
-"""--device → the module that has `open_device(options)` for it."""
+"""Value of --device → module with its `open_device(options)`."""
 
 
 def open_device(name: str | None, options: "DeviceOptions") -> "Device":
-    """The device of this name, or the best there is. ModelError if it is not there, or can not do
-    what the options ask for."""
+    """Open the device of this name; None: cuda if available, else cpu. Raises ModelError if it is
+    not available or does not support the options."""
     if name is None:
         import torch
 

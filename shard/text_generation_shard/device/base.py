@@ -1,8 +1,9 @@
-"""What an engine and its model ask of hardware.
+"""The interface between the engine, the model and the hardware.
 
-A device is one object that implements `Device`. It makes what depends on hardware: weights in the
-form it multiplies, attention with its cache, and the runner that computes steps. Nothing outside
-the folder of a device knows how. `device.reference` is the specification: plain torch.
+A device is one object that implements `Device`. It creates everything that depends on the hardware:
+weights in the form it multiplies, attention with its KV cache, and the runner that computes steps.
+Code outside the device's folder uses only this interface. `device.reference` is the specification:
+plain torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,53 +25,53 @@ from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scor
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """What a device is opened with."""
+    """Options for opening a device."""
 
-    # float32, float16 or bfloat16; None: what suits the device.
+    # float32, float16 or bfloat16; None: the device chooses.
     dtype: str | None
-    # Of the checkpoint.
+    # The dtype of the checkpoint.
     checkpoint_dtype: str
     # int8, int4 or fp8; None: weights are kept in `dtype`.
     quantize: str | None = None
     # fp8_e4m3fn or fp8_e5m2; None: keys and values are kept in `dtype`.
     kv_cache_dtype: str | None = None
-    # Whether tokens must not depend on what is computed beside them; see `Device.is_deterministic`.
+    # Whether tokens must not depend on the rest of the batch; see `Device.is_deterministic`.
     deterministic: bool = False
-    # The share of the device's memory this process may fill, where that is not the machine's.
+    # Fraction of the device's memory that this process may use, if the device has its own memory.
     memory_fraction: float = 1.0
-    # Sizes of passes that are recorded where the device can; None: those that suit it.
+    # Pass sizes to record, if the device can record passes; None: the device's default sizes.
     cuda_graphs: tuple[int, ...] | None = None
-    # Of how many processes on this machine, each with a device, this is which.
+    # Rank of this process, and the number of ranks on this machine; each has one device.
     rank: int = 0
     world_size: int = 1
 
 
 class Activation(StrEnum):
-    """What gates go through before they multiply."""
+    """Activation function of a gated feed-forward."""
 
     SILU = "silu"
     GELU = "gelu"
-    # With a tanh in place of the error function.
+    # GELU by the tanh approximation.
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
 
 
 ALL = slice(None)
-"""Columns of a whole weight."""
+"""All columns of a weight."""
 
 
 class Form(NamedTuple):
-    """How weights of a shape are held: int8, int4, fp8 or, None, as floats; and why not as asked
-    (empty: they are)."""
+    """How a weight of a given shape is stored: int8, int4, fp8 or None (float); and why it is not
+    the requested form (empty: it is)."""
 
     kind: str | None
     obstacle: str
 
 
 class Matrix(Protocol):
-    """A weight [N, K] in the form that its device multiplies. Owns its only copy."""
+    """A weight [N, K] in the form that its device multiplies. Owns the only copy."""
 
-    # int4, int8, fp8 or the name of a dtype; and why it is not of fewer bits as asked (empty: it
+    # int4, int8, fp8 or the name of a dtype; and why it is not quantized as requested (empty: it
     # is).
     kind: str
     obstacle: str
@@ -82,7 +83,7 @@ class Matrix(Protocol):
 
 
 class EmbeddingTable(Protocol):
-    """Vectors [vocab_size, hidden_size]."""
+    """Token embeddings [vocab_size, hidden_size]."""
 
     kind: str
     obstacle: str
@@ -92,33 +93,34 @@ class EmbeddingTable(Protocol):
         """ids [T] → [T, hidden_size]."""
 
     def as_matrix(self) -> tuple[Matrix, int]:
-        """The same weight for products, and the bytes that takes beside the table."""
+        """The same weight as a matrix, and how many bytes that takes in addition to the table."""
 
 
 class WeightCopies(Protocol):
-    """Fills tensors on a device from a checkpoint. Only the thread that loads calls it."""
+    """Fills tensors on a device from a checkpoint. Only the loading thread calls it."""
 
-    # The type in which a matrix is put together; None: the checkpoint's own.
+    # The dtype in which a matrix is assembled; None: the checkpoint's dtype.
     @property
     def matrix_dtype(self) -> torch.dtype | None: ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy `source`, which lies in a file, to `target` on the device, of the same
-        shape, in the type of `target`. Raises what went wrong, in this copy or an earlier one."""
+        """Start copying `source`, which is mapped from a file, to `target` on the device: same
+        shape, converted to the dtype of `target`. Raises the error of this copy or of an earlier
+        one."""
 
     def then(self, action: Callable[[], None]) -> None:
-        """Have `action` called, by this thread, when what it asks of the device finds the results
-        of all copies before it: at once, in a later call, or when no more copies will come."""
+        """Call `action` in this thread once device operations see the results of all copies before
+        it: now, in a later call, or after the last copy."""
 
 
 class LayerWeights(NamedTuple):
-    """One layer of `DecoderWeights`. Norms are [size] in float32; a bias may be missing."""
+    """One layer of `DecoderWeights`. Norms are [size] in float32; a missing bias is None."""
 
     attention_norm: Tensor
     # Queries, keys and values, stacked.
     qkv: Matrix
     qkv_bias: Tensor | None
-    # Of each head; None: heads are not normalised.
+    # Norms of each query and key head; None: heads are not normalized.
     query_norm: Tensor | None
     key_norm: Tensor | None
     out: Matrix
@@ -127,21 +129,21 @@ class LayerWeights(NamedTuple):
     gate_up: Matrix
     down: Matrix
     down_bias: Tensor | None
-    # Whether positions are rotated in, and how far back a token sees (None: all).
+    # Whether queries and keys are rotated, and how many tokens a query sees (None: all).
     uses_rope: bool
     window: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """What a model of Llama's shape has of what."""
+    """Dimensions of a model with Llama's architecture."""
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # Leading features of each head that are rotated.
+    # Number of leading features of each head that are rotated.
     rotary_dim: int
     vocab_size: int
     norm_eps: float
@@ -152,19 +154,19 @@ class DecoderSizes:
 
 
 class RankSizes(NamedTuple):
-    """What a rank has of the `DecoderSizes` of a model."""
+    """One rank's share of a model's `DecoderSizes`."""
 
     num_heads: int
     num_kv_heads: int
     intermediate_size: int
-    # Of the vocabulary, filled up to as many for each rank: the first token, and how many.
+    # This rank's part of the vocabulary, padded to equal parts: first token and number of tokens.
     first_token: int
     num_tokens: int
 
 
 class DecoderWeights(NamedTuple):
-    """A whole model of Llama's shape, for devices that compute it as one; of several ranks each
-    has its part."""
+    """All weights of a model with Llama's architecture, for devices that compute it as one program.
+    With several ranks, each holds its part."""
 
     sizes: DecoderSizes
     own: RankSizes
@@ -182,138 +184,135 @@ class Model(Protocol):
 
     @property
     def length_rule(self) -> str | None:
-        """The length a token's rope goes by; None: none, then angles come from one table."""
+        """Name of the length that selects a token's rope frequencies; None: one table serves all
+        lengths."""
 
     @property
     def recompute_at(self) -> int | None:
-        """Length beyond which a row is computed anew; None: no row ever is."""
+        """Length beyond which a row must be recomputed; None: never."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The last hidden states [T, hidden_size]; keys and values go into the cache."""
+        """Last hidden states [T, hidden_size]; writes keys and values to the cache."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [S, vocab_size] in float32 for hidden states [S, hidden_size]."""
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, hidden_size] behind the last norm, of which scores are made."""
+        """Hidden states [T, hidden_size] after the final norm, from which the head computes
+        scores."""
 
     def angles(self, batch: ForwardBatch) -> Angles:
-        """What the tokens of a pass are rotated by."""
+        """Rotation angles of the tokens of a pass."""
 
     def angle_table(self, end: int) -> Tensor:
-        """`Angles.table` for the positions below `end`, where no length matters."""
+        """`Angles.table` for the positions below `end`; only if `length_rule` is None."""
 
     def weights(self) -> DecoderWeights | None:
-        """All of it that this rank has; None: it is of another shape."""
+        """The weights of this rank; None: the model has another architecture."""
 
 
 class Rows(Protocol):
-    """What the host knows of all rows. Only the row table writes it, between two launches."""
+    """State of all rows on the host. Only the row table writes it, between two launches."""
 
     # [capacity, width] token ids and block numbers.
     token_ids: Tokens
     block_tables: Ints
-    # [capacity] how many blocks a row has, and how many requests have had it: block numbers are
-    # added while one has it, and none is changed.
+    # [capacity] number of blocks of each row, and how many requests have used the row so far. While
+    # a request uses a row, blocks are only appended to its table.
     num_blocks: Ints
     num_takes: Ints
-    # Tokens of a block, and blocks of the cache that requests may have.
+    # Tokens per block, and number of cache blocks for requests.
     block_size: int
     num_cache_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """What one forward pass computes of R rows: `counts` tokens of each, from `starts` on.
-
-    A token is sampled after each of a row's last `num_sampled` tokens. All are [R].
+    """Scheduled tokens of one forward pass: `counts` tokens of each of R rows, from position
+    `starts`. A token is sampled after each of a row's last `num_sampled` tokens. All arrays are
+    [R].
     """
 
     rows: Ints
     starts: Ints
     counts: Ints
     num_sampled: Ints
-    # Where the tokens of each row end.
+    # End position of each row's tokens.
     ends: Ints
-    # Every row has one token, and one is sampled after it.
+    # Every row has exactly one token, and one is sampled after it.
     is_decode: bool = False
 
     def tokens(self) -> tuple[Ints, Ints]:
-        """[T] the row and the position of each token; rows may be `rows`."""
+        """[T] row and [T] position of each token; the first may be `rows` itself."""
         if self.is_decode:
             return self.rows, self.starts
         return np.repeat(self.rows, self.counts), last_ones(self.ends, self.counts)
 
 
 def last_ones(ends: Ints, counts: Ints) -> Ints:
-    """The last `counts` numbers before each of `ends`, one after another."""
+    """For each of `ends`, the last `counts` integers before it, concatenated."""
     shifts: Ints = np.repeat(ends - counts.cumsum(), counts)
     return shifts + np.arange(len(shifts))
 
 
 class StepPlan(Protocol):
-    """A step that was decided: its passes, and how tokens are chosen from their scores.
+    """A planned step: its passes, and how tokens are chosen from their scores."""
 
-    Row state is read while `launch` runs, and not afterwards.
-    """
-
-    # What the passes are computed from, one after another.
+    # Row state, and the passes in order.
     rows: Rows
     passes: Sequence[ScheduledTokens]
-    # [S] the row of each score that `choose` is given.
+    # [S] row of each score that `choose` gets.
     sampled_rows: Ints
-    # Whether `choose` may be called already: the tokens of the step before are known, or no choice
-    # depends on them. If not, it may once that step was collected.
+    # Whether `choose` may be called now: the tokens of the previous step are known, or no choice
+    # depends on them. Otherwise it may be called once the previous step is collected.
     knows_tokens: bool
-    # Whether hidden states are needed of tokens after which none is sampled. If not, a device may
-    # compute scores by itself.
+    # Whether hidden states of tokens without sampling are needed. If not, the device may compute
+    # scores itself.
     wants_hidden: bool
-    # Whether the scores of its choice are read when it is known.
+    # Whether `Choice.scores` is read after the choice.
     wants_scores: bool
 
     def batch(
         self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
     ) -> ForwardBatch:
-        """The inputs of a pass, on the device. BatchError if the shard is stopping.
+        """The inputs of a pass, on the device. Raises BatchError if the shard is stopping.
 
-        `tables` answers the block tables of some rows [R] for a number of tokens, where the device
-        keeps them: [R, width]. Where a step is launched before the previous one has a result, the
-        host does not know input_ids at `waiting`: the runner puts the ids there that it chose
-        itself.
+        `tables`, for devices that keep block tables: maps rows [R] and a number of tokens to block
+        tables [R, width]. If a step is launched before the previous one has a result, the host does
+        not know input_ids at `waiting`: the runner fills in the ids that it chose.
         """
 
     def waiting(self, scheduled: ScheduledTokens) -> Ints:
-        """[W] which rows of a pass have an input token that the host does not know yet."""
+        """[W] rows of a pass whose input token the host does not know yet."""
 
     def scores(self, scheduled: ScheduledTokens, batch: ForwardBatch, hidden: Tensor) -> Tensor:
-        """Of the tokens of a pass after which one is sampled [S, vocab_size], and on the way
-        prompt log-probabilities; hidden [T, hidden_size]: of all its tokens."""
+        """Scores [S, vocab_size] of the sampled positions of a pass; also records prompt
+        log-probabilities. hidden: [T, hidden_size] of all tokens."""
 
     def choose(self, scores: Scores) -> Choice | None:
-        """A token for each of the S scores [S, vocab_size], which may be overwritten; None if there
-        are none. By the definition, in plain torch."""
+        """Choose a token from each row of scores [S, vocab_size], which may be overwritten; None if
+        S is 0. The reference in plain torch."""
 
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
-        """The same by another sampler."""
+        """`choose` with another sampler."""
 
 
 class Launched(Protocol):
-    """A step that is under way."""
+    """A launched step."""
 
     def wait(self) -> None:
-        """Until `result` does not, or hardly, wait; that raises what goes wrong. From any
-        thread."""
+        """Block until `result` returns without waiting. Raises nothing; any thread may call it."""
 
     def result(self) -> "StepScores":
-        """Wait for it; raises what went wrong. Asked once."""
+        """Wait for the step, and return its scores or raise its error. Called once."""
 
 
 class StepScores(NamedTuple):
-    """What became of a step; as `Launched`, one that was computed when it was launched."""
+    """The result of a step. Also a `Launched` for devices that compute a step during `launch`."""
 
-    # None: no input was complete.
+    # None: no token was sampled.
     choice: Choice | None
-    # time.perf_counter_ns() when all passes were computed.
+    # time.perf_counter_ns() at the end of all passes.
     forward_done_ns: int
 
     def wait(self) -> None:
@@ -325,58 +324,60 @@ class StepScores(NamedTuple):
 
 
 class Runner(Protocol):
-    """Computes steps, in the order in which they are launched."""
+    """Computes steps in launch order."""
 
-    # Whether steps are recorded, by their size, and computed in one piece from then on.
+    # Whether steps are recorded by size, then replayed.
     records_steps: bool
+    # Whether the first step of a kind may compile code, so its time says nothing about later steps.
+    compiles_steps: bool
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begin with a step. Whether it is computed now or later is the device's affair. The step
-        that was begun last may be launched again: then nobody asks for its first result."""
+        """Launch a step; the device computes it now or later. Row state is read only during this
+        call. The last step may be launched again; then its first result is never requested."""
 
 
 class Device(Protocol):
     """Hardware that computes one model."""
 
-    # What /info says: cpu, cuda …; where tensors lie, and their type.
+    # Name in /info (cpu, cuda, …), torch device and dtype of activations.
     name: str
     torch_device: torch.device
     dtype: torch.dtype
-    # What keys and values are kept in.
+    # Dtype of cached keys and values.
     cache_dtype: torch.dtype
-    # Products of a row do not depend on the other rows, bit for bit.
+    # A row's results are bit for bit independent of the other rows.
     is_deterministic: bool
-    # Sums over inputs that ranks share are taken in fixed parts, which a tree adds: they have the
-    # same bits for every number of ranks that has whole parts.
+    # Sums over inputs that are split over ranks are computed in fixed parts, which a binary tree
+    # adds. The result has the same bits for every number of ranks, as long as each has whole parts.
     sums_in_parts: bool
     # Whether a step may be launched before the previous one has a result.
     runs_behind: bool
-    # Arrays of the host, which must not be changed afterwards, to tensors on the device: what the
-    # device is given later finds them there.
+    # Copies host arrays to device tensors. Later device operations see the values. The arrays must
+    # not change afterwards.
     upload: Upload
-    # Blocks that the cache has beside those of requests: what fills up a pass is written there.
+    # Cache blocks beyond those of requests; the padding of a pass is written there.
     num_spare_blocks: int
 
     @property
     def spares_core(self) -> bool:
-        """Whether other processes find a core while a step is computed."""
+        """Whether a core is free for other processes while a step is computed."""
 
     def check_room(self, nbytes: int, kind: str) -> None:
-        """ModelError if weights of `nbytes`, held in `kind`, can not fit."""
+        """Raise ModelError if weights of `nbytes`, stored as `kind`, do not fit."""
 
     def weight_copies(self) -> AbstractContextManager[WeightCopies]:
-        """What fills this device's tensors while weights are loaded. Left without an error, all is
-        copied and every action was called. Nothing of it remains, no thread and no memory."""
+        """The context in which weights are loaded. Leaving it without an error completes all copies
+        and actions. It releases all its threads and memory."""
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> Form:
-        """How `matrix` holds a weight [N, K] of this shape."""
+        """How `matrix` stores a weight [N, K] of this shape."""
 
     def matrix(
         self, weight: Tensor, quantize: str | None, columns: slice = ALL, part: int | None = None
     ) -> Matrix:
-        """A weight [N, K] of any type in the best form there is; quantize: int8, int4, fp8 or None.
-        Only these columns are kept, as the numbers that the whole weight has there. part: inputs of
-        a fixed part, where `sums_in_parts` counts."""
+        """A weight [N, K] of any dtype in the device's best form; quantize: int8, int4, fp8 or
+        None. Only `columns` are kept, with the quantized values of the whole weight. part: number
+        of inputs of a fixed part, used if `sums_in_parts`."""
 
     def gated_matrix(
         self,
@@ -385,47 +386,48 @@ class Device(Protocol):
         activation: Activation,
         has_bias: bool,
     ) -> Matrix:
-        """The same of a weight whose outputs are gates and, behind them, what these let through."""
+        """`matrix` for a gated weight: outputs are gates, followed by the values they multiply."""
 
     def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
-        """The table of token vectors."""
+        """The token embedding table."""
 
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
     ) -> Tensor:
-        """hidden [T, size] += delta * multiplier, in place; returns hidden / rms(hidden) * weight,
-        weight [size] in float32."""
+        """hidden [T, size] += delta * multiplier, in place. Returns hidden / rms(hidden) * weight;
+        weight [size] is float32."""
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
     ) -> Attention:
-        """The best attention for heads of this shape; queries are multiplied by `scale`."""
+        """The best attention for this head shape; queries are multiplied by `scale`."""
 
     def runner(self, model: Model) -> Runner:
-        """What computes the steps of a loaded model."""
+        """The runner for the steps of a loaded model."""
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> "Room":
-        """What the KV cache may take. `rehearse` runs the steps that take most memory, of which
-        step_bytes are an estimate: a device uses one of the two."""
+        """Memory for the KV cache. `rehearse` runs the steps that take most memory; `step_bytes` is
+        an estimate of that memory. A device uses one of the two."""
 
     def left_bytes(self, cache_bytes: int, room: "Room") -> int:
-        """What is left beside a cache that was made and what else there is room for."""
+        """Bytes left after allocating the cache and reserving `room`."""
 
     def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
-        """What this rank computes with the others, of which all call this at once; they have tried
-        it out when this returns. slot_bytes: what a rank gives at once, at most; more goes in
-        pieces. ModelError if it can not be had, RankError as Meeting."""
+        """Collective operations with the other ranks. All ranks call this at the same time; it
+        returns after a successful trial operation. slot_bytes: most bytes that a rank sends at
+        once; larger tensors are split. Raises ModelError if they are not available, RankError as
+        Meeting does."""
 
     def release_memory(self) -> None:
-        """Called when there was no memory for a step: what is kept for later ones is given up."""
+        """Release memory that is cached for later steps; called after a step ran out of memory."""
 
     def serve(self) -> None:
-        """Called when requests are answered: what can be done beside that begins now."""
+        """Start background work; called when the server begins to answer requests."""
 
 
 class Room(NamedTuple):
-    """Memory in bytes: for the KV cache, and set aside for the largest step and for steps that are
-    recorded; which these are, in words."""
+    """Memory in bytes: for the KV cache, reserved for the largest step, and reserved for recorded
+    steps; and a text that describes the recorded steps."""
 
     cache: int
     step: int

@@ -1,4 +1,4 @@
-"""One forward pass: what it computes, and what attention is asked for in it."""
+"""One forward pass: its inputs, and the interface of attention."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -9,33 +9,32 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """T tokens of R rows, one row after another, without padding. Frozen; lives for one pass.
-
-    A row's tokens are its last ones: what it has before them is in the cache, or is written to it
-    by an earlier row of the same pass.
+    """The input of one pass: T tokens of R rows, one row after another, without padding. Each row
+    has its last tokens here. The tokens before them are in the cache, or an earlier row of the same
+    pass writes them to it.
     """
 
     # [T] token ids and their positions.
     input_ids: Tensor
     positions: Tensor
-    # [T] length that decides the rope frequencies; None where the kind of rope asks for none.
+    # [T] sequence length that selects the rope frequencies; None if they do not depend on a length.
     rope_lens: Tensor | None
-    # [T] where each token's key and value go: block * block_size + offset.
+    # [T] slot of each token's key and value: block * block_size + offset.
     slots: Tensor
-    # [R, width] block numbers, and [R] tokens each row sees, those of this pass counted in.
+    # [R, width] block numbers, and [R] tokens that each row sees, including those of this pass.
     block_tables: Tensor
     context_lens: Tensor
     # R + 1 offsets into the T tokens, and the values of context_lens, on the host.
     cu_seqlens_q: tuple[int, ...]
     host_context_lens: tuple[int, ...]
-    # [S] tokens whose logits are wanted; None: all of them.
+    # [S] indices of the tokens whose logits are needed; None: all tokens.
     logits_indices: Tensor | None
     # Every row has exactly one token.
     is_decode: bool
 
 
 class Angles(NamedTuple):
-    """What T tokens are rotated by: `rows` [T] of `table` [*, 2, rotary_dim / 2] in float32,
+    """Rotation angles of T tokens: rows `rows` [T] of `table` [*, 2, rotary_dim / 2], float32
     cosines and sines."""
 
     table: Tensor
@@ -44,7 +43,7 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What decides the size of one block of the KV cache."""
+    """What determines the size of one block of the KV cache."""
 
     num_layers: int
     num_kv_heads: int
@@ -54,41 +53,42 @@ class CacheShape:
 
     @property
     def dtype_name(self) -> str:
-        """float8_e5m2, without the name of the library."""
+        """For example float8_e5m2, without the "torch." prefix."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def block_bytes(self) -> int:
-        """Bytes one block takes over all layers, keys and values."""
+        """Bytes of one block: keys and values of all layers."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * self.block_size
 
 
 class AttentionPlan(Protocol):
-    """What `Attention.plan` found out about one pass; opaque to everyone else."""
+    """The result of `Attention.plan` for one pass; opaque to callers."""
 
 
 class Attention(Protocol):
-    """Attention of all heads over the paged cache. Owns the cache, keeps nothing of a batch."""
+    """Attention of all heads over the paged KV cache. Owns the cache; keeps no state of a batch."""
 
     name: str
-    # Tokens in a block; the router allocates in these units.
+    # Tokens per block; the router allocates whole blocks.
     block_size: int
-    # A query's result is the same, bit for bit, however the tokens of its row are cut into passes
-    # and whatever else is in them.
+    # A query's result is bit for bit the same, regardless of how its row is split into passes and
+    # of the other rows in them.
     is_deterministic: bool
-    # How many keys of prompts make the pass that takes most memory; None: the more, the more.
+    # Number of prompt keys at which a pass takes most memory; None: memory grows with their number.
     heaviest_keys: int | None
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """Bytes that a pass takes at most beside its activations, where a device needs to be told:
-        see `Device.free_bytes`."""
+        """Most bytes that a pass takes in addition to its activations, for devices that estimate
+        memory: see `Device.free_bytes`."""
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
-        """Make the cache and return its bytes; called again, the former one is dropped first."""
+        """Allocate the cache and return its size in bytes. A second call first frees the previous
+        cache."""
 
     def plan(self, batch: ForwardBatch, angles: Angles) -> AttentionPlan:
-        """Everything that is the same in all layers of one pass."""
+        """Compute what all layers of one pass share."""
 
     def forward(
         self, heads: Tensor, layer: int, window: int | None, is_rotated: bool, plan: AttentionPlan
@@ -97,6 +97,6 @@ class Attention(Protocol):
         Scale queries, store keys and values, attend.
 
         `heads` is [T, num_heads + 2 * num_kv_heads, head_dim], contiguous: queries, keys, values.
-        It may be overwritten. A token sees itself and what came before it in its row, with a
-        `window` only the last `window` of those. Answers [T, num_heads * head_dim].
+        It may be overwritten. A token sees itself and the tokens before it in its row; with a
+        `window`, only the last `window` of these. Returns [T, num_heads * head_dim].
         """

@@ -1,6 +1,6 @@
-"""One owner of rows, cache and model: everything that happens on the device begins here.
+"""The engine: owns rows, cache and model, and starts everything that the device computes.
 
-All methods but the constructor and `stop` are called from one thread, one at a time.
+All methods but the constructor and `stop` are called from one thread.
 """
 
 import logging
@@ -20,10 +20,9 @@ from text_generation_shard.engine import memory, out_of_memory, ranks
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
-from text_generation_shard.engine.output import Part, verify
+from text_generation_shard.engine.output import Part, verify, write
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.planner import Planner
-from text_generation_shard.engine.readings import deliver
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import (
     NewRequest,
@@ -46,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class Engine:
-    """Owns the row table and the steps that are under way."""
+    """Owns the row table and the steps in flight."""
 
     def __init__(
         self,
@@ -66,12 +65,12 @@ class Engine:
         self._runner = device.runner(model)
         self._max_prefill_tokens = 1
         self._costs = Costs(1, 1, 1, 0)
-        # Whether a step for which there is no memory is computed in parts: not while its memory is
-        # measured, and not where other ranks would compute other parts.
+        # Whether a step that runs out of memory is computed in parts: not while memory is measured,
+        # and not with several ranks, whose parts would differ.
         self._splits = False
-        # Launched and not collected, oldest first: one, or two where the device runs behind.
-        self._under_way: deque[StepHandle] = deque()
-        # When the step that was collected last was computed.
+        # Launched and not collected, oldest first: at most two if the device runs behind, else one.
+        self._in_flight: deque[StepHandle] = deque()
+        # When the step collected last was computed.
         self._last_done_ns = 0
         self._use_table(0, 0, 0)
 
@@ -82,8 +81,8 @@ class Engine:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether a request's tokens are the same, bit for bit, in whatever batch, however its
-        prompt was cut and whatever was cached."""
+        """Whether a request's tokens are the same, bit for bit, regardless of batch composition,
+        chunked prefill and prefix cache."""
         return self.device.is_deterministic and self.model.attention.is_deterministic
 
     @property
@@ -92,10 +91,15 @@ class Engine:
         return self._runner.records_steps
 
     @property
+    def measures_once(self) -> bool:
+        """Whether one run of a long step is enough to time it: not if its first run may compile,
+        nor with several ranks, which must compute the same steps but have their own clocks."""
+        return not self._runner.compiles_steps and self.world.size == 1
+
+    @property
     def runs_behind(self) -> bool:
         """Whether a step may be launched before the previous one has a result. Not with several
-        ranks: whether the previous one was collected when a step arrives is a matter of time, and
-        another one on each."""
+        ranks: whether the previous one is already collected would differ by their timing."""
         return self.device.runs_behind and self.world.size == 1
 
     @property
@@ -121,9 +125,9 @@ class Engine:
         )
 
     def warmup(self, limits: WarmupLimits) -> WarmupResult:
-        """Allocate cache and rows, run first passes. Forgets everything that ran before.
+        """Allocate cache and rows, and time the first steps. Drops all requests.
 
-        ModelError names the numbers when what is asked for does not fit.
+        ModelError, with the numbers, if `limits` do not fit into memory.
         """
         self.clear()
         self._splits = False
@@ -133,13 +137,13 @@ class Engine:
         shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
         room = self._room(shape, limits)
         spare = self.device.num_spare_blocks * shape.block_bytes
-        # The same number of blocks on all ranks: that of the rank with least room.
+        # All ranks use the number of blocks of the rank with the least memory.
         cache = max(0, ranks.least(self.world, room.cache, self.device) - spare)
         num_blocks, max_total = memory.cache_size(shape, limits, cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache_bytes = self._allocate(shape, num_blocks)
         costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
-        # Decisions that depend on costs must be the same on all ranks.
+        # Decisions depend on costs, and must be the same on all ranks.
         self._costs = Costs(*self.world.broadcast(np.array(costs)).tolist())
         self._planner.costs = self._costs
         self._splits = self.world.size == 1
@@ -162,16 +166,16 @@ class Engine:
             weights_bytes=self._weights_bytes,
             decode_step_ns=self._costs.full_ns,
             prefill_token_ns=self._costs.token_ns,
-            # Where there are windows, the price does not go on growing as it begins.
+            # With sliding windows the cost stops growing with the context.
             prefill_context_ns=0 if any(config.layer_windows) else self._costs.context_ns,
         )
 
     def _allocate(self, shape: CacheShape, num_blocks: int) -> int:
-        """The cache for requests of `num_blocks`; its bytes."""
+        """Allocate a cache of `num_blocks` and the device's spare ones; returns its bytes."""
         return self.model.attention.allocate(shape, num_blocks + self.device.num_spare_blocks)
 
     def _room(self, shape: CacheShape, limits: WarmupLimits) -> Room:
-        """What the KV cache may take, and what the largest step takes beside it."""
+        """The memory for the KV cache, and for the largest step beside it."""
         config, attention = self.model.config, self.model.attention
         rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
 
@@ -181,7 +185,7 @@ class Engine:
                 # All rows share one block.
                 self._allocate(shape, 1)
                 found = largest_steps(rows, tokens, longest, attention.heaviest_keys)
-                # The longest context last: the device measures what it records for such rows.
+                # The longest context last: the device measures the graphs for such rows.
                 for largest in reversed(found):
                     self._use_table(rows, largest.context, 1)
                     rehearse(self, largest)
@@ -200,14 +204,14 @@ class Engine:
         return self.launch(step).result()
 
     def launch(self, step: StepInput) -> StepHandle:
-        """Begin with a step. The previous one is collected first, unless the device runs behind
-        and nothing of this step depends on the tokens of that one.
+        """Start a step. The previous one is collected first, unless the device runs behind and
+        this step does not depend on its tokens.
 
-        BatchError if the step makes no sense: nothing has changed then, but for grown tables.
+        BatchError if the step is invalid: then nothing has changed but grown block tables.
         """
         began = time.perf_counter_ns()
-        self.make_way(step)
-        before = self._under_way[0].plan.samples if self._under_way else None
+        self.collect_before(step)
+        before = self._in_flight[0].plan.samples if self._in_flight else None
         if step.new_requests:
             self._check_vocabulary(step.new_requests)
         running = self._planner.running(step, before)
@@ -224,25 +228,25 @@ class Engine:
             raise
         self._table.advance(plan.computed)
         handle = StepHandle(self, plan, launched or NotLaunched(), began, admitted - taking)
-        self._under_way.append(handle)
+        self._in_flight.append(handle)
         if launched is None:
             self.collect(handle)
         return handle
 
     def _unless_short(self, compute: Callable[[], _T]) -> _T | None:
-        """What `compute` answers; None if there was no memory for it."""
+        """The result of `compute`; None if it ran out of memory and steps may be split."""
         return unless_short(compute) if self._splits else compute()
 
-    def make_way(self, step: StepInput) -> None:
-        """Collect the steps that are under way and that this one can not run behind."""
+    def collect_before(self, step: StepInput) -> None:
+        """Collect the steps in flight that must end before this one is launched."""
         may_run_behind = (
             self.runs_behind
             and self._planner.may_run_behind(step)
-            # How many tokens a row has behind guesses, its tokens tell.
-            and all(other.plan.samples.is_single for other in self._under_way)
+            # After guesses a row's length is known only with its tokens.
+            and all(other.plan.samples.is_single for other in self._in_flight)
         )
-        while len(self._under_way) > may_run_behind:
-            self.collect(self._under_way[0])
+        while len(self._in_flight) > may_run_behind:
+            self.collect(self._in_flight[0])
 
     def _check_vocabulary(self, requests: Sequence[NewRequest]) -> None:
         size = self.model.config.vocab_size
@@ -254,25 +258,26 @@ class Engine:
             raise BatchError(f"token id {largest} is not below {size}, the vocabulary")
 
     def collect(self, handle: StepHandle) -> None:
-        """Give a step its outcome, and those before it."""
+        """Wait for a step and those before it, and set their outcomes."""
         while handle.outcome is None:
-            oldest = self._under_way.popleft()
+            oldest = self._in_flight.popleft()
             try:
                 oldest.outcome = self._unless_short(partial(self._finish, oldest))
             except BaseException as error:
-                self._lose(oldest, error)
+                self._fail(oldest, error)
             if oldest.outcome is None:
-                self._compute_anew(oldest)
-            elif self._under_way:
-                self._follow(self._under_way[0])
+                self._recompute(oldest)
+            elif self._in_flight:
+                self._catch_up(self._in_flight[0])
 
-    def _follow(self, handle: StepHandle) -> None:
-        """Go on with a step, now that the one it was launched behind is collected."""
+    def _catch_up(self, handle: StepHandle) -> None:
+        """The step before `handle` is collected: start its grammars, and launch it again if a token
+        that it uses was replaced."""
         plan, table = handle.plan, self._table
         try:
             self._planner.start_grammars(plan)
             if not table.driven.isdisjoint(plan.sampled_rows.tolist()):
-                # A token was replaced that the device has taken for an input: all once more.
+                # A grammar replaced a token that the device used as an input: launch again.
                 plan.catch_up()
                 table.rewind(plan.computed)
                 handle.launched = NotLaunched()
@@ -280,11 +285,11 @@ class Engine:
                 handle.launched = launched or handle.launched
                 table.advance(plan.computed)
         except BaseException as error:
-            self._under_way.popleft()
-            self._lose(handle, error)
+            self._in_flight.popleft()
+            self._fail(handle, error)
 
-    def _compute_anew(self, short: StepHandle) -> None:
-        """Give an outcome to a step for which there was no memory, and to those behind it."""
+    def _recompute(self, short: StepHandle) -> None:
+        """Compute a step that ran out of memory, and those behind it, in parts."""
         self._undo(short)
         self.device.release_memory()
         step, failed = short, set[int]()
@@ -292,23 +297,23 @@ class Engine:
             try:
                 step.outcome = self._finish_in_parts(step, failed)
             except BaseException as error:
-                self._lose(step, error)
-            if not self._under_way:
+                self._fail(step, error)
+            if not self._in_flight:
                 return
-            step = self._under_way.popleft()
+            step = self._in_flight.popleft()
 
-    def _lose(self, failed: StepHandle, error: BaseException) -> None:
+    def _fail(self, failed: StepHandle, error: BaseException) -> None:
         """End a step, and those behind it, with an error."""
         steps = self._undo(failed)
-        self._under_way.clear()
+        self._in_flight.clear()
         for handle in reversed(steps):
             self._table.release(handle.plan.new_rows)
             handle.outcome = error
 
     def _undo(self, failed: StepHandle) -> list[StepHandle]:
-        """Set rows back to where they were before a step. Answers it and those launched behind it,
-        of which nothing is held then: their inputs were never chosen."""
-        steps = [failed, *self._under_way]
+        """Rewind the rows to before a step. Returns this step and those launched behind it, whose
+        results are dropped: their inputs were never chosen."""
+        steps = [failed, *self._in_flight]
         for handle in steps[1:]:
             with suppress(Exception):
                 unless_short(handle.launched.result)
@@ -318,14 +323,14 @@ class Engine:
         return steps
 
     def _finish(self, handle: StepHandle) -> StepOutput:
-        """The output of a step that was computed."""
+        """Wait for a step, and write its results."""
         launched, handle.launched = handle.launched, NotLaunched()
         part = self._computed(handle.plan, launched)
         return self._complete(self._write(part), handle, part.done_ns)
 
     def _finish_in_parts(self, handle: StepHandle, failed: set[int]) -> StepOutput:
-        """The output of a step which is computed in parts, without the rows `failed`; those that do
-        not fit alone join them. Nothing is written before all parts are computed."""
+        """Compute a step in parts, without the rows in `failed`; adds the rows that do not fit
+        even alone. The row table is written after all parts are computed."""
         plan, table = handle.plan, self._table
 
         def compute(scheduled: ScheduledTokens) -> Part | None:
@@ -346,15 +351,15 @@ class Engine:
         table.release(unfit)
         failed.update(unfit)
         logger.warning(
-            "no memory for a step of %d passes: computed in %d parts, %d requests failed; decrease "
-            "--max-batch-total-tokens, which leaves more memory to each step",
+            "a step of %d passes ran out of memory: computed in %d parts, %d requests failed; "
+            "decrease --max-batch-total-tokens, which leaves more memory to each step",
             *(len(plan.passes), len(parts), len(unfit)),
         )
         done_ns = parts[-1].done_ns if parts else time.perf_counter_ns()
         return self._complete(out_of_memory.merged(outputs), handle, done_ns)
 
     def _computed(self, plan: Plan, launched: Launched) -> Part:
-        """Wait for what was launched, and see which of its tokens count."""
+        """Wait for a launched step, and verify its tokens."""
         scores, verified = launched.result(), None
         if scores.choice is not None:
             choice = plan.drop_ended(scores.choice)
@@ -362,44 +367,22 @@ class Engine:
         return Part(plan, verified, scores.forward_done_ns)
 
     def _write(self, part: Part) -> StepOutput:
-        """Put what was computed into the table, and release the rows that ended."""
-        plan, verified, table = part.plan, part.verified, self._table
-        for row, values in plan.prompt_logprobs.items():
-            table.prompt_logprobs[row].extend(values)
-        for row, part_reading in plan.readings:
-            table.readings[row].add(part_reading)
-        if verified is None:
-            return StepOutput([], [])
-        output, samples = verified.output, plan.samples
-        table.write(verified.rows, verified.positions, verified.token_ids)
-        if not samples.is_single:
-            right = np.array(verified.counts) - 1
-            table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
-            self._planner.learn(samples, right)
-        if table.prompt_logprobs:
-            for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
-                if (found := table.pop_prompt_logprobs(row)) is not None:
-                    output.prefill_logprobs.append((request_id, found.logprobs))
-                    output.prefill_ranks.append(found.ranks)
-                    if ids := found.top_token_ids:
-                        tops = request_id, ids, found.top_token_logprobs
-                        output.prefill_top_tokens.append(tops)
-        if table.readings:
-            deliver(table, samples.owners.tolist(), output)
-        table.drive(verified.driven)
-        table.release(verified.ended)
-        return output
+        """Write results into the row table, and release the rows that ended."""
+        samples, verified = part.plan.samples, part.verified
+        if verified is not None and not samples.is_single:
+            self._planner.learn(samples, np.array(verified.counts) - 1)
+        return write(part, self._table)
 
     def _complete(self, output: StepOutput, handle: StepHandle, done_ns: int) -> StepOutput:
-        """With who runs on, and the times of the step, whose passes were computed at `done_ns`."""
+        """Add the running requests and the times of the step; its passes ended at `done_ns`."""
         table = self._table
         rows = table.running.tolist()
-        if self._under_way:
-            young = [row for other in self._under_way for row in other.plan.new_rows]
+        if self._in_flight:
+            young = [row for other in self._in_flight for row in other.plan.new_rows]
             rows = [row for row in rows if row not in young]
         output.running_ids = table.ids(rows)
         end = time.perf_counter_ns()
-        # Before the last one was done, the device was not at this one yet.
+        # The device started this step after the previous one was done.
         output.forward_ns = done_ns - max(handle.began_ns, self._last_done_ns)
         self._last_done_ns = done_ns
         output.decode_ns = end - done_ns
@@ -408,38 +391,37 @@ class Engine:
         return output
 
     def filter(self, request_ids: Sequence[int]) -> list[int]:
-        """Keep these requests, in this order; the rows of the others are free again."""
+        """Keep these requests, in this order, and release the rows of the others."""
         self._collect_all()
         if not request_ids:
             raise BatchError("Batch must have at least one request")
         if len(set(request_ids)) != len(request_ids):
             raise BatchError(f"a request is named twice in {list(request_ids)}")
-        if strangers := [item for item in request_ids if self._table.row(item) is None]:
-            raise BatchError(f"requests {strangers} are not running")
+        if unknown := [item for item in request_ids if self._table.row(item) is None]:
+            raise BatchError(f"requests {unknown} are not running")
         self._table.keep(request_ids)
         return list(request_ids)
 
     def clear(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self._collect_all()
         self._table.release(self._table.running.tolist())
 
     def _collect_all(self) -> None:
-        """What went wrong is told by the handles."""
-        if self._under_way:
-            self.collect(self._under_way[-1])
+        """Collect every step; its handle holds its error."""
+        if self._in_flight:
+            self.collect(self._in_flight[-1])
 
-    def even_out(self, step: StepInput) -> None:
-        """A step has failed on all ranks, on each somewhere else: have what it leaves behind be
-        the same on all, whether it came to it or not. Its blocks are there, nothing is guessed."""
+    def align_after_failure(self, step: StepInput) -> None:
+        """Bring all ranks to the same state after a step that failed at a different point on each:
+        block tables have grown, and guesses are forgotten."""
         for request_id, block in step.grown:
             with suppress(BatchError):
                 self._table.grow_once(request_id, block)
         self._planner.forget_guesses()
 
     def stop(self) -> None:
-        """From any thread: a prompt that is computed in pieces fails at the next piece, and what
-        waits for other ranks at once."""
+        """From any thread: fail a step before its next pass, and any wait for other ranks."""
         self._is_stopping.set()
         if self.world.size > 1:
             self.world.collectives.stop()

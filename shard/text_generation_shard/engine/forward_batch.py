@@ -1,4 +1,4 @@
-"""From rows to what passes compute: which tokens, where one is sampled, and a pass's inputs."""
+"""From rows to passes: their scheduled tokens, sampled positions and inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,13 +15,13 @@ _NONE: Ints = np.empty(0, dtype=np.int64)
 
 
 def decode_tokens(rows: Ints, starts: Ints) -> ScheduledTokens:
-    """One token of each row, and one sampled after it."""
+    """One token of each row; each samples."""
     ones = np.ones(len(rows), dtype=np.int64)
     return ScheduledTokens(rows, starts, ones, ones, starts + 1, is_decode=True)
 
 
 def verified_tokens(rows: Ints, starts: Ints, num_guessed: Ints) -> ScheduledTokens:
-    """One token of each row and those guessed behind it, and one sampled after each."""
+    """One token of each row and its guesses; each token samples."""
     counts = num_guessed + 1
     return ScheduledTokens(rows, starts, counts, counts, starts + counts)
 
@@ -29,8 +29,8 @@ def verified_tokens(rows: Ints, starts: Ints, num_guessed: Ints) -> ScheduledTok
 def prefill_tokens(
     spans: Mapping[int, tuple[int, int]], budget: int, table: RowTable, samples: bool = True
 ) -> Iterator[ScheduledTokens]:
-    """Cut row → [start, end) into passes of at most `budget` tokens; one is sampled behind each
-    input that is complete at the end of a pass."""
+    """Cut row → [start, end) into passes of at most `budget` tokens. A row samples at the end of
+    its input."""
     piece: list[tuple[int, int, int]] = []
     room = budget
     for row, (start, end) in spans.items():
@@ -56,7 +56,7 @@ def _scheduled(
 
 
 def together(first: ScheduledTokens, second: ScheduledTokens) -> ScheduledTokens:
-    """One pass for the rows of both."""
+    """Both passes as one."""
     pairs = zip(_columns(first), _columns(second), strict=True)
     rows, starts, counts, num_sampled, ends = (np.concatenate(pair) for pair in pairs)
     return ScheduledTokens(rows, starts, counts, num_sampled, ends)
@@ -67,21 +67,21 @@ def _columns(item: ScheduledTokens) -> tuple[Ints, Ints, Ints, Ints, Ints]:
 
 
 class SampledPositions(NamedTuple):
-    """Where a step samples: S positions, those of one row one after another."""
+    """Where a step samples: S positions, grouped by row."""
 
-    # [S] the row of each, and the position that the sampled token gets.
+    # [S] the row, and the position that the sampled token gets.
     rows: Ints
     positions: Ints
-    # [R] rows that sample, and the first and one past the last of theirs among the S.
+    # [R] rows that sample, and the range [first, end) of each among the S.
     owners: Ints
     firsts: Ints
     ends: Ints
-    # Every row has one.
+    # Each row samples once.
     is_single: bool
 
 
 def sampled_positions(passes: Sequence[ScheduledTokens]) -> SampledPositions:
-    """Those of a step that takes these passes one after another."""
+    """The sampled positions of a step with these passes."""
     if len(passes) == 1 and passes[0].is_decode:
         only = passes[0]
         index = np.arange(len(only.rows) + 1)
@@ -98,11 +98,10 @@ def sampled_positions(passes: Sequence[ScheduledTokens]) -> SampledPositions:
 
 
 class BatchBuilder:
-    """Reads the row table, which it does not own, and builds the inputs of passes."""
+    """Builds the inputs of passes from the row table, which it only reads."""
 
     def __init__(self, table: RowTable, upload: Upload, length_rule: str | None) -> None:
-        """upload: the device's; length_rule: RotaryEmbedding's, which length a token's rotation
-        goes by."""
+        """upload: see Device; length_rule: see RotaryEmbedding."""
         self._table, self._upload, self._length_rule = table, upload, length_rule
 
     def batch(
@@ -145,7 +144,7 @@ class BatchBuilder:
         return tables
 
     def _rope_lens(self, rows: Ints, positions: Ints) -> Ints | None:
-        """The length each token's rope goes by; see RotaryEmbedding."""
+        """The length that each token's rotation depends on; see RotaryEmbedding."""
         table, rule = self._table, self._length_rule
         if rule is None:
             return None
@@ -154,8 +153,8 @@ class BatchBuilder:
             prompt_lens = table.prompt_lens[rows]
             lens = np.where(positions < prompt_lens, prompt_lens, own)
         else:
-            # A prompt's tokens go by the whole input, however it is cut; those of a row that is
-            # computed anew by its present length.
+            # Input tokens use the length of the whole input, also with chunked prefill; tokens of
+            # a recomputed row use its present length.
             lens = np.maximum(table.input_lens[rows], table.lens[rows] + 1)
             lens = np.maximum(lens, own)
         return lens

@@ -1,4 +1,4 @@
-"""Where a shard's memory goes: what the largest step takes, and how many blocks fit beside it."""
+"""A shard's memory: what the largest step takes, and how many blocks fit beside it."""
 
 from dataclasses import dataclass
 
@@ -10,25 +10,25 @@ from text_generation_shard.engine.plan import LOGPROB_ROWS
 from text_generation_shard.engine.step import WarmupLimits
 from text_generation_shard.errors import ModelError
 
-# What sampling with every parameter takes per choice and vocabulary entry: some float32 and float64
+# Bytes per choice and vocabulary entry when sampling with all parameters: float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where a shard's memory goes, in bytes, and in words what stands behind the numbers."""
+    """The uses of a shard's memory in bytes, with notes for the log."""
 
     weights: int
     cache: int
     blocks: str
-    # The largest step there can be.
+    # The largest possible step.
     activations: int
     largest_step: str
-    # Steps that the device has recorded.
+    # Recorded graphs.
     graphs: int
     graphs_note: str
-    # What the machine, or this process's share of it, has beside all that.
+    # Unused memory of the device, or of this process's share of it.
     left: int
 
     def lines(self) -> list[str]:
@@ -46,21 +46,20 @@ class Ledger:
 
 
 def longest_context(limits: WarmupLimits, max_position: int) -> int:
-    """Tokens of the longest request there may be, before the size of the cache is known."""
+    """Tokens of the longest possible request, before the size of the cache is known."""
     longest = limits.max_total_tokens or max_position
     return max(2, min(longest, limits.max_batch_total_tokens or longest))
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
-    """An estimate of what the largest step takes, computed in `dtype`, for a device that does not
-    rehearse it: as much of inputs as a pass may hold beside all rows that decode, then the scores
-    of all, with every way to choose from them."""
+    """Estimated bytes of the largest step in `dtype`, for a device that does not rehearse it: the
+    full prefill budget beside all decoding rows, then sampling for all with all parameters."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # The residual, its norm and what is added to it; beside them attention or feed-forward.
+    # The residual, its norm and the addend; beside them attention or feed-forward.
     widest = 3 * config.hidden_size + max(heads, 3 * config.intermediate_size)
     passing = tokens * widest * dtype.itemsize
-    # Prompt log-probabilities need the scores of some tokens twice while the pass is there.
+    # Prompt log-probabilities hold the scores of some tokens twice during the pass.
     prompts = 2 * LOGPROB_ROWS * config.vocab_size * 4
     return max(passing + prompts, _SAMPLING_BYTES * limits.max_batch_size * config.vocab_size)
 
@@ -80,7 +79,7 @@ def cache_size(
                 f"{fitting * shape.block_size} tokens; decrease it"
             )
     else:
-        # More than every row at its longest is never used.
+        # No more than all rows at their longest can use.
         longest = limits.max_total_tokens or max_position
         rows = limits.max_batch_size * -(-longest // shape.block_size)
         num_blocks = min(fitting, rows)

@@ -1,7 +1,7 @@
-"""Guesses of what a row writes next: what followed the last time it wrote the same.
+"""Speculation by n-grams: a row's last tokens occurred before, and what followed is guessed.
 
-A guess costs the time of one more token in the step. Whether it was right is found out by sampling
-at its position as if nothing had been guessed: guesses change how fast tokens come, never which.
+A guess costs the time of one more token in the step. It is verified by sampling at its position as
+if nothing were guessed, so guesses change the speed of tokens, never the tokens.
 """
 
 import math
@@ -13,47 +13,45 @@ import numpy as np
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.row_table import RowTable
 
-# Tokens at the end of a row that must have occurred before: at most, at least, and at least where
-# guesses are mostly wrong.
+# Length of the n-gram: longest, shortest, and shortest for a row that is doubted.
 _LONGEST, _SHORTEST, _SHORTEST_DOUBTED = 4, 2, 3
-# The share of right guesses that a row starts from, below which it is doubted, and how much of it
-# the latest verification decides.
+# Trust is a moving average of the share of right guesses: its first value, the value below which a
+# row is doubted, and the weight of the latest verification.
 _FIRST_TRUST, _DOUBTED, _WEIGHT = 0.6, 0.5, 0.3
-# So that its logarithm is a number, and not 0.
+# Keeps the logarithm of trust finite and not 0.
 _LEAST_TRUST, _MOST_TRUST = 1e-6, 0.99
-# Steps between two searches of a row for something that repeats, at most.
+# Most steps between two searches of a row.
 _MOST_MISSED = 4
-# A doubted row that guessed wrong rests for this many steps, then twice as many, up to so many.
+# Steps that a doubted row rests after a wrong guess; doubled each time, up to the second.
 _FIRST_REST, _LONGEST_REST = 4, 128
-# A row whose guesses do not pay tries one after so many steps, even if the last was right.
+# Steps between the guesses of a row whose guesses do not pay.
 _TRIAL_REST = 8
 
 
 class Guesser:
-    """Owns how far each row's guesses are trusted.
+    """Owns the trust in each row's guesses.
 
-    A row guesses as many tokens as are likely right often enough to pay for their time, one if none
-    are; where that fails, only now and then: text that does not repeat pays for a wrong guess in a
-    hundred steps or so.
+    A row guesses as many tokens as pay for their time on average, and at least one. A row whose
+    guesses are wrong rests between them for longer and longer.
     """
 
     def __init__(self, capacity: int, agree: Callable[[Ints], Ints]) -> None:
-        """`agree` answers rank 0's numbers, on all ranks."""
+        """`agree` returns rank 0's numbers on all ranks."""
         self._agree = agree
         self._trust = np.full(capacity, _FIRST_TRUST)
-        # Steps a row has still to rest, how long it rested last for wrong guesses, and how often in
-        # a row nothing was found to guess.
+        # Steps left to rest, the length of the last rest after a wrong guess, and the number of
+        # consecutive searches without a result.
         self._rest = np.zeros(capacity, dtype=np.int64)
         self._last_rest = np.zeros(capacity, dtype=np.int64)
         self._misses = np.zeros(capacity, dtype=np.int64)
 
     def forget(self, row: int) -> None:
-        """A row that is taken now knows nothing of what it held before."""
+        """Reset a row for a new request."""
         self._trust[row] = _FIRST_TRUST
         self._rest[row] = self._last_rest[row] = self._misses[row] = 0
 
     def forget_all(self) -> None:
-        """The same of all rows."""
+        """Reset all rows."""
         self._trust.fill(_FIRST_TRUST)
         for waits in (self._rest, self._last_rest, self._misses):
             waits.fill(0)
@@ -61,11 +59,11 @@ class Guesser:
     def guess(
         self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
     ) -> Ints | None:
-        """Have the table hold guesses behind what is known of each row; how many of each [R], or
-        None: none at all.
+        """Write guesses into the table behind the known tokens of each row; the number of each [R],
+        or None if there are none.
 
-        `limits_of` says of some rows how many at most; a guess pays if it is right with a
-        probability of `price`.
+        `limits_of`: the most guesses of given rows. A guess pays if it is right with a probability
+        of at least `price`.
         """
         rest = self._rest[rows]
         awake = np.flatnonzero(rest == 0)
@@ -80,7 +78,7 @@ class Guesser:
         found, guesses = _continuations(table, own, max(1, int(limits.max())))
         needed = np.where(trust < _DOUBTED, _SHORTEST_DOUBTED, _SHORTEST)
         has_found = found >= needed
-        # Where nothing repeats, even looking for it every time is too much.
+        # Where nothing repeats, searching in every step costs too much.
         self._misses[own] = np.where(has_found, 0, self._misses[own] + 1)
         wanted = np.where(has_found, limits, 0)
         is_trial = (wanted > 0) & (paying == 0)
@@ -91,7 +89,7 @@ class Guesser:
             return None
         if table.constraints:
             _cut_forbidden(table, own, wanted, guesses)
-            # What a grammar allows only rank 0 knows.
+            # Only rank 0 knows what a grammar allows.
             wanted = self._agree(wanted)
         row, step = np.nonzero(np.arange(guesses.shape[1]) < wanted[:, None])
         known = table.lens[own] + 1
@@ -101,10 +99,10 @@ class Guesser:
         return counts if wanted.any() else None
 
     def learn(self, rows: Ints, guessed: Ints, right: Ints) -> None:
-        """Of `guessed` [R] tokens of each row, the first `right` [R] were."""
+        """Of `guessed` [R] tokens of each row, the first `right` [R] were right."""
         tried = np.flatnonzero(guessed)
         own, tries, hits = rows[tried], guessed[tried], right[tried]
-        # Those behind the first wrong one were not tried.
+        # Guesses behind the first wrong one were not tried.
         share = hits / np.minimum(hits + 1, tries)
         trust = self._trust[own] + _WEIGHT * (share - self._trust[own])
         self._trust[own] = trust
@@ -116,13 +114,13 @@ class Guesser:
 
 
 def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
-    """What followed the latest of the longest earlier occurrences of each row's last tokens:
-    how many tokens were the same [R], up to _LONGEST, and the guesses [R, width]."""
+    """Find the longest n-gram at each row's end that occurred before, and its latest occurrence:
+    the length of the n-gram [R], up to _LONGEST, and the tokens that followed [R, width]."""
     known = table.lens[rows] + 1
     longest = int(known.max())
     token_ids = table.token_ids[rows, :longest]
     row = np.arange(len(rows))
-    # How many of the last tokens stand before and at each position but the last [R, longest].
+    # Length of the match that ends at each position but the last [R, longest].
     is_same = np.arange(longest) < known[:, None] - 1
     found = np.zeros(is_same.shape, dtype=np.int8)
     for count in range(min(_LONGEST, longest)):
@@ -131,9 +129,9 @@ def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
         is_same[:, count:] &= token_ids[:, : longest - count] == last[:, None]
         is_same &= (known > count)[:, None]
         found += is_same
-    # The last position with the most of them.
+    # The last position with the longest match.
     at = longest - 1 - found[:, ::-1].argmax(axis=1)
-    # A repetition that is shorter than the guess goes on in itself.
+    # A repetition shorter than the guess is continued periodically.
     period = np.maximum(known - 1 - at, 1)
     after = at[:, None] + 1 + np.arange(width) % period[:, None]
     guesses = token_ids[row[:, None], np.minimum(after, longest - 1)]
@@ -141,7 +139,7 @@ def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
 
 
 def _cut_forbidden(table: RowTable, rows: Ints, counts: Ints, guesses: Any) -> None:
-    """Drop the guesses [R, width] of each row from the first that its grammar does not allow."""
+    """Cut each row's guesses [R, width] at the first token that its grammar forbids."""
     for index in np.flatnonzero(counts).tolist():
         if (constraint := table.constraints.get(int(rows[index]))) is not None:
             own = guesses[index, : int(counts[index])].tolist()

@@ -1,5 +1,6 @@
-"""A step for which there was no memory: it is computed in parts, and only what does not fit alone
-fails. How it is cut is decided here, from values; the engine computes.
+"""A step that ran out of memory is computed in parts, and only rows that do not fit alone fail.
+
+This module decides how to cut a step; the engine computes.
 """
 
 from collections import deque
@@ -16,13 +17,13 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, StepOutput
 
 OUT_OF_MEMORY = torch.OutOfMemoryError, MemoryError
-"""What says that a step asked for more memory than there is; the device can go on."""
+"""Errors of a step that ran out of memory; the device can go on."""
 
 _T = TypeVar("_T")
 
 
 class NotLaunched:
-    """See `Launched`: a step for which there was no memory, or that stands on such a one."""
+    """See `Launched`: a step that ran out of memory, or that depends on one that did."""
 
     def wait(self) -> None:
         """See Launched."""
@@ -33,12 +34,11 @@ class NotLaunched:
 
 
 def unless_short(compute: Callable[[], _T]) -> _T | None:
-    """What `compute` answers; None if there was no memory for it. Nothing of it is held then."""
+    """The result of `compute`; None if it ran out of memory. Then none of its memory is held."""
     try:
         return compute()
     except OUT_OF_MEMORY as error:
-        # An error holds the frames it went through, and these hold what was computed: code
-        # that keeps the error must not keep that memory.
+        # The traceback holds frames, and these hold tensors: the error must not keep their memory.
         error.__traceback__ = None
         return None
 
@@ -48,8 +48,8 @@ def compute_in_parts(
     table: RowTable,
     compute: Callable[[ScheduledTokens], _T | None],
 ) -> tuple[list[_T], list[int]]:
-    """What `compute` answers for each part of these passes, in order, and the rows that do not fit
-    alone. It answers None if there is no memory for a part, which is then cut."""
+    """The results of `compute` for each part of these passes, in order, and the rows that do not
+    fit alone. A part for which it returns None is cut."""
     left, done, failed = deque(passes), list[_T](), list[int]()
     while left:
         scheduled = left.popleft()
@@ -68,9 +68,9 @@ def compute_in_parts(
 
 
 def cut(scheduled: ScheduledTokens) -> list[ScheduledTokens]:
-    """Smaller passes in place of one, in order: two of about as many tokens, cut between two rows;
-    of a single row its input in two, or its next token without the guesses behind it. None: it is
-    one token of one row."""
+    """Smaller passes that replace one, in order. Several rows are cut between two rows, into halves
+    of similar size; the input of a single row is halved; a row with guesses loses them. Empty: one
+    token of one row can not be cut."""
     if len(scheduled.rows) > 1:
         ends = scheduled.counts.cumsum()
         first = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())
@@ -112,8 +112,8 @@ def without(
 def written_by_others(
     passes: Sequence[ScheduledTokens], missing: Ints, table: RowTable
 ) -> Iterator[ScheduledTokens]:
-    """The passes, in which a row that was to read one of the blocks `missing`, because another one
-    would have written it in the same step, computes it and what follows by itself."""
+    """The passes after the row that was to write the blocks `missing` has failed: a row that shares
+    such a block computes it, and what follows, itself."""
     size, seen = table.block_size, set[int]()
     for item in passes:
         starts = item.starts.copy()
@@ -127,7 +127,7 @@ def written_by_others(
 
 
 def merged(outputs: Sequence[StepOutput]) -> StepOutput:
-    """The output of a step from those of its parts."""
+    """One output from those of a step's parts."""
     whole = StepOutput([], [])
     has_counts = any(item.token_counts for item in outputs)
     has_top_tokens = any(item.top_token_counts for item in outputs)
@@ -152,8 +152,8 @@ def merged(outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 def failure(request_id: int, num_tokens: int, gets_token: bool) -> StepOutput:
-    """Of a request that did not fit alone, with `num_tokens` in front; gets_token: the step was to
-    sample one, in whose place stands one that means nothing."""
+    """The output for a request that did not fit alone, after `num_tokens` computed tokens;
+    gets_token: the step was to sample a token, and a meaningless one takes its place."""
     sentence = (
         f"there is not enough memory for this request, though it was computed alone, behind "
         f"{num_tokens} of its tokens; shorten it, or decrease --max-batch-total-tokens"

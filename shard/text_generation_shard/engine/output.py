@@ -1,4 +1,4 @@
-"""From the tokens a step has sampled to its output: verified, settled and judged as endings."""
+"""From the sampled tokens of a step to its output: verifies guesses, writes the accepted tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import numpy as np
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.forward_batch import SampledPositions
 from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.readings import deliver
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, StepOutput
 from text_generation_shard.grammars.masks import StepGrammars
@@ -17,13 +18,13 @@ from text_generation_shard.sampling.sampler import Choice, top_tokens
 
 logger = logging.getLogger(__name__)
 
-# What the client of such a request reads.
+# Sent to the client.
 _NO_SCORES = "the model's scores for the next token are not numbers (NaN or infinite)"
 
 _LOST = "the step in which the grammar went on has failed on another shard"
 
-# At a row's first position: its grammar ended the text in time, or can not go on. At any: there are
-# no scores.
+# Marks. At a row's first position: its grammar replaced the token, or can not go on. At any
+# position: the scores are not finite.
 _DRIVEN, _FAILED, _UNSOUND = 1, 2, 3
 _NO_MARKS: Ints = np.empty(0, dtype=np.int64)
 
@@ -31,13 +32,13 @@ _NONE, _LENGTH, _EOS_TOKEN, _ERROR, _STOP_TOKEN = (int(reason) for reason in Fin
 
 
 class Verified(NamedTuple):
-    """Which of a step's tokens count. Nothing of it is in the row table yet."""
+    """The accepted tokens of a step, not yet written into the row table."""
 
-    # Of the T tokens: whose row, at which position, and which token.
+    # [T] each.
     rows: Ints
     positions: Ints
     token_ids: Ints
-    # [R] of each row that sampled: how many tokens.
+    # [R] accepted tokens of each row that sampled.
     counts: list[int]
     # Rows whose request has ended, and those whose grammar has replaced a token.
     ended: list[int]
@@ -46,21 +47,20 @@ class Verified(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A step that was computed, or a part of one. Nothing of it is in the row table yet."""
+    """A computed step, or a part of one, not yet written into the row table."""
 
     plan: Plan
-    # None: no input was complete.
+    # None: no row sampled.
     verified: Verified | None
-    # time.perf_counter_ns() when its passes were.
+    # time.perf_counter_ns() at the end of its passes.
     done_ns: int
 
 
 def verify(
     plan: Plan, choice: Choice, table: RowTable, end_ids: frozenset[int], world: World
 ) -> Verified:
-    """See how far the guesses, which the table holds behind what is known, were right, and who has
-    ended. Each rank has chosen alike, but where a row follows a grammar: that only rank 0 does, and
-    tells the others."""
+    """Compare the chosen tokens with the guesses in the table, and find the requests that ended.
+    All ranks choose the same tokens, except for rows with a grammar: rank 0 broadcasts those."""
     samples, grammars = plan.samples, plan.grammars
     unsound = choice.unsound()
     if grammars is not None:
@@ -71,7 +71,7 @@ def verify(
     if world.size > 1 and table.are_constrained(samples.owners):
         if not len(marks):
             marks = np.zeros_like(token_ids)
-        token_ids, marks = _told(token_ids, marks, grammars, world)
+        token_ids, marks = _broadcast(token_ids, marks, grammars, world)
     counts, reasons = _judge(table, samples, token_ids.tolist(), end_ids)
     errors: list[tuple[int, str]] = []
     if marks.any():
@@ -83,22 +83,51 @@ def verify(
     return _verified(table, samples, choice, counts, driven, output)
 
 
-def _told(
+def write(part: Part, table: RowTable) -> StepOutput:
+    """Write results into the row table, and release the rows that ended."""
+    plan, verified = part.plan, part.verified
+    for row, values in plan.prompt_logprobs.items():
+        table.prompt_logprobs[row].extend(values)
+    for row, part_reading in plan.readings:
+        table.readings[row].add(part_reading)
+    if verified is None:
+        return StepOutput([], [])
+    output, samples = verified.output, plan.samples
+    table.write(verified.rows, verified.positions, verified.token_ids)
+    if not samples.is_single:
+        right = np.array(verified.counts) - 1
+        table.set_lens(samples.owners, samples.positions[samples.firsts] + right)
+    if table.prompt_logprobs:
+        for row, request_id in zip(samples.owners.tolist(), output.request_ids, strict=True):
+            if (found := table.pop_prompt_logprobs(row)) is not None:
+                output.prefill_logprobs.append((request_id, found.logprobs))
+                output.prefill_ranks.append(found.ranks)
+                if ids := found.top_token_ids:
+                    tops = request_id, ids, found.top_token_logprobs
+                    output.prefill_top_tokens.append(tops)
+    if table.readings:
+        deliver(table, samples.owners.tolist(), output)
+    table.drive(verified.driven)
+    table.release(verified.ended)
+    return output
+
+
+def _broadcast(
     token_ids: Ints, marks: Ints, grammars: StepGrammars | None, world: World
 ) -> tuple[Ints, Ints]:
-    """Those of rank 0."""
+    """The tokens and marks of rank 0."""
     try:
         token_ids, marks = world.broadcast(np.stack((token_ids, marks)))
     except BaseException:
         if grammars is not None:
-            # The step is undone, but their texts have gone on.
+            # The step is undone, but the grammars have consumed its tokens.
             grammars.abandon(_LOST)
         raise
     return token_ids, marks
 
 
 def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -> Ints:
-    """Of each position [S]: what is wrong there, or 0."""
+    """The mark of each position [S]; 0: none."""
     marks = np.zeros(count, dtype=np.int64)
     if grammars is not None:
         marks[grammars.driven()] = _DRIVEN
@@ -110,16 +139,16 @@ def _marks(count: int, unsound: frozenset[int], grammars: StepGrammars | None) -
 def _failures(
     plan: Plan, marks: Ints, counts: list[int], reasons: list[int], sentences: dict[int, str]
 ) -> list[tuple[int, str]]:
-    """(request id, sentence) of the rows [R] that failed, whose reasons are changed."""
+    """(request id, sentence) of the rows [R] that failed; updates `reasons`."""
     errors: list[tuple[int, str]] = []
     for index, (first, count) in enumerate(zip(plan.samples.firsts.tolist(), counts, strict=True)):
-        # What stands behind a wrong guess is computed from it, and says nothing of a row.
+        # Positions behind a wrong guess are ignored.
         if (marks[first : first + count] == _UNSOUND).any():
             errors.append((plan.request_ids[index], _NO_SCORES))
         elif marks[first] == _FAILED:
             errors.append((plan.request_ids[index], sentences.get(first, "")))
         elif marks[first] == _DRIVEN and reasons[index] == _EOS_TOKEN:
-            # A text that was ended early for want of tokens is no natural ending either.
+            # The grammar ended the text because of max_new_tokens.
             reasons[index] = _LENGTH
             continue
         else:
@@ -146,10 +175,10 @@ def _judge(
     token_ids: Sequence[int],
     end_ids: frozenset[int],
 ) -> tuple[list[int], list[int]]:
-    """Of each row [R], how many tokens count, up to the first that is not as guessed or ends the
-    text, and the FinishReason of the last of them.
+    """For each row [R], the number of accepted tokens, up to the first that differs from its guess
+    or ends the text, and the FinishReason of the last one.
 
-    Row by row: for as few as a step has, a dozen operations on arrays take longer.
+    A loop over rows: with the few rows of a step it is faster than array operations.
     """
     owners, positions = samples.owners, samples.positions.tolist()
     guesses: Sequence[int] = ()
@@ -184,7 +213,7 @@ def _verified(
     driven: list[int],
     output: StepOutput,
 ) -> Verified:
-    """Of the tokens of all positions [S] those that count, written into the output."""
+    """Take the accepted tokens from all positions [S], and write them into the output."""
     rows, positions = samples.rows, samples.positions
     token_ids, logprobs = choice.token_ids, choice.logprobs
     index: Sequence[int] = range(len(rows))

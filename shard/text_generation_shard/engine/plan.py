@@ -1,4 +1,4 @@
-"""A step that was decided, as its device computes it."""
+"""A planned step, as its device computes it."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ from text_generation_shard.sampling.sampler import (
 )
 from text_generation_shard.sampling.table import Watermark
 
-# Rows of prompt logits computed at once: bounds their memory to this many vocabularies.
+# Rows of prompt logits computed at once, which bounds their memory.
 LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What all steps of an engine have alike."""
+    """What all steps of an engine share."""
 
     model: Model
     table: RowTable
@@ -45,15 +45,14 @@ class Fixed:
     # Tokens that end a text.
     end_ids: Ints
     watermark: Watermark
-    # Rank 0 follows the grammars, for all ranks: what that takes is a matter of time and memory.
+    # Only rank 0 follows grammars, because their limits of time and memory could differ by rank.
     follows_grammars: bool
-    # Once it is set, a step of several passes fails at the next of them.
+    # Once set, a step fails before its next pass.
     is_stopping: threading.Event
 
 
 class Plan:
-    """See `device.base.StepPlan`. Owns the prompt log-probabilities and the readings that its
-    passes brought."""
+    """See `device.base.StepPlan`. Owns the prompt log-probabilities and readings of its passes."""
 
     def __init__(
         self,
@@ -63,8 +62,8 @@ class Plan:
         new_rows: Sequence[int],
         before: SampledPositions | None,
     ) -> None:
-        """recomputed: passes before all others whose KV was there already. before: what the step
-        that is under way samples, and the host does not know yet."""
+        """recomputed: passes that write existing KV again, before all others. before: the sampled
+        positions of the step in flight, whose tokens the host does not know yet."""
         self.computed, self.new_rows = passes, new_rows
         self.rows: Rows = fixed.table
         self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
@@ -73,19 +72,19 @@ class Plan:
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
         self.knows_tokens = before is None or not fixed.table.depend_on_tokens(self.sampled_rows)
-        # What the sampled tokens must follow, if any must: set when the step before is collected.
+        # Set once the previous step is collected; None: no sampled row has a grammar.
         self.grammars: StepGrammars | None = None
-        # By row, of the inputs that want them.
+        # By row, if requested.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
-        # (row, part) of the inputs that want them, in the order of their tokens.
+        # (row, part) if requested, in the order of tokens.
         self.readings: list[tuple[int, PartReading]] = []
-        # Of the rows that sample [R]: their requests.
+        # [R] the requests of the rows that sample.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
         self._was_behind = before is not None
 
     def catch_up(self) -> None:
-        """The step before was collected: if this one is launched again, the host knows its
+        """The previous step was collected: if this one is launched again, the host knows its
         inputs."""
         self._before, self.knows_tokens = None, True
         self.prompt_logprobs.clear()
@@ -104,7 +103,7 @@ class Plan:
         if self._before is None:
             return scheduled.rows[:0]
         is_waiting = np.isin(scheduled.rows, self._before.rows)
-        # A new request may have the row of one that is over, but for its part in that step.
+        # A new request may have the row of a request that ended in the step in flight.
         return np.flatnonzero(is_waiting & ~np.isin(scheduled.rows, self.new_rows))
 
     def scores(self, scheduled: ScheduledTokens, batch: ForwardBatch, hidden: Tensor) -> Tensor:
@@ -119,7 +118,7 @@ class Plan:
         return logits
 
     def _add_prompt_logprobs(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:
-        """Of the inputs that want them, those of the tokens that follow the pass's in them."""
+        """Add the log-probabilities of the input tokens that follow the tokens of this pass."""
         table, first = self._fixed.table, 0
         for index, row in enumerate(scheduled.rows.tolist()):
             part = hidden[first : first + int(scheduled.counts[index])]
@@ -127,7 +126,7 @@ class Plan:
             if row in table.prompt_logprobs:
                 start, known = int(scheduled.starts[index]), int(table.input_lens[row])
                 targets = table.token_ids[row, start + 1 : min(start + 1 + len(part), known)]
-                # None behind the input: this step may be behind the one that completes it.
+                # Empty if this step runs behind the one that completes the input.
                 if len(targets) == 0:
                     continue
                 found = self.prompt_logprobs.setdefault(row, PromptLogprobs())
@@ -137,8 +136,8 @@ class Plan:
                     found.extend(self._logprobs(part[at : at + len(some)], some, num_top))
 
     def _logprobs(self, hidden: Tensor, targets: Tensor, num_top: int) -> PromptLogprobs:
-        """Of the tokens [N] that follow hidden states [N, hidden_size], and of the best in their
-        places."""
+        """The log-probabilities of `targets` [N] after hidden states [N, hidden_size], and of the
+        `num_top` best tokens at the same positions."""
         wanted = targets.to(hidden.device, torch.int64)
         scores = torch.log_softmax(self._fixed.model.logits(hidden), dim=-1)
         own = scores.gather(1, wanted[:, None])
@@ -155,8 +154,7 @@ class Plan:
         return self.choose_by(sample, scores)
 
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
-        """See StepPlan. As if each position were the only one: how far guesses were right is found
-        out afterwards."""
+        """See StepPlan. Each position is sampled by itself; guesses are verified afterwards."""
         fixed, samples = self._fixed, self.samples
         if not len(scores):
             return None
@@ -169,20 +167,20 @@ class Plan:
         return sampler(scores, table.sampling, history, *rest)
 
     def ended_rows(self) -> set[int]:
-        """Those whose requests ended in the step before, and may belong to others now."""
+        """Rows whose requests ended in the previous step; they may have new requests now."""
         owners = zip(self.samples.owners.tolist(), self.request_ids, strict=True)
         return {owner[0] for owner in owners if not self._fixed.table.has(*owner)}
 
     def drop_ended(self, choice: Choice) -> Choice:
-        """Without the rows that ended in the step before, which was under way when this one was
-        launched; `samples` and `request_ids` are without them, too."""
+        """Remove the rows that ended in the previous step, which was in flight when this one was
+        launched, from the choice, `samples` and `request_ids`."""
         ended = self.ended_rows() if self._was_behind else ()
         if not ended:
             return choice
         owners = self.samples.owners.tolist()
         kept = [index for index, row in enumerate(owners) if row not in ended]
         left = Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
-        # Each row samples once: nothing is guessed behind a step that is under way.
+        # Each row samples once: a step launched behind another has no guesses.
         rows, index = self.samples.rows[kept], np.arange(len(kept) + 1)
         positions = self.samples.positions[kept]
         self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)

@@ -1,4 +1,4 @@
-"""What a step computes of the rows: who decodes, which parts of inputs, what is guessed."""
+"""Plans a step: which rows decode, which parts of inputs are computed, which tokens are guessed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,17 +23,16 @@ from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 
 
 class Running(NamedTuple):
-    """What a step computes of the requests that run."""
+    """The scheduled tokens of running requests."""
 
-    # Rows that decode, and the guesses behind them.
+    # Rows that decode, with their guesses.
     decoding: ScheduledTokens | None
     # Row → [start, end) of its input.
     inputs: dict[int, tuple[int, int]]
 
 
 class Planner:
-    """Owns how far each row's guesses are trusted. Reads the row table; changes nothing of it but
-    the tables that grow and the guesses behind what is known."""
+    """Owns the guesser. Of the row table it changes only grown block tables and guessed tokens."""
 
     def __init__(
         self,
@@ -43,22 +42,22 @@ class Planner:
         max_prefill_tokens: int,
         costs: Costs,
     ) -> None:
-        """At most `max_prefill_tokens` of inputs are computed in one pass."""
+        """`max_prefill_tokens`: the most input tokens of one pass."""
         self.costs = costs
-        """Of steps, as rank 0 measured them."""
+        """The times of steps, as measured by rank 0."""
         self._fixed, self._table = fixed, fixed.table
         self._guesser, self._masks = guesser, masks
         self._max_prefill_tokens = max_prefill_tokens
         self._recompute_at = fixed.model.recompute_at
 
     def may_run_behind(self, step: StepInput) -> bool:
-        """Whether a step can be decided without the tokens of the previous one, and its inputs are
-        likely those that the device chooses by itself."""
+        """Whether a step can be planned without the tokens of the previous one, and grammars are
+        unlikely to replace those tokens."""
         return not (step.speculate or self._table.driven) and self._recompute_at is None
 
     def running(self, step: StepInput, before: SampledPositions | None) -> Running:
-        """Of the requests that run; BatchError if what is asked for is not possible. before: what
-        the step that is under way samples."""
+        """The scheduled tokens of running requests; BatchError if the step is invalid. before: the
+        sampled positions of the step in flight."""
         table = self._table
         for request_id, block in step.grown:
             if not (step.is_ahead and table.row(request_id) is None):
@@ -67,7 +66,7 @@ class Planner:
         rows = table.running if step.runs_on else table.running[:0]
         is_resting = table.is_unfinished(rows)
         if before is not None:
-            # Those that end by length in the step that is under way.
+            # These end by length in the step in flight.
             is_resting |= table.lens[rows] + 1 >= table.longest[rows]
         if any(is_resting.tolist()):
             rows = rows[~is_resting]
@@ -83,7 +82,7 @@ class Planner:
         return Running(verified_tokens(rows, starts, num_guessed), inputs)
 
     def _chunks(self, step: StepInput) -> dict[int, tuple[int, int]]:
-        """Row → [start, end) of the inputs that go on."""
+        """Row → [start, end) of the inputs that are continued."""
         table, inputs = self._table, dict[int, tuple[int, int]]()
         for request_id, count in step.chunks:
             row = table.row(request_id)
@@ -99,18 +98,18 @@ class Planner:
         return inputs
 
     def _guess(self, rows: Ints, longest: int, num_tokens: int) -> Ints | None:
-        """How many tokens are guessed of each row, None: of none; they stand behind those it knows.
+        """Write guesses behind the known tokens of rows; the number per row, or None for no guess.
         The step has `num_tokens` without them."""
         table, costs, limit = self._table, self.costs, self._recompute_at
-        # A guess must give as many tokens for its time as the step does without it.
+        # A guess must yield as many tokens per time as the step without it.
         price = len(rows) * costs.token_ns / (costs.single_ns + num_tokens * costs.token_ns)
 
         def limits_of(asked: Ints) -> Ints:
             lens = table.lens[asked]
-            # Blocks, and tokens the request may still get: one comes without a guess.
+            # Limited by blocks and by max_new_tokens, of which one comes without a guess.
             room = np.minimum(table.covered(asked) - lens, table.longest[asked] - lens - 1)
             if limit is not None:
-                # A row is computed anew between two steps.
+                # A row can be recomputed only between two steps.
                 room = np.where(lens < limit, np.minimum(room, limit - lens), room)
             limits: Ints = np.clip(room - 1, 0, longest)
             return limits
@@ -118,11 +117,11 @@ class Planner:
         return self._guesser.guess(table, rows, limits_of, price)
 
     def forget_guesses(self) -> None:
-        """Trust the guesses of all rows as if none had been made."""
+        """Reset the trust in the guesses of all rows."""
         self._guesser.forget_all()
 
     def learn(self, samples: SampledPositions, right: Ints) -> None:
-        """Of each row's guesses the first `right` [R] were right."""
+        """The first `right` [R] guesses of each row were right."""
         self._guesser.learn(samples.owners, samples.ends - samples.firsts - 1, right)
 
     def plan(
@@ -132,8 +131,7 @@ class Planner:
         rows: Sequence[int],
         before: SampledPositions | None,
     ) -> Plan:
-        """All of a step, in one pass unless the inputs are too long for it; requests that are new
-        in it have these rows."""
+        """The whole step, in one pass unless its inputs are too long; `rows`: of new requests."""
         table, (decoding, inputs) = self._table, running
         for row, request in zip(rows, requests, strict=True):
             self._guesser.forget(row)
@@ -151,14 +149,14 @@ class Planner:
         return plan
 
     def part(self, scheduled: ScheduledTokens) -> Plan:
-        """A part of a step that was planned, by itself; no other is under way."""
+        """One part of a planned step; no other step is in flight."""
         plan = Plan(self._fixed, [scheduled], [], [], None)
         self.start_grammars(plan)
         return plan
 
     def _recomputed(self, decoding: ScheduledTokens | None) -> list[ScheduledTokens]:
-        """Longrope: a row that outgrows the original context gets all its KV with the long factors,
-        as transformers' Phi-3 does, so that a row's state depends on its tokens alone."""
+        """Longrope: a row that outgrows the original context has all its KV recomputed with the
+        long factors, as in transformers' Phi-3, so that its state depends on its tokens alone."""
         limit = self._recompute_at
         if limit is None or decoding is None:
             return []
@@ -167,8 +165,8 @@ class Planner:
         return list(prefill_tokens(spans, self._max_prefill_tokens, self._table, samples=False))
 
     def start_grammars(self, plan: Plan) -> None:
-        """Begin with what the device is not needed for. The tokens of the step before are in the
-        table, and the guesses of this one."""
+        """Start the grammars' work on the CPU. The table holds the tokens of the previous step and
+        the guesses of this one."""
         table, samples, constrained = self._table, plan.samples, list[ConstrainedRow]()
         if not (table.constraints and self._fixed.follows_grammars):
             return

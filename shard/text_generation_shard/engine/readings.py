@@ -1,4 +1,4 @@
-"""What requests want to know of their prompts' hidden states: pooled ones, and scores of tokens."""
+"""What requests read of their prompts: pooled hidden states, and scores of given tokens."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,20 +9,21 @@ from text_generation_shard.device.base import Model, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import PartReading, Pooling, StepOutput
 
-# Hidden states summed at once: bounds the memory that takes.
+# Hidden states summed at once, which bounds the memory.
 _SUM_ROWS = 256
 
 
 def read_pass(
     table: RowTable, model: Model, scheduled: ScheduledTokens, hidden: Tensor, logits: Tensor
 ) -> Iterator[tuple[int, PartReading]]:
-    """(row, part) of the inputs of a pass that want to be read; hidden [T, hidden_size]: of all its
-    tokens, logits [S, vocab_size]: after those that sample. The device is not waited for."""
+    """(row, part) of the inputs of a pass whose requests have a Reading. hidden [T, hidden_size]:
+    of all tokens; logits [S, vocab_size]: of the sampling positions. Does not wait for the
+    device."""
     first = num_sampled = 0
     columns = scheduled.rows, scheduled.counts, scheduled.ends, scheduled.num_sampled
     for row, count, end, sampled in zip(*(column.tolist() for column in columns), strict=True):
         wanted, known = table.readings.get(row), int(table.input_lens[row])
-        # Nothing behind the input: this step may be behind the one that completes it.
+        # `end` exceeds the input if this step runs behind the one that completes it.
         if wanted is not None and end <= known:
             request, is_complete = wanted.request, end == known
             part = hidden[first : first + count]
@@ -39,7 +40,7 @@ def read_pass(
 
 
 def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
-    """Put what is known of the inputs of `rows`, which have a token now, into the output."""
+    """Move the readings of `rows`, which have their first token now, into the output."""
     for row, request_id in zip(rows, output.request_ids, strict=True):
         if (reading := table.readings.pop(row, None)) is not None:
             if pooled := reading.pooled():
@@ -49,21 +50,21 @@ def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
 
 
 def _total(model: Model, hidden: Tensor) -> Tensor:
-    """The sum of the hidden states [T, hidden_size] behind the last norm, in float64, so that it
-    hardly depends on how a prompt is cut."""
+    """The sum of hidden states [T, hidden_size] after the last norm, in float64, so that chunked
+    prefill hardly changes it."""
     parts = [hidden[at : at + _SUM_ROWS] for at in range(0, len(hidden), _SUM_ROWS)]
     return torch.stack([model.normed(part).sum(0, dtype=torch.float64) for part in parts]).sum(0)
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """Of some tokens, from the logits of all [vocab_size]. They are picked one by one: a list of
-    ids would have to be sent to the device."""
+    """The log-probabilities of some tokens, from logits [vocab_size]. Picked one by one: a list of
+    ids would have to be copied to the device."""
     return torch.stack([logits[token_id] for token_id in token_ids]) - logits.logsumexp(0)
 
 
 def _fetched(found: Tensor) -> Tensor:
-    """On the host, once the step is known to be computed; memory of its own."""
+    """A copy on the host, valid once the step has ended."""
     if found.device.type == "cpu":
         return found.clone()
-    # Into pinned memory: the copy is one more thing that the device does in its order.
+    # Into pinned memory: the device does the copy in stream order.
     return found.to("cpu", non_blocking=True)

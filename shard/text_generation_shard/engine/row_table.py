@@ -1,4 +1,4 @@
-"""The state of every running request: one table, one row each."""
+"""The state of every running request, one row each."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,11 @@ from text_generation_shard.sampling.table import SamplingTable
 
 
 class RowTable:
-    """Owns the state of every running request, one row each, in arrays of fixed size: only its own
-    methods write them.
+    """Owns the state of every running request, in arrays of fixed size that only its methods write.
 
-    Of a row with n = lens[row]: the KV of n tokens is in the cache. While n < input_lens[row] its
-    input is not computed yet; afterwards token_ids[row, :n + 1] are known, and the last of them is
-    the input of the next step. block_tables covers what is written.
+    For a row with n = lens[row], the KV of n tokens is in the cache. While n < input_lens[row], its
+    input is incomplete. Afterwards token_ids[row, :n + 1] are known, and the last of them is the
+    input of the next step. Its block table covers all written tokens.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class RowTable:
         self.lens: Ints = np.zeros(capacity, dtype=np.int64)
         self.input_lens: Ints = np.zeros(capacity, dtype=np.int64)
         self.prompt_lens: Ints = np.zeros(capacity, dtype=np.int64)
-        # Tokens of the input and the output together, at most.
+        # Most tokens of input and output together.
         self.longest: Ints = np.zeros(capacity, dtype=np.int64)
         self.token_ids: Tokens = np.zeros((capacity, max_total_tokens + 1), dtype=np.int32)
         self.block_tables: Ints = np.zeros((capacity, width), dtype=np.int64)
@@ -39,18 +38,18 @@ class RowTable:
         self.num_takes: Ints = np.zeros(capacity, dtype=np.int64)
         self.min_new_tokens: Ints = np.zeros(capacity, dtype=np.int64)
         self.ignore_eos: Flags = np.zeros(capacity, dtype=np.bool_)
-        # [R] rows in use, in the order of their requests. Replaced, never changed.
+        # [R] rows in use, in the order of their requests. Replaced, never modified.
         self.running: Ints = np.empty(0, dtype=np.int64)
         self.sampling = SamplingTable(capacity)
-        # Of the rows that want it, how many of the best tokens are told.
+        # By row, if requested: the number of best tokens to return.
         self.top_n_tokens: dict[int, int] = {}
-        # Of the rows whose output must follow a grammar.
+        # By row, if its output must follow a grammar.
         self.constraints: dict[int, AnyConstraint] = {}
-        # Of those, the rows whose grammar has replaced a token, so that the text ends in time.
+        # Rows whose grammar has replaced a token so that the text ends within max_new_tokens.
         self.driven: set[int] = set()
-        # Of the rows that want them, until their first token: those of the input computed so far.
+        # By row, if requested, until its first token.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
-        # Of the rows that want something of their prompt's hidden states, until their first token.
+        # By row, if requested, until its first token.
         self.readings: dict[int, Reading] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
@@ -62,8 +61,8 @@ class RowTable:
         return len(self._requests) - len(self._free)
 
     def take(self, request: NewRequest) -> int:
-        """A row for the request; BatchError, and no row taken, if there is none or the request
-        makes no sense."""
+        """Give the request a row; BatchError, and no row taken, if the request is invalid or all
+        rows are taken."""
         self._check(request)
         known, blocks = len(request.input_ids), len(request.block_table)
         token_ids = np.array(request.input_ids, dtype=np.int32)
@@ -80,7 +79,7 @@ class RowTable:
         self.num_blocks[row] = blocks
         self.num_takes[row] += 1
         self.longest[row] = request.num_prompt_tokens + request.max_new_tokens
-        # A grammar decides by itself when its text may end.
+        # A grammar decides when its text may end.
         self.min_new_tokens[row] = 0 if constraint else request.min_new_tokens
         self.ignore_eos[row] = request.ignore_eos_token and not constraint
         if request.top_n_tokens:
@@ -109,12 +108,12 @@ class RowTable:
             )
         if request.pooling is Pooling.MEAN and request.num_cached_tokens:
             raise BatchError(
-                f"request {request.id}: the mean of all hidden states is wanted, but those of "
-                f"{request.num_cached_tokens} cached tokens are not there"
+                f"request {request.id}: the mean of all hidden states needs those of "
+                f"{request.num_cached_tokens} cached tokens, which are not kept"
             )
         if request.first_end > known:
             raise BatchError(
-                f"request {request.id}: a part of {request.chunk_len} tokens behind "
+                f"request {request.id}: a chunk of {request.chunk_len} tokens after "
                 f"{request.num_cached_tokens} goes beyond its {known} tokens"
             )
         if request.num_prompt_tokens + request.max_new_tokens > self.max_total_tokens:
@@ -125,7 +124,7 @@ class RowTable:
         blocks = len(request.block_table)
         if blocks * self.block_size < request.first_end or blocks > self.block_tables.shape[1]:
             raise BatchError(
-                f"request {request.id}: {blocks} blocks of {self.block_size} are not right for "
+                f"request {request.id}: {blocks} blocks of {self.block_size} do not fit "
                 f"{request.first_end} tokens; a request has at most {self.block_tables.shape[1]} "
                 "blocks"
             )
@@ -143,7 +142,7 @@ class RowTable:
             )
 
     def release(self, rows: Sequence[int]) -> None:
-        """Give rows back; what they held is forgotten."""
+        """Free rows and drop their state."""
         for row in rows:
             request = self._requests[row]
             assert request is not None, "a row is released once"
@@ -159,13 +158,13 @@ class RowTable:
             self.running = self.running[~np.isin(self.running, rows)]
 
     def keep(self, request_ids: Sequence[int]) -> None:
-        """Go on with these running requests only, in this order."""
+        """Keep only these running requests, in this order."""
         kept: Ints = np.array([self._rows[item] for item in request_ids], dtype=np.int64)
         self.release(self.running[~np.isin(self.running, kept)].tolist())
         self.running = kept
 
     def advance(self, passes: Sequence[ScheduledTokens]) -> None:
-        """The KV of what these passes compute is in the cache, or will be when anybody looks."""
+        """Count the tokens of launched passes as cached: the device runs passes in order."""
         for scheduled in passes:
             self.lens[scheduled.rows] = scheduled.ends
 
@@ -175,23 +174,23 @@ class RowTable:
             self.lens[scheduled.rows] = scheduled.starts
 
     def write(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Known tokens at positions of rows: all [T]."""
+        """Write tokens at positions of rows: all [T]."""
         self.token_ids[rows, positions] = token_ids
 
     def set_lens(self, rows: Ints, lens: Ints) -> None:
-        """Set how many tokens of each row are in the cache: both [R]."""
+        """Set the number of cached tokens of each row: both [R]."""
         self.lens[rows] = lens
 
     def drive(self, rows: Sequence[int]) -> None:
-        """The grammars of these rows have replaced a token, and may replace any that follow."""
+        """The grammars of these rows have replaced a token, and may replace later ones."""
         self.driven.update(rows)
 
     def pop_prompt_logprobs(self, row: int) -> PromptLogprobs | None:
-        """Those of its whole input; None: they are not wanted, or were given out."""
+        """Take those of the whole input; None: not requested, or already taken."""
         return self.prompt_logprobs.pop(row, None)
 
     def depend_on_tokens(self, rows: Ints) -> bool:
-        """Whether what is chosen for one of these rows depends on which tokens it has."""
+        """Whether the choice for one of these rows depends on its earlier tokens."""
         return self.sampling.depends_on_tokens(rows) or self.are_constrained(rows)
 
     def are_constrained(self, rows: Ints) -> bool:
@@ -199,8 +198,8 @@ class RowTable:
         return not self.constraints.keys().isdisjoint(rows.tolist())
 
     def stops(self, row: int, token_id: int, position: int) -> bool:
-        """Whether a token at a position is one of those that end the row's text beside the model's
-        end tokens. A grammar may ask for it before `min_new_tokens`: there it ends nothing."""
+        """Whether a token at a position is a stop token of the row. Before `min_new_tokens` it ends
+        nothing: a grammar may require it there."""
         if token_id not in self.sampling.stop_token_ids.get(row, ()):
             return False
         request = self._requests[row]
@@ -232,31 +231,31 @@ class RowTable:
         self.num_blocks[row] += 1
 
     def grow_once(self, request_id: int, block: int) -> None:
-        """The same, unless the block is in the table already."""
+        """Append a block unless the table already has it."""
         row = self._rows.get(request_id)
         if row is None or block not in self.block_tables[row, : self.num_blocks[row]]:
             self.grow(request_id, block)
 
     def covered(self, rows: Ints) -> Ints:
-        """How many tokens the blocks of each row hold: [R]."""
+        """Capacity of each row's blocks, in tokens: [R]."""
         return self.num_blocks[rows] * self.block_size
 
     def check_covered(self, rows: Ints, ends: Ints) -> None:
-        """BatchError unless each row's table has room for its tokens before `ends` [R]."""
+        """BatchError unless each row's blocks hold its tokens before `ends` [R]."""
         uncovered = ends > self.covered(rows)
         if any(uncovered.tolist()):
             ids = self.ids(rows[uncovered].tolist())
             raise BatchError(f"requests {ids} have no block for their next token")
 
     def is_unfinished(self, rows: Ints) -> Flags:
-        """Whether the input of each row is not computed yet: [R]."""
+        """Whether the input of each row is incomplete: [R]."""
         return self.lens[rows] < self.input_lens[rows]
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
-        """Where the tokens at `positions` of `rows` (both [T]) are written."""
+        """The cache slots of the tokens at `positions` of `rows`: all [T]."""
         block, within = np.divmod(positions, self.block_size)
         return self.block_tables[rows, block] * self.block_size + within
 
     def tables(self, rows: Ints, longest: int) -> Ints:
-        """Block tables of `rows`, as wide as a context of `longest` tokens needs: [R, width]."""
+        """Block tables of `rows`, wide enough for `longest` tokens: [R, width]."""
         return self.block_tables[rows, : -(-longest // self.block_size)]

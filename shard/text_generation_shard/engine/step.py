@@ -1,4 +1,4 @@
-"""What goes into and comes out of the engine: values only."""
+"""The engine's inputs and outputs, as values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from text_generation_shard.sampling.params import SamplingParams
 
 
 class FinishReason(IntEnum):
-    """Why a request ended in this step; the numbers of generate.proto."""
+    """Why a request ended in this step; numbers as in generate.proto."""
 
     NONE = 0
     LENGTH = 1
@@ -25,7 +25,7 @@ class FinishReason(IntEnum):
 
 
 class Pooling(IntEnum):
-    """Which hidden state stands for a prompt; the numbers of generate.proto."""
+    """Which hidden state represents a prompt; numbers as in generate.proto."""
 
     NONE = 0
     LAST = 1
@@ -34,7 +34,7 @@ class Pooling(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WarmupLimits:
-    """What the router wants; None: the shard decides. See WarmupRequest."""
+    """The router's limits; None: the shard decides. See WarmupRequest."""
 
     max_prefill_tokens: int
     max_batch_size: int
@@ -45,7 +45,7 @@ class WarmupLimits:
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """What the shard decided and measured; see WarmupResponse."""
+    """The shard's limits and timings, named as in WarmupResponse."""
 
     num_blocks: int
     max_input_tokens: int
@@ -74,24 +74,24 @@ class NewRequest:
     prefill_logprobs: bool = False
     top_n_tokens: int = 0
     grammar: Grammar | None = None
-    # Tokens behind num_cached_tokens that are computed at once; 0: all.
+    # Tokens after num_cached_tokens that the first step computes; 0: all.
     chunk_len: int = 0
     pooling: Pooling = Pooling.NONE
-    # Whose log-probabilities as the first token are told.
+    # Tokens whose log-probabilities as the first new token are returned.
     score_token_ids: Sequence[int] = ()
 
     @property
     def first_end(self) -> int:
-        """Tokens whose KV is there once the pass that brings this request is done."""
+        """Input tokens whose KV is in the cache after the first step of this request."""
         if self.chunk_len:
             return self.num_cached_tokens + self.chunk_len
         return len(self.input_ids)
 
     def constraint(self) -> AnyConstraint | None:
-        """Its position in its grammar, behind what was generated before a preemption."""
+        """The state of its grammar after the tokens generated before a preemption."""
         if self.grammar is None:
             return None
-        # An end token is not ignored for a grammar, but it comes as late as can be.
+        # A grammar can not ignore an end token; it delays it as long as possible.
         least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
         generated = self.input_ids[self.num_prompt_tokens :]
         return begin(self.grammar, generated, self.max_new_tokens, least)
@@ -99,35 +99,35 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What is computed in one step."""
+    """The scheduled work of one step."""
 
     # Requests that get rows; their inputs, or the first parts of them, are computed.
     new_requests: Sequence[NewRequest] = ()
-    # Whether those that run go on: a token or more for each whose input is computed.
+    # Whether running requests decode: each with a complete input gets one token or more.
     runs_on: bool = True
     # (request id, new last block).
     grown: Sequence[tuple[int, int]] = ()
-    # (request id, tokens of its input): parts of inputs that are not computed yet.
+    # (request id, number of its next input tokens to compute).
     chunks: Sequence[tuple[int, int]] = ()
-    # Tokens that may be guessed of a row.
+    # Most tokens guessed per row.
     speculate: int = 0
-    # Sent before the step before was answered: requests may have ended meanwhile.
+    # Sent before the previous step was answered: some requests may have ended.
     is_ahead: bool = False
 
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Of the tokens of an input, as far as they are computed."""
+    """Log-probabilities of the input tokens computed so far."""
 
     logprobs: list[float] = field(default_factory=list)
-    # Of each token but the first of a prompt, its place among all, the likeliest at 1.
+    # The rank of each token but the first among the vocabulary; 1: the most likely.
     ranks: list[int] = field(default_factory=list)
-    # Of the best tokens at each place, if the request wants any: as many everywhere, best first.
+    # The best tokens at each position, if requested: the same number at each, best first.
     top_token_ids: list[int] = field(default_factory=list)
     top_token_logprobs: list[float] = field(default_factory=list)
 
     def extend(self, other: "PromptLogprobs") -> None:
-        """With those of the tokens that follow."""
+        """Append those of the next tokens."""
         self.logprobs += other.logprobs
         self.ranks += other.ranks
         self.top_token_ids += other.top_token_ids
@@ -135,25 +135,24 @@ class PromptLogprobs:
 
 
 class PartReading(NamedTuple):
-    """What a pass brought of what a request wants to know of its prompt; on the host once the pass
-    is known to be computed."""
+    """One pass's contribution to a Reading. Its tensors are valid after the pass has ended."""
 
-    # [hidden_size] float64: the sum of the hidden states, or the last of them.
+    # [hidden_size] float64: the sum of the hidden states, or the last one.
     pooled: Tensor | None
-    # [ids] float32.
+    # [ids] float32 log-probabilities.
     scores: Tensor | None
 
 
 @dataclass(slots=True)
 class Reading:
-    """What a request wants to know of its prompt, as far as that is computed."""
+    """The pooled hidden state and token scores of a prompt, as far as computed."""
 
     request: NewRequest
     scores: list[float] = field(default_factory=list)
     _total: Doubles | None = None
 
     def add(self, part: PartReading) -> None:
-        """With what the next pass brought."""
+        """Add the next pass."""
         if part.pooled is not None:
             found: Doubles = part.pooled.numpy()
             self._total = found.copy() if self._total is None else self._total + found
@@ -161,7 +160,7 @@ class Reading:
             self.scores = part.scores.tolist()
 
     def pooled(self) -> bytes:
-        """See PooledPrompt; empty: it is not wanted."""
+        """PooledPrompt.values; empty: not requested."""
         if self._total is None:
             return b""
         is_mean = self.request.pooling is Pooling.MEAN
@@ -173,33 +172,33 @@ class Reading:
 class StepOutput:
     """The tokens of one step; see Generations and StepResponse."""
 
-    # One entry a request that got tokens.
+    # One entry per request that got tokens.
     request_ids: list[int]
     finish_reasons: list[int]
-    # One entry a token.
+    # One entry per token.
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    # One entry a request; empty: one token each.
+    # One entry per request; empty: one token each.
     token_counts: list[int] = field(default_factory=list)
     top_token_counts: list[int] = field(default_factory=list)
     top_token_ids: list[int] = field(default_factory=list)
     top_token_logprobs: list[float] = field(default_factory=list)
     # (request id, one log-probability per prompt token).
     prefill_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
-    # The ranks of the same prompts: see PromptLogprobs.
+    # PromptLogprobs.ranks of the same prompts.
     prefill_ranks: list[list[int]] = field(default_factory=list)
-    # (request id, ids, log-probabilities) of the best tokens in place of each but the first, for
-    # prompts of requests that want them: one after the other, as many in each place.
+    # (request id, ids, log-probabilities) of the best tokens at each prompt position but the first,
+    # concatenated: the same number at each position.
     prefill_top_tokens: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
     # (request id, PooledPrompt.values), and (request id, TokenScores.logprobs).
     pooled_prompts: list[tuple[int, bytes]] = field(default_factory=list)
     token_scores: list[tuple[int, list[float]]] = field(default_factory=list)
-    # (request id, sentence) of the requests that failed alone.
+    # (request id, sentence) of the requests that failed while the step did not.
     errors: list[tuple[int, str]] = field(default_factory=list)
-    # Who runs on.
+    # Requests that go on.
     running_ids: list[int] = field(default_factory=list)
     forward_ns: int = 0
     decode_ns: int = 0
     total_ns: int = 0
-    # What giving rows to new requests took.
+    # The time to give rows to new requests.
     admit_ns: int = 0

@@ -1,4 +1,4 @@
-"""A step that was launched, and what became of it."""
+"""A launched step and its outcome."""
 
 from typing import Protocol
 
@@ -8,14 +8,14 @@ from text_generation_shard.engine.step import StepOutput
 
 
 class Collector(Protocol):
-    """Who gives steps their outcomes: the engine."""
+    """The part of the engine that sets the outcomes of steps."""
 
     def collect(self, handle: "StepHandle") -> None:
         """See Engine."""
 
 
 class StepHandle:
-    """A step that was launched."""
+    """A launched step. The engine sets its outcome."""
 
     def __init__(
         self, engine: Collector, plan: Plan, launched: Launched, began_ns: int, admit_ns: int
@@ -23,18 +23,17 @@ class StepHandle:
         self.plan, self.launched = plan, launched
         self.began_ns, self.admit_ns = began_ns, admit_ns
         self.outcome: StepOutput | BaseException | None = None
-        """Set by the engine."""
         self._engine = engine
 
     def wait(self) -> None:
-        """Until `result` does not, or hardly, wait. From any thread."""
+        """Wait until `result` returns almost at once. From any thread."""
         if self.outcome is None:
             self.launched.wait()
 
     def result(self) -> StepOutput:
-        """Wait for the step. If it failed, its new requests have no rows, and the others are as
-        they were but for the blocks that their tables grew by. For want of memory only requests
-        fail, and only those that do not fit alone: see `StepOutput.errors`."""
+        """Wait for the step. If it failed, its new requests have no rows, and the other rows are
+        unchanged but for grown block tables. Out of memory fails only the requests that do not fit
+        alone: see `StepOutput.errors`."""
         self._engine.collect(self)
         if isinstance(self.outcome, BaseException):
             raise self.outcome

@@ -1,28 +1,32 @@
-"""The first passes of a shard: they warm its kernels, and tell what steps cost."""
+"""The first steps of a shard: they warm its kernels and measure the time of steps."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from text_generation_process.defaults import CONTEXT_UNIT, WARMUP_ROWS
+
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput
 from text_generation_shard.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Rows of the full batch whose step is measured, tokens that they know, and of a prompt.
-_MOST_ROWS = 32
+# Known tokens of a row of the measured full batch.
 _CONTEXT = 128
+# Tokens of the measured prompt.
 _PROMPT = 64
-# Tokens in front of a part of a prompt, and for how many of these it is told what they cost.
+# Preceding tokens of the measured chunk.
 _FRONT = 2048
-_CONTEXT_UNIT = 1024
-# Steps of each kind that are measured; the fastest counts. A device that records steps does so when
-# it has computed a few of a kind: only those behind are as fast as in service.
+# Measured steps of each kind; the fastest counts. A device that records graphs does so after a few
+# steps of a kind, and only later steps are as fast as in service.
 _TRIES, _TRIES_RECORDED = 2, 6
-# Alternatives of a token, as many as a router asks for by default.
+# A step of at least this time is measured once: repeating it would delay the start, and a short
+# disturbance hardly changes it.
+_LONG_NS = 150_000_000
+# Alternatives of a token, as many as a router allows by default.
 _TOP_TOKENS = 5
-# Every way to choose a token.
+# Every sampling parameter in use.
 _EVERYTHING = SamplingParams(
     temperature=0.7,
     top_k=50,
@@ -38,21 +42,22 @@ _EVERYTHING = SamplingParams(
 
 
 class Costs(NamedTuple):
-    """What steps take, in nanoseconds: of one row, of a full batch, of each token more, and of
-    each for every 1024 tokens in front of it."""
+    """The times of steps, in nanoseconds."""
 
+    # A step of one row, and one of a full batch.
     single_ns: int
     full_ns: int
+    # What each prompt token adds, and what it adds for every 1024 preceding tokens.
     token_ns: int
     context_ns: int
 
 
 class LargestStep(NamedTuple):
-    """A step as large as there can be: inputs of `num_tokens` in all, each at the end of its
-    context, beside rows that decode at the end of theirs."""
+    """A step of the largest size: `num_tokens` of inputs, each at the end of its context, beside
+    rows that decode at the end of theirs."""
 
     num_rows: int
-    # Of these, the rows with inputs.
+    # Rows with inputs among them.
     num_prompts: int
     num_tokens: int
     # Tokens of each row.
@@ -60,10 +65,14 @@ class LargestStep(NamedTuple):
 
 
 class Steps(Protocol):
-    """The part of the engine whose steps are measured. Nothing else may run meanwhile."""
+    """The part of the engine that is measured. No other request may run meanwhile."""
 
     @property
     def records_steps(self) -> bool:
+        """See Engine."""
+
+    @property
+    def measures_once(self) -> bool:
         """See Engine."""
 
     @property
@@ -78,14 +87,14 @@ class Steps(Protocol):
 
 
 class Result(Protocol):
-    """A step that was launched."""
+    """A launched step."""
 
     def result(self) -> StepOutput:
         """See StepHandle."""
 
 
 class Launches(Steps, Protocol):
-    """The part of the engine that is rehearsed with. Nothing else may run meanwhile."""
+    """The part of the engine that rehearses. No other request may run meanwhile."""
 
     def launch(self, step: StepInput) -> Result:
         """See Engine."""
@@ -94,8 +103,8 @@ class Launches(Steps, Protocol):
 def largest_steps(
     num_rows: int, num_tokens: int, longest: int, heaviest_keys: int | None
 ) -> list[LargestStep]:
-    """Those of which one takes the most memory: with all contexts as long as can be; and, where
-    attention takes most for `heaviest_keys` of prompts, with as many of these as can be."""
+    """Candidates for the step that takes the most memory: one with the longest contexts and, if
+    attention takes most at `heaviest_keys` prompt tokens, one with about that many."""
     least = min(num_rows, -(-num_tokens // max(1, longest - 2)))
     found = [LargestStep(num_rows, least, num_tokens, longest)]
     if heaviest_keys is not None:
@@ -106,11 +115,11 @@ def largest_steps(
 
 
 def rehearse(engine: Launches, largest: LargestStep) -> None:
-    """Three steps, each behind the other where a device allows it: rows decode; the largest step;
-    all decode. Every choice is made with everything, and each prompt has log-probabilities.
+    """Run three steps, each behind the other if the device can: rows decode; the largest step; all
+    rows decode. All sampling parameters and prompt log-probabilities are in use.
 
-    All rows share the first block: what they compute means nothing. Grammars are not rehearsed:
-    their masks are gone when penalties take 32 times their memory.
+    All rows share the first block, so the results are meaningless. Grammars are not rehearsed:
+    their masks are freed before penalties take more memory.
     """
     num_rows, num_prompts, num_tokens, context = largest
     share, more = divmod(num_tokens, num_prompts)
@@ -129,67 +138,72 @@ def rehearse(engine: Launches, largest: LargestStep) -> None:
 
 
 def measure(engine: Steps, max_prefill_tokens: int, max_rows: int, max_total: int) -> Costs:
-    """Run each kind of step once to warm it, then to measure it.
+    """Run each kind of step once to warm it, then again to measure it.
 
-    All rows share the first blocks: what they compute means nothing.
+    All rows share the first blocks, so the results are meaningless.
     """
     length = max(1, min(_PROMPT, max_prefill_tokens, max_total - 1 - _TRIES))
     new = min(1 + _TRIES, max_total - length)
     request = _request(engine, 0, length, 0, new)
-    _steps(engine, [request])
-    # What is compiled at its first use must not be compiled while somebody waits.
+    # Compiles all sampling kernels before the first request.
     _steps(engine, [replace(request, sampling=_EVERYTHING, min_new_tokens=1)])
-    prompt, others = _fastest(engine, _request(engine, 0, length, 0, new))
+    prompt, others = _fastest(engine, request)
     single = others or prompt
     token = max(1, (prompt - single) // max(1, length - 1))
     in_front = _time_in_front(engine, length, max_total, prompt)
     tries = _TRIES_RECORDED if engine.records_steps else _TRIES
     context = max(1, min(_CONTEXT, max_total - 1 - tries))
     new = min(1 + tries, max_total - context)
-    rows = min(max_rows, _MOST_ROWS)
-    first, others = _steps(
+    rows = min(max_rows, WARMUP_ROWS)
+    full = _fastest_step(
         engine, [_request(engine, row, context, context - 1, new) for row in range(rows)]
     )
-    full = others or first
-    # Of a prompt of one or two tokens the difference is noise: a token costs at most a step.
+    # With prompts of one or two tokens the difference is noise: a token costs at most a step.
     costs = Costs(single, full, min(token, full), in_front)
     logger.info(
         "a step of one request takes %.2f ms, of %d %.2f ms, a prompt token adds %.3f ms, and %.3f "
-        "ms for %d tokens in front of it",
+        "ms for %d preceding tokens",
         costs.single_ns / 1e6,
         rows,
         costs.full_ns / 1e6,
         costs.token_ns / 1e6,
         costs.context_ns / 1e6,
-        _CONTEXT_UNIT,
+        CONTEXT_UNIT,
     )
     return costs
 
 
 def _time_in_front(engine: Steps, length: int, max_total: int, prompt_ns: int) -> int:
-    """What _CONTEXT_UNIT tokens in front of a prompt of `length` tokens add to each of these; alone
-    it takes `prompt_ns`."""
+    """What CONTEXT_UNIT preceding tokens add to each of `length` prompt tokens, which take
+    `prompt_ns` alone."""
     front = min(_FRONT, max_total - length)
     if front < length:
         return 0  # the difference would be noise
-    request = _request(engine, 0, front + length, front, 0)
-    _steps(engine, [request])
-    behind_ns, _ = _fastest(engine, request)
-    return max(0, behind_ns - prompt_ns) * _CONTEXT_UNIT // (front * length)
+    behind_ns, _ = _fastest(engine, _request(engine, 0, front + length, front, 0))
+    return max(0, behind_ns - prompt_ns) * CONTEXT_UNIT // (front * length)
 
 
 def _fastest(engine: Steps, request: NewRequest) -> tuple[int, int]:
-    """The better of `_steps`, tried several times."""
-    first, others = zip(*(_steps(engine, [request]) for _ in range(_TRIES)), strict=True)
+    """The best result of `_steps` after a warming run, or of that run if it is long."""
+    tries = [_steps(engine, [request])]
+    while len(tries) <= _TRIES and not (engine.measures_once and tries[-1][0] >= _LONG_NS):
+        tries.append(_steps(engine, [request]))
+    first, others = zip(*(tries[1:] or tries), strict=True)
     return min(first), min(others)
 
 
+def _fastest_step(engine: Steps, requests: Sequence[NewRequest]) -> int:
+    """The fastest step in which all requests get a token; the first only warms if there are
+    more."""
+    first, others = _steps(engine, requests)
+    return others or first
+
+
 def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
-    """Time of the first step of these requests, and of the fastest of the others; 0: there is
-    none."""
+    """Time of the first step of these requests, and of the fastest later one; 0: none."""
     last = first = engine.step(StepInput(requests))
     others: list[int] = []
-    # Rows end early where a damaged checkpoint gives them no scores.
+    # Rows end early if a damaged checkpoint yields no finite scores.
     while last.running_ids and len(others) < requests[0].max_new_tokens - 1:
         last = engine.step(StepInput())
         others.append(last.total_ns)
@@ -200,10 +214,10 @@ def _steps(engine: Steps, requests: Sequence[NewRequest]) -> tuple[int, int]:
 def _demanding(
     engine: Steps, counts: Sequence[int], context: int, most_new: int
 ) -> list[NewRequest]:
-    """Requests of which `counts` tokens are to be computed, before up to `most_new` new ones that
-    make them a whole context."""
+    """Requests with `counts` input tokens left to compute; with up to `most_new` new tokens they
+    fill the context."""
     new = min(most_new, context - 1)
-    # Shared by all: there may be many, and long ones.
+    # Shared by all requests to save memory.
     ids, blocks = [0] * (context - new), [0] * -(-context // engine.block_size)
     first = NewRequest(
         *(0, ids, len(ids), 0, blocks, _EVERYTHING, new),

@@ -1,8 +1,8 @@
-"""A text's end found with the matcher alone, where its grammar could not be read.
+"""Finds an ending with the matcher alone, for grammars that could not be read.
 
-The tokens that are allowed next do not tell one state from another, so none are taken for the same:
-those that allow what was not seen before come first, others later and later. This finds how JSON
-and most grammars end, but proves nothing where it finds none.
+Different states can allow the same tokens, so no state is skipped: a state whose mask was seen
+before is only tried later. This finds the endings of JSON and most grammars; finding none proves
+nothing.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from heapq import heappop, heappush
 
 from llguidance import LLMatcher
 
-# A state that allows so few tokens is searched through all of them.
+# A state that allows at most this many tokens tries all of them.
 _FEW_TOKENS = 32
-# What one more token costs, and one more state that allows the same.
+# The price of a token, and of each earlier state with the same mask.
 _TOKEN, _REPETITION = 0.125, 1.0
 
 
@@ -21,17 +21,17 @@ _TOKEN, _REPETITION = 0.125, 1.0
 class _Node:
     matcher: LLMatcher
     tokens: list[int]
-    # What is allowed here, once that is known.
+    # The allowed tokens; empty: not computed.
     mask: bytes = b""
 
 
 def blind_ending(
     matcher: LLMatcher, signs: Sequence[int], limit: int, num_steps: int
 ) -> list[int] | None:
-    """At most `limit` tokens after which the text may end, or None if none are found.
+    """At most `limit` tokens after which the text may end; None: not found.
 
-    `signs`: tokens to go on with where many are allowed, what closes before what fills.
-    `num_steps` are tried at most.
+    `signs`: tokens to try where many are allowed, closing ones first. `num_steps`: the limit of
+    tried tokens.
     """
     heap: list[tuple[float, int, _Node]] = [(0.0, 0, _Node(matcher.deep_copy(), []))]
     num_seen: dict[bytes, int] = {}
@@ -70,6 +70,6 @@ def _steps(node: _Node, signs: Sequence[int]) -> list[list[int]]:
 
 
 def allowed_tokens(mask: bytes) -> list[int]:
-    """The tokens whose bits are set."""
+    """The tokens of a mask."""
     octets = ((place, octet) for place, octet in enumerate(mask) if octet)
     return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]

@@ -1,4 +1,4 @@
-"""Grammars of requests: tried in another process, compiled, and remembered for a while."""
+"""The grammars of requests: tried in another process, compiled and cached."""
 
 import asyncio
 import threading
@@ -23,47 +23,47 @@ from text_generation_shard.grammars.trial import Trial, Trials, TrialServer, may
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarError"]
 
-# Grammars that are remembered: how many, and what they may take together.
+# Limits of the cache of compiled grammars.
 _CACHED_GRAMMARS, _CACHED_BYTES = 64, 64 << 20
-# What a grammar takes at least, and what the process of a guarded one takes.
+# Assumed size of a small grammar, and of the process of a guarded one.
 _LEAST_BYTES, _PROCESS_BYTES = 64 << 10, 6 << 20
-# A grammar whose trial took more than this stays in its process.
+# A grammar whose trial took more memory or time than this stays in its process.
 _LARGE_BYTES, _SLOW_S = 1 << 20, 0.2
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A grammar that is being compiled, and how many wait for it."""
+    """A compilation in progress, and the number of callers that wait for it."""
 
     task: "asyncio.Task[Grammar]"
     num_waiting: int = 0
 
 
 class GrammarCompiler:
-    """Owns the tokenizer as llguidance sees it, the process for trials, and compiled grammars.
+    """Owns llguidance's tokenizer, the process for trials, and the compiled grammars.
 
-    `compile` is called from one event loop. Promises: it compiles nothing in this process that has
-    not been compiled in another one within limits of time and memory.
+    `compile` is called from one event loop. It compiles a grammar in this process only after a
+    trial in another process, within limits of time and memory.
     """
 
     def __init__(self, model_path: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._file = TokenizerFile(model_path / "tokenizer.json", vocab_size, tuple(eos_ids))
         self._lock = threading.Lock()
         self._tools: tuple[LLTokenizer, EndingSearch] | None = None
-        # The process for trials lives as long as the thread that starts it.
+        # The kernel ends the process for trials together with the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._server = TrialServer(self._file)
         self._trials = Trials(self._server, self._thread)
         self._asked: dict[str, _Asked] = {}
-        # With the bytes that each is taken to need.
+        # With the estimated bytes of each.
         self._known: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
         self._known_bytes = 0
 
     async def compile(self, text: str) -> Grammar:
-        """The grammar of a text in llguidance's form; known ones are there at once.
+        """The grammar of a text in llguidance's form; a cached one is returned at once.
 
-        Those who ask for the same at the same time wait for one trial, which ends when nobody waits
-        for it any more.
+        Concurrent calls with the same text share one trial, which is cancelled with the last of
+        these calls.
         """
         if text in self._known:
             self._known.move_to_end(text)
@@ -86,9 +86,11 @@ class GrammarCompiler:
         is_guarded = trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or may_grow(text)
         if trial.error:
             grammar = Grammar(trial.error, retry_after_s=trial.retry_after_s)
-        elif is_guarded:
-            grammar = GuardedGrammar(eos_ids=trial.eos_ids, ending=trial.ending, guard=trial.guard)
+        elif is_guarded and trial.child is not None:
+            guard = trial.child.guard()
+            grammar = GuardedGrammar(eos_ids=trial.eos_ids, ending=trial.ending, guard=guard)
         else:
+            self._trials.done_with(trial)
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._thread, self._compile_tried, text, trial)
         if not trial.retry_after_s:
@@ -111,23 +113,24 @@ class GrammarCompiler:
             return Grammar(str(error))
 
     def compile_now(self, text: str) -> Grammar:
-        """The same in this thread, without a trial and remembered by nobody."""
+        """Compile in this thread, without a trial or the cache."""
         try:
             return compile_text(*self._load(), text)
         except GrammarError as error:
             return Grammar(str(error))
 
     def prepare(self) -> None:
-        """Load the tokenizer in a thread: half a second with large vocabularies, so better done
-        before anything runs. A failure is told to those who compile."""
+        """Start to load the tokenizer in a thread, which is slow with large vocabularies. A failure
+        is reported by `compile`."""
         self._thread.submit(self._load)
 
     def start(self) -> None:
-        """Start the process for trials, which takes a tenth of a second of a processor."""
+        """Start the process for trials in the background."""
         self._thread.submit(self._server.start)
 
     def close(self) -> None:
-        """Take no more, and end what is under way."""
+        """Accept no more, and end all trials."""
+        self._trials.close()
         self._thread.submit(self._server.close)
         self._thread.shutdown(wait=True)
 

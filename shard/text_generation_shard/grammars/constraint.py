@@ -1,8 +1,8 @@
-"""What a text must look like, and one request's place in it; without torch, for other processes.
+"""Compiled grammars, and the state of one request in its grammar. Does not import torch.
 
-A `Grammar` is compiled once and shared; each row that carries it owns a `Constraint`, its place in
-the text. The chosen tokens move the constraints on; near `max_new_tokens` a token after which
-the text could no longer be ended in time is replaced by the next one of a known ending.
+A `Grammar` is compiled once and shared; each row with a grammar owns a `Constraint`, its state.
+Chosen tokens advance the constraint. Near `max_new_tokens`, a token after which the text could no
+longer end in time is replaced by the next token of a known ending.
 """
 
 import re
@@ -14,9 +14,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from text_generation_shard.grammars.ending import EndingSearch, Position, ends
 
-# What one grammar may cost. Fuel and items are llguidance's units: a compilation stays below about
-# a second, a mask below some tens of milliseconds, and a lexer below about 20 MB, but for
-# intersections of patterns, which are computed whole before the fuel is looked at.
+# Limits of one grammar, in llguidance's units. They bound the time of compilation and masks, and
+# the lexer's memory, except for intersections of patterns, which are computed before the check.
 _LIMITS = LLParserLimits(
     max_items_in_row=10_000,
     initial_lexer_fuel=1_000_000,
@@ -27,41 +26,42 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _NO_TEXT = (
-    "no text matches it: its parts exclude one another, or hold one another without an end; "
-    "change what can not be"
+    "no text matches it: its parts exclude one another, or contain one another without an end; "
+    "change these parts"
 )
 # A grammar whose shortest text is longer is refused.
 _LONGEST_ENDING = 4096
-# Steps of a search for a text where the shortest one is refused: while a grammar is compiled, and
-# while a text is written.
+# Steps of a search for an ending where the shortest one is refused: during compilation, and during
+# generation.
 _THOROUGH, _QUICK = 20_000, 2000
-# Tokens of an old ending in whose place a new token may stand.
+# A new token may replace up to this many tokens of the known ending.
 _REPLACED = 3
-# Tokens by which one more token is taken to prolong the shortest ending at most, where its length
-# is not known. The ending of a text is looked for so seldom that it still fits if that is so.
-_GROWTH = 64
-# Characters of an error that are shown: its beginning and its end. What is between is mostly the
-# user's pattern.
+# Most tokens by which one token is assumed to prolong the shortest ending: beyond what the places
+# of a plain grammar say, and for other grammars. Checks are early enough for the ending to fit.
+_GROWTH_BEYOND, _GROWTH = 3, 64
+# Matches sources of characters that take several tokens each.
+_NOT_PLAIN = re.compile(r"[^\x00-\x7f]|\\+[uUxpP]|\[\^")
+# Shown characters of a long error: its beginning and its end; between is mostly the user's pattern.
 _SHOWN_FIRST, _SHOWN_LAST = 120, 80
-# Numbered lines of a grammar, and what points into them.
+# Numbered source lines in an error, and the marks below them.
 _SOURCE_LINE = re.compile(r"\s*(\d+ \|.*|\^+\s*)$")
 _PLACE = re.compile(r"at \d+\(\d+\): ")
 
 
 class GrammarError(ValueError):
-    """This request can not go on; one sentence for its user. Others are not affected."""
+    """This request can not go on; other requests can. The message is one sentence for its user."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFile:
-    """Where a model's tokenizer lies, and what its configuration says about it."""
+    """The path of a model's tokenizer, and its sizes from the model's configuration."""
 
     path: Path
     vocab_size: int
     eos_ids: tuple[int, ...]
 
     def load(self) -> LLTokenizer:
-        """As llguidance sees it; GrammarError if it can not be used."""
+        """llguidance's tokenizer; GrammarError if the file can not be used."""
         try:
             return LLTokenizer(
                 self.path.read_text(encoding="utf-8"),
@@ -82,16 +82,18 @@ class Grammar:
     start: LLMatcher | None = None
     search: EndingSearch | None = None
     eos_ids: tuple[int, ...] = ()
-    # Where its texts begin, and the tokens of a short one.
+    # The start of its texts, and the tokens of a short text.
     position: Position | None = None
     ending: tuple[int, ...] = ()
-    # Not 0: nothing is known about it, and it may be asked for again after so many seconds.
+    # Whether its shortest texts are ASCII, so that a character takes at most one token.
+    is_plain: bool = False
+    # Not 0: it was not compiled, and may be requested again after this many seconds.
     retry_after_s: int = 0
 
     @property
     def min_tokens(self) -> int:
-        """Tokens of the shortest text known, without an end token, which needs no room; one at
-        least, as fewer can not be asked for."""
+        """Tokens of the shortest known text, without an end token; at least 1, as max_new_tokens
+        can not be less."""
         return 0 if self.error else max(1, len(self.ending))
 
 
@@ -101,7 +103,7 @@ def compile_text(
     text: str,
     ending: Sequence[int] | None = None,
 ) -> Grammar:
-    """The grammar of a text in llguidance's form. `ending`: of the same text, if it is known."""
+    """Compile a grammar in llguidance's form. `ending`: its ending, if known from its trial."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         return Grammar(sentence(matcher.get_error()))
@@ -111,13 +113,14 @@ def compile_text(
     if ending is None:
         ending = search.find(matcher, position, _LONGEST_ENDING, _THOROUGH)
     if ending is None:
-        # A limit that is met behind what must come first has a sentence of its own.
+        # A limit that is exceeded after the forced first tokens has its own error.
         if matcher.consume_tokens(matcher.compute_ff_tokens()):
             matcher.compute_bitmask()
             if matcher.is_error():
                 return Grammar(sentence(matcher.get_error()))
         return Grammar(_not_found(position))
-    return Grammar("", matcher, search, tuple(tokenizer.eos_tokens), position, tuple(ending))
+    eos_ids, is_plain = tuple(tokenizer.eos_tokens), not _NOT_PLAIN.search(text)
+    return Grammar("", matcher, search, eos_ids, position, tuple(ending), is_plain)
 
 
 def _not_found(position: Position) -> str:
@@ -133,55 +136,56 @@ def _not_found(position: Position) -> str:
 
 
 class Constraint:
-    """One request's place in its grammar. Changed between two forward passes only.
+    """The state of one request in its grammar. Changed only between two forward passes.
 
-    Promises: with room for `Grammar.min_tokens` from the start, the text is complete within
+    If `max_new_tokens` is at least `Grammar.min_tokens`, the text is complete within
     `max_new_tokens`, or the request fails with a GrammarError.
     """
 
     def __init__(
         self, grammar: Grammar, generated: Sequence[int], max_new_tokens: int, min_new_tokens: int
     ) -> None:
-        """`generated`: what was chosen before a preemption; the same states are gone through.
+        """`generated`: the tokens chosen before a preemption.
 
-        An end token that is not the only choice is not offered before `min_new_tokens`.
+        Before `min_new_tokens` an end token is allowed only if no other token is.
         """
         self.failure = grammar.error
         """Why this request can not go on."""
         self.is_driven = False
-        """Whether a token was forced, so that the text could end in time."""
+        """Whether a token was replaced so that the text ends in time."""
         self.eos_ids = grammar.eos_ids
         self._max_new_tokens = max_new_tokens
         self._min_new_tokens = min_new_tokens
         self._num_tokens = 0
-        # An ending of the text as it was after `_ending_at` tokens.
+        # An ending of the text after `_ending_at` tokens.
         self._ending, self._ending_at = list(grammar.ending), 0
-        self._growth = _GROWTH
+        self._is_plain = grammar.is_plain
+        self._growth = _GROWTH_BEYOND
         self._next_check = 0
         if grammar.start is None or grammar.search is None or grammar.position is None:
             return
         self._search = grammar.search
-        self._position = grammar.position
+        self._position = self._ending_position = grammar.position
         self.matcher = grammar.start.deep_copy()
         for token in generated:
             if self.settle(token) != token and not self.failure:
                 self.failure = "what was generated before does not follow the grammar"
 
     def may_end_after(self, count: int) -> bool:
-        """Whether an end token may stand among other choices once `count` more are written."""
+        """Whether an end token is allowed beside other tokens after `count` more tokens."""
         return self._num_tokens + count >= self._min_new_tokens
 
     def allowed(self, guesses: Sequence[int]) -> Sequence[int]:
-        """As many of the guessed tokens as may follow one another, none of them an end token."""
+        """The longest allowed prefix of the guesses, without end tokens."""
         ends = [place for place, token in enumerate(guesses) if token in self.eos_ids]
         if self.failure or not guesses:
             return ()
         return guesses[: self.matcher.validate_tokens(list(guesses[: ends[0] if ends else None]))]
 
     def masks(self, guesses: Sequence[int]) -> list[bytes]:
-        """Bits of the tokens allowed here and behind each of the guesses, up to one that is not.
+        """The masks of allowed tokens here and after each guess, up to the first forbidden one.
 
-        Sets `failure` if that can not be found out.
+        Sets `failure` if they can not be computed.
         """
         found = [self.matcher.compute_bitmask()]
         after = self.matcher.deep_copy() if guesses else self.matcher
@@ -194,15 +198,15 @@ class Constraint:
         return found
 
     def settle(self, token: int) -> int:
-        """Write `token`, or the one that must be written in its place; returns which.
+        """Write `token`, or the one that must replace it; returns the written token.
 
-        Sets `failure` if neither can be.
+        Sets `failure` if neither is possible.
         """
         if self.failure:
             return token
         room = self._max_new_tokens - self._num_tokens
         position = self._search.advance(self._position, [token])
-        is_due = self._num_tokens >= self._next_check or position.needs_care(room - 1)
+        is_due = self._num_tokens >= self._next_check or self._needs_care(position, room - 1)
         if is_due and token not in self.eos_ids:
             try:
                 token, position = self._checked(token, position, room)
@@ -215,9 +219,19 @@ class Constraint:
         self._num_tokens += 1
         return token
 
+    def _needs_care(self, position: Position, limit: int) -> bool:
+        """Whether the ending may now be longer than `limit` tokens."""
+        if not self._knows_growth(position):
+            return position.needs_care(limit)
+        return len(self._ending) + position.growth(self._ending_position) > limit
+
+    def _knows_growth(self, position: Position) -> bool:
+        """Whether the places bound the growth of the ending."""
+        return self._is_plain and bool(position.places) and bool(self._ending_position.places)
+
     def _checked(self, token: int, position: Position, room: int) -> tuple[int, Position]:
-        """`token`, which leads to `position`, if the text can still be ended after it, else the
-        first token of the ending; and where that leads. `room`: for it and all others."""
+        """`token` and its `position` if the text can still end after it, else the first token of
+        the ending and its position. `room`: tokens left, including this one."""
         ending = self._ending_after(token, position, room - 1)
         if ending is None:
             if self._ending_at != self._num_tokens:
@@ -233,14 +247,16 @@ class Constraint:
             position = self._search.advance(self._position, [token])
         self._growth = max(self._growth, len(ending) - len(self._ending))
         self._ending, self._ending_at = ending, self._num_tokens + 1
+        self._ending_position = position
         slack = room - 1 - len(ending)
-        self._next_check = self._ending_at + max(0, slack) // (self._growth + 1)
+        growth = self._growth if self._knows_growth(position) else max(self._growth, _GROWTH)
+        self._next_check = self._ending_at + max(0, slack) // (growth + 1)
         return token, position
 
     def _ending_after(self, token: int, position: Position, limit: int) -> list[int] | None:
         """At most `limit` tokens that end the text once `token` is written."""
         ending = self._ending
-        # Most tokens leave it as it is, or take the place of its first ones.
+        # Most tokens keep the ending, or replace its first tokens.
         for start in range(max(0, len(ending) - limit), min(_REPLACED, len(ending)) + 1):
             if ends(self.matcher, [token, *ending[start:]], self.eos_ids[0]):
                 return ending[start:]
@@ -251,7 +267,7 @@ class Constraint:
 
 
 def sentence(error: str) -> str:
-    """An error of llguidance in one line, without where in its code or in our Lark it arose."""
+    """An error of llguidance as one line, without backtrace and positions in our Lark."""
     if error.startswith("NoExtension"):
         return _NO_TEXT
     plain = error.partition("<backtrace>")[0].replace("<non-verbose/>", "")

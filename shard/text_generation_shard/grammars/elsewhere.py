@@ -1,4 +1,4 @@
-"""A grammar that another rank follows, which tells this one what its rows have chosen."""
+"""A grammar that rank 0 follows; it broadcasts the chosen tokens to this rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from text_generation_shard.grammars.constraint import Grammar
 
 @dataclass(frozen=True, slots=True)
 class GrammarElsewhere(Grammar):
-    """What this rank knows of a grammar: that there is one."""
+    """Marks that a request has a grammar."""
 
 
 class ConstraintElsewhere:
-    """One request's place in such a grammar: whatever is chosen is right. See `Constraint`."""
+    """The state of one request in such a grammar: accepts every token. See `Constraint`."""
 
     def __init__(self) -> None:
         self.failure = ""

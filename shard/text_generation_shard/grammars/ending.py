@@ -1,11 +1,10 @@
-"""How a text that a grammar describes ends soonest, from any state of it.
+"""Finds the shortest ending of a text from any state of its grammar.
 
-A state is known by its places in the grammar's expression (`language`), not by the tokens that are
-allowed next: those are the same before and behind a part of what ends a text, as in `.*\\.py`. The
-text that the places call the shortest is tried in the matcher before it is trusted. Where the
-matcher refuses it, as the expression may have more texts than the grammar, texts are searched with
-both, the nearest end first; where a grammar could not be read at all, with the matcher alone.
-What is found depends on the state alone: all ranks find the same.
+A state is identified by its places in the grammar's expression (`language`), not by the tokens
+allowed next, which can be equal in different states, as in `.*\\.py`. The shortest text of the
+places is checked by the matcher. If the matcher refuses it, as the expression may have more texts
+than the grammar, texts are searched with both, nearest end first. If the grammar could not be read,
+the matcher is used alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,43 +17,54 @@ from llguidance import LLMatcher, LLTokenizer
 from text_generation_shard.grammars.blind import allowed_tokens, blind_ending
 from text_generation_shard.grammars.language.expressions import Symbol
 from text_generation_shard.grammars.language.grammar import grammar_expression
-from text_generation_shard.grammars.language.places import Places, after, distance, start
+from text_generation_shard.grammars.language.places import (
+    Places,
+    after,
+    after_text,
+    distance,
+    start,
+)
 
-# Shortest texts of as many places are tried before texts are searched.
+# Places whose shortest texts are tried before a search.
 _MOST_TRIED = 8
 # No token has more characters than this on average.
 _MOST_CHARACTERS = 16
 # Bytes of one character.
 _MOST_BYTES = 4
-# What closes something before what fills it.
+# Closing characters come before all others.
 _PRINTABLE = [chr(code) for code in (*b'"]}),;>.', *range(32, 127))]
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a text: of its grammar's expression, and the beginning of a character that is not
-    whole yet. Without places nothing is known but what the matcher knows."""
+    """A position in a text: places in the grammar's expression, and the bytes of an incomplete
+    character. Without places only the matcher knows the state."""
 
     places: Places
     pending: bytes = b""
 
     @property
     def distance(self) -> float:
-        """Characters that must follow at least, as far as is known."""
+        """A lower bound of the characters that must follow."""
         return distance(self.places) if self.places else 0
 
     def is_too_far(self, limit: int) -> bool:
-        """Whether no text of `limit` tokens ends the text."""
+        """Whether `limit` tokens can not end the text."""
         return limit < 0 or self.distance > limit * _MOST_CHARACTERS
 
     def needs_care(self, limit: int) -> bool:
-        """Whether the end may be more than `limit` tokens away, each a byte at least."""
+        """Whether the end may be more than `limit` tokens away, if each is one byte."""
         return self.distance * _MOST_BYTES > limit
+
+    def growth(self, before: "Position") -> float:
+        """Most additional tokens to the end compared with `before`, if each is one byte."""
+        rest = _MOST_BYTES - 1 if self.pending else 0
+        return max(0, self.distance - before.distance) * _MOST_BYTES + rest
 
 
 @dataclass(slots=True)
 class _Node:
-    """A text that was come to in a search."""
+    """A text that a search has reached."""
 
     matcher: LLMatcher
     position: Position
@@ -63,17 +73,17 @@ class _Node:
 
 
 class EndingSearch:
-    """The tokens of a vocabulary as text; all grammars of a model share one."""
+    """Searches endings with a tokenizer; shared by all grammars of a model."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._eos = tokenizer.eos_token
-        # What was looked up: it never changes.
+        # Caches of the tokenizer, which never changes.
         self._symbols: dict[int, Symbol | bytes] = {}
         self._single: dict[str, list[int]] = {}
 
     def begin(self, text: str) -> Position | None:
-        """The start of a grammar's texts; None if it is certain that there is no text."""
+        """The start of a grammar's texts; None if it certainly has no text."""
         expression = grammar_expression(text, self._special)
         if expression is None:
             return Position(())
@@ -84,11 +94,11 @@ class EndingSearch:
         return Position(places) if places else None
 
     def advance(self, position: Position, tokens: Sequence[int]) -> Position:
-        """The position behind more tokens."""
+        """The position after more tokens."""
         try:
             return self._advanced(position, tokens)
         except RecursionError:
-            # The stack is another one than where the grammar was tried.
+            # The stack can be smaller than in the trial.
             return Position(())
 
     def _advanced(self, position: Position, tokens: Sequence[int]) -> Position:
@@ -105,16 +115,15 @@ class EndingSearch:
                 text, pending = _split(pending + symbol)
             elif pending:
                 return Position(())
-            for character in str(text):
-                places = after(places, character)
+            places = after_text(places, str(text))
         return Position(places, pending)
 
     def find(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
-        """At most `limit` tokens after which the text may end, or None if none are found.
+        """At most `limit` tokens after which the text may end; None: not found.
 
-        `num_steps` are tried in a search, at most, where the shortest text is refused.
+        `num_steps`: the limit of the search if the shortest text is refused.
         """
         if position.is_too_far(limit):
             return None
@@ -128,13 +137,12 @@ class EndingSearch:
     def _nearest(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
-        """The same where the places are known."""
+        """`find`, with places."""
         if position.pending:
             return self._completed(matcher, position, limit, num_steps)
         is_right = False
         for place in sorted(position.places, key=lambda place: place.length)[:_MOST_TRIED]:
             if place.length > limit * _MOST_CHARACTERS:
-                # It could be of any length.
                 break
             tokens = self._written(place.shortest())
             if ends(matcher, tokens, self._eos):
@@ -142,14 +150,14 @@ class EndingSearch:
                 if len(tokens) <= limit:
                     return tokens
         if is_right:
-            # The matcher means what the places say, and they know nothing shorter.
+            # The matcher agrees with the places, and they have no shorter text.
             return None
         return self._search(matcher, position, limit, num_steps)
 
     def _completed(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
-        """The same behind the beginning of a character: with what the matcher has for its end."""
+        """`find`, after an incomplete character, which the matcher completes."""
         ends_of_it = self._whole(matcher, position)
         for tokens, following, behind in islice(ends_of_it, _MOST_TRIED):
             share = num_steps // _MOST_TRIED
@@ -161,7 +169,7 @@ class EndingSearch:
     def _whole(
         self, matcher: LLMatcher, position: Position
     ) -> Iterator[tuple[list[int], Position, LLMatcher]]:
-        """Tokens that make the character whole, with where they lead."""
+        """Tokens that complete the character, and the states after them."""
         for token in allowed_tokens(matcher.compute_bitmask()):
             following, behind = self.advance(position, [token]), matcher.deep_copy()
             if not following.places or not behind.consume_token(token):
@@ -169,7 +177,7 @@ class EndingSearch:
             if not following.pending:
                 yield [token], following, behind
                 continue
-            # What ends the character and begins another one could go on so without an end.
+            # A token that also begins another character could repeat without end.
             if not following.pending.startswith(position.pending):
                 continue
             for tokens, place, state in self._whole(behind, following):
@@ -178,10 +186,10 @@ class EndingSearch:
     def _search(
         self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
     ) -> list[int] | None:
-        """Letter by letter, the nearest end first: texts of the expression that the matcher has."""
+        """A best-first search, by characters, of texts that expression and matcher share."""
         first = _Node(matcher.deep_copy(), position, [], [])
         heap: list[tuple[float, int, _Node]] = [(position.distance, 0, first)]
-        # What the matcher allows tells states apart that are one in the expression.
+        # The mask distinguishes states that are equal in the expression.
         seen: set[tuple[Places, bytes]] = set()
         order = 0
         while heap and num_steps > 0:
@@ -197,7 +205,7 @@ class EndingSearch:
                 continue
             seen.add(state)
             firsts = [first for place in node.position.places for first in place.firsts()]
-            # Among equals the last is looked at first, as it is nearest to its end.
+            # Of equal prices the newest is tried first: it is nearest to its end.
             for symbol in reversed(dict.fromkeys(firsts)):
                 num_steps -= 1
                 following = self._step(node, symbol)
@@ -220,7 +228,7 @@ class EndingSearch:
         return list(dict.fromkeys(tokens[0] for tokens in found if len(tokens) == 1))
 
     def _written(self, symbols: Sequence[Symbol]) -> list[int]:
-        """The tokens of a text, few of them."""
+        """A short tokenization of a text."""
         tokens: list[int] = []
         text: list[str] = []
         for symbol in (*symbols, -1):
@@ -244,8 +252,7 @@ class EndingSearch:
         return self._single[sign]
 
     def _symbol(self, token: int) -> Symbol | bytes:
-        """The text of a token, bytes where that is no whole text, or the number of one that is
-        none."""
+        """The text of a token as str or, unless it is ASCII, as bytes; a special token's id."""
         if token not in self._symbols:
             found: Symbol | bytes = token
             if not self._tokenizer.is_special_token(token):
@@ -261,17 +268,17 @@ class EndingSearch:
 
 
 def _split(data: bytes) -> tuple[str, bytes]:
-    """Whole characters, and the beginning of one."""
+    """The complete characters, and the bytes of an incomplete one."""
     for length in range(min(4, len(data) + 1)):
         try:
             text = data[: len(data) - length].decode()
         except UnicodeDecodeError:
             continue
         return text, data[len(data) - length :]
-    # No text, which no grammar allows.
+    # Invalid UTF-8, which no grammar allows.
     return data.decode("utf-8", "replace"), b""
 
 
 def ends(matcher: LLMatcher, tokens: Sequence[int], eos: int) -> bool:
-    """Whether the text may go on with `tokens` and end there."""
+    """Whether `tokens` may follow and the text may end after them."""
     return matcher.validate_tokens([*tokens, eos]) == len(tokens) + 1

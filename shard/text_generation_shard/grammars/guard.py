@@ -1,8 +1,8 @@
-"""Grammars that stay in the process of their trial, and the rows that follow them from there.
+"""Grammars that stay in the process of their trial, and the rows that use them there.
 
-Nobody can say before what a mask of such a grammar costs: patterns that must hold at once can take
-any time and memory in one state of many. So their masks are computed by a process that can be
-killed, and only the requests that follow that grammar fail with it.
+The cost of such a grammar's masks is unknown in advance: intersections of patterns can take any
+time and memory in a single state. Therefore a process that can be killed computes the masks, and
+only requests with that grammar fail with it.
 """
 
 import marshal
@@ -22,28 +22,28 @@ from text_generation_shard.grammars.constraint import Constraint, Grammar, Gramm
 from text_generation_shard.grammars.elsewhere import ConstraintElsewhere, GrammarElsewhere
 
 _HEADER = struct.Struct("<I")
-# What one answer may take of a processor and of time, and how often that is looked at.
+# Limits of one answer in CPU and elapsed time, and the interval of checks.
 _ANSWER_CPU_S, _ANSWER_S, _LOOK_MS = 0.1, 2.0, 20
-# What all answers may take: at first, and more with each token.
+# Allowed CPU time of all answers: the initial amount, and the addition per token.
 _ALLOWANCE_S, _ALLOWANCE_EACH_S = 1.0, 0.005
 _TOO_SLOW = "the grammar is too complex to be followed: the next tokens take too long; simplify it"
 _ENDED = "the grammar is too complex to be followed: it needs too much memory; simplify it"
 
 
 def pack(message: Any) -> bytes:
-    """A message of plain values as it is sent between the shard and the process of a grammar."""
+    """Encode a message between the shard and the process of a grammar."""
     data = marshal.dumps(message)
     return _HEADER.pack(len(data)) + data
 
 
 class Unpacker:
-    """Owns the bytes of one message that have arrived so far."""
+    """Owns the received bytes of one message."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, data: bytes) -> bool:
-        """Whether the message is complete. EOFError if there is no more data."""
+        """Whether the message is complete. EOFError if `data` is empty."""
         if not data:
             raise EOFError("the other side has closed the connection")
         self._data += data
@@ -51,12 +51,12 @@ class Unpacker:
         return size >= 0 and size == _HEADER.unpack_from(self._data)[0]
 
     def message(self) -> Any:
-        """What was sent."""
+        """The complete message."""
         return marshal.loads(memoryview(self._data)[_HEADER.size :])
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message, waited for. EOFError if there is none."""
+    """Wait for the next message. EOFError if the connection was closed."""
     unpacker = Unpacker()
     while not unpacker.add(connection.recv(1 << 16)):
         pass
@@ -64,22 +64,22 @@ def receive(connection: socket.socket) -> Any:
 
 
 def cpu_s(process: int) -> float:
-    """What a process has used of the processors; inf if it is gone."""
-    # Linux' clock of a process, as clock_getcpuclockid(3) makes it.
+    """The CPU seconds that a process has used; inf if it has ended."""
+    # The CPU clock id of a process on Linux; see clock_getcpuclockid(3).
     with suppress(OSError):
         return time.clock_gettime(~process << 3 | 2)
     return float("inf")
 
 
 class Guard:
-    """Owns the connection to the process that owns a grammar; the process ends when it is closed.
+    """Owns the connection to the process of a grammar; the process ends when it is closed.
 
-    Promises: every call returns within about two seconds. A process that takes too long is killed;
-    then, and when it has died, all calls raise GrammarError. One call is under way at a time.
+    Every call returns within about two seconds. A process that takes too long is killed. After the
+    process has ended, all calls raise GrammarError. Calls run one at a time.
     """
 
     def __init__(self, connection: socket.socket, process: int, kill: Callable[[], None]) -> None:
-        """`kill` is called at most once, if the process takes too long."""
+        """`kill` is called at most once, if an answer takes too long."""
         connection.setblocking(True)
         self._connection, self._process, self._kill = connection, process, kill
         weakref.finalize(self, connection.close)
@@ -89,25 +89,25 @@ class Guard:
         self._failure = ""
         self._num_rows = 0
         self._allowed_s = cpu_s(process) + _ALLOWANCE_S
-        # Rows that are not needed any more, of which the process is told with the next message.
+        # Rows to delete in the process with the next message.
         self._forgotten: deque[int] = deque()
 
     def new_row(self) -> int:
-        """A number that no row had."""
+        """A new, unique row number."""
         self._num_rows += 1
         return self._num_rows
 
     def forget(self, row: int) -> None:
-        """The row is not needed any more. From any thread."""
+        """Delete a row. From any thread."""
         self._forgotten.append(row)
 
     def ask(self, what: str, *values: Any, num_tokens: int = 1) -> Any:
-        """One call about so many tokens: the answer, or GrammarError."""
+        """One call that processes `num_tokens`: the answer, or GrammarError."""
         self.begin(what, *values)
         return self.end(num_tokens)
 
     def begin(self, what: str, *values: Any) -> None:
-        """Send a call whose answer `end`, which must follow, waits for."""
+        """Send a call; `end` must follow."""
         self._lock.acquire()
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         if not self._failure:
@@ -117,7 +117,7 @@ class Guard:
                 self._failure = _ENDED
 
     def end(self, num_tokens: int = 1) -> Any:
-        """The answer to `begin`, or GrammarError."""
+        """Wait for the answer to `begin`, or GrammarError."""
         try:
             if not self._failure:
                 return self._receive(num_tokens * _ALLOWANCE_EACH_S)
@@ -145,23 +145,23 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class GuardedGrammar(Grammar):
-    """A grammar that is compiled in a process of its own."""
+    """A grammar that is compiled in its own process."""
 
     guard: Guard | None = None
 
 
 class GuardedConstraint:
-    """One request's place in a guarded grammar; promises what `Constraint` does."""
+    """The state of one request in a guarded grammar; promises the same as `Constraint`."""
 
     def __init__(
         self, grammar: GuardedGrammar, generated: Sequence[int], max_new_tokens: int, least: int
     ) -> None:
-        """As of a Constraint; `least`: its `min_new_tokens`."""
+        """See Constraint; `least`: its `min_new_tokens`."""
         assert grammar.guard is not None
         self.failure = ""
         """Why this request can not go on."""
         self.is_driven = False
-        """Whether a token was forced, so that the text could end in time."""
+        """Whether a token was replaced so that the text ends in time."""
         self.eos_ids = grammar.eos_ids
         self.guard, self.row = grammar.guard, grammar.guard.new_row()
         self._num_tokens, self._min_new_tokens = len(generated), least
@@ -189,7 +189,7 @@ class GuardedConstraint:
         return token
 
     def _ask(self, what: str, *values: Any, num_tokens: int = 1) -> Any:
-        """None if it fails."""
+        """The answer; None: it failed, and `failure` is set."""
         try:
             return self.guard.ask(what, self.row, *values, num_tokens=num_tokens)
         except GrammarError as error:
@@ -203,7 +203,7 @@ AnyConstraint = Constraint | GuardedConstraint | ConstraintElsewhere
 def begin(
     grammar: Grammar, generated: Sequence[int], max_new_tokens: int, min_new_tokens: int
 ) -> AnyConstraint:
-    """A request's place in its grammar, which has begun with `generated`."""
+    """The state of a request in its grammar after the tokens `generated`."""
     if isinstance(grammar, GrammarElsewhere):
         return ConstraintElsewhere()
     kind = GuardedConstraint if isinstance(grammar, GuardedGrammar) else Constraint

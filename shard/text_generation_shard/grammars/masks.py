@@ -1,4 +1,4 @@
-"""Which tokens the constrained rows of a step may get, found out while the device computes it."""
+"""The grammar masks of a step's rows, computed while the device computes the step."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,14 +21,14 @@ class ConstrainedRow:
     """A row of a step that must follow a grammar."""
 
     constraint: AnyConstraint
-    # The first of its places among those of the step.
+    # Its first position among the step's sampled positions.
     place: int
-    # What was guessed to be chosen there; `allowed` by the grammar. One more place follows.
+    # The guesses at these positions, which the grammar allows; one more position follows.
     guesses: Sequence[int] = ()
 
 
 class GrammarMasks:
-    """Owns the threads that compute masks; for one step at a time."""
+    """Owns the threads that compute masks, for one step at a time."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -36,11 +36,11 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._executor = LLExecutor()
         octets, bits = torch.arange(256, device=device), torch.arange(8, device=device)
-        # Eight bools in one word.
+        # For each byte of a mask, eight bools packed into one int64.
         self._forbidden = ((octets[:, None] >> bits & 1) == 0).view(torch.int64)[:, 0]
 
     def start(self, rows: Sequence[ConstrainedRow]) -> "StepGrammars | None":
-        """Begin with a step's masks."""
+        """Start to compute a step's masks."""
         if not rows:
             return None
         num_masks = sum(len(row.guesses) + 1 for row in rows)
@@ -50,7 +50,7 @@ class GrammarMasks:
 
     @torch.inference_mode()
     def _fill(self, rows: Sequence[ConstrainedRow], masks: Tensor) -> Tensor:
-        """Bits of the allowed tokens, place by place; all set where there are none."""
+        """Fill the masks of all positions; a row without a mask gets all bits."""
         firsts = list(accumulate((len(row.guesses) + 1 for row in rows), initial=0))
         guarded = _ask_guards(rows, firsts)
         work = [
@@ -81,12 +81,12 @@ class GrammarMasks:
         return masks
 
 
-# The guarded rows of one guard with their first places; the guard works on their masks.
+# Each guard with its rows and their first positions.
 _Asked = list[tuple[Guard, list[tuple[GuardedConstraint, int]]]]
 
 
 def _ask_guards(rows: Sequence[ConstrainedRow], firsts: Sequence[int]) -> _Asked:
-    """Let all guards begin at once."""
+    """Start all guards at the same time."""
     asked: dict[Guard, list[tuple[GuardedConstraint, int]]] = {}
     guesses: dict[Guard, list[tuple[int, list[int]]]] = {}
     for row, first in zip(rows, firsts, strict=False):
@@ -99,7 +99,7 @@ def _ask_guards(rows: Sequence[ConstrainedRow], firsts: Sequence[int]) -> _Asked
 
 
 def _collect(asked: _Asked, masks: Tensor) -> None:
-    """Write what the guards have found into the masks, or why they have not into the rows."""
+    """Wait for the guards; write their masks, or their errors into the rows."""
     octets = masks.view(torch.uint8)
     for guard, items in asked:
         try:
@@ -114,7 +114,7 @@ def _collect(asked: _Asked, masks: Tensor) -> None:
 
 
 def _without(mask: Tensor, tokens: Sequence[int]) -> None:
-    """Clear the bits of `tokens`, unless no other is set."""
+    """Clear the bits of `tokens`, unless no other bit is set."""
     rest = mask.clone()
     for token in tokens:
         rest[token // 32] &= ~torch.tensor(1 << token % 32, dtype=torch.int64).to(torch.int32)
@@ -133,7 +133,7 @@ class StepGrammars:
         device: torch.device,
         forbidden: Tensor,
     ) -> None:
-        """`forbidden`: for each of 256 bytes of a mask, which of 8 tokens are not allowed [256]."""
+        """`forbidden` [256]: for each byte of a mask, which of 8 tokens are forbidden."""
         self._forbidden = forbidden
         self._rows = rows
         self.places: Ints = np.array(
@@ -150,7 +150,7 @@ class StepGrammars:
     def restrict(self, logits: Tensor) -> None:
         """See `sampler.Allowed`."""
         octets = self.masks().view(torch.uint8).to(self._device)
-        # A table of what each byte forbids is ten times as fast as shifting every bit out.
+        # A lookup per byte is faster than shifting out every bit.
         forbidden = self._forbidden.index_select(0, octets.flatten().int())
         is_out = forbidden.view(torch.bool).view(len(octets), -1)[:, : self._vocab_size]
         first = 0
@@ -162,14 +162,14 @@ class StepGrammars:
             first += count
 
     def keep(self, places: Sequence[int]) -> None:
-        """The step goes on with these of its places only, in this order, among which are those of
-        all constrained rows."""
+        """The step keeps only these sampled positions, in this order; they include those of all
+        constrained rows."""
         index = {place: number for number, place in enumerate(places)}
         self._rows = [replace(row, place=index[row.place]) for row in self._rows]
 
     def settle(self, choice: Choice) -> Choice:
-        """Write the chosen tokens [S] into the texts, of each row as many as are as
-        guessed and the one behind them; forced ones replace them."""
+        """Advance each row's grammar by its chosen tokens: those that equal their guesses, and one
+        more. Returns the choice with tokens that grammars replaced."""
         forced: dict[int, int] = {}
         for row in self._rows:
             for place, guess in enumerate((*row.guesses, None), row.place):
@@ -182,15 +182,15 @@ class StepGrammars:
         return choice.force(forced) if forced else choice
 
     def abandon(self, why: str) -> None:
-        """None of the rows can go on: their texts are not what they were before the step."""
+        """Fail all rows: their grammars have advanced, but the step is undone."""
         for row in self._rows:
             row.constraint.failure = row.constraint.failure or why
 
     def failures(self) -> dict[int, str]:
-        """First place → sentence, of the rows that can not go on."""
+        """First position → sentence, for the rows that failed."""
         failed = (row for row in self._rows if row.constraint.failure)
         return {row.place: row.constraint.failure for row in failed}
 
     def driven(self) -> list[int]:
-        """The first places of the rows whose text was brought to its end."""
+        """The first positions of the rows whose grammar has replaced a token."""
         return [row.place for row in self._rows if row.constraint.is_driven]

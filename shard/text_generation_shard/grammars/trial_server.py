@@ -1,8 +1,9 @@
-"""The process that tries grammars, each in a copy of itself that may be killed at any time.
+"""The process that forks children to try grammars; each child may be killed at any time.
 
-Its standard input is a socket to the shard. `f NUMBER` with the end of a connection forks a child
-that answers there; `k NUMBER` kills it. It knows the tokenizer and never imports torch, so that a
-child costs some milliseconds and megabytes. It ends with the shard, and all children with it.
+Its standard input is a socket to the shard. `f NUMBER` with a socket forks a child that answers
+there; `k NUMBER` kills it. The process has loaded the tokenizer and never imports torch, so that a
+child is cheap. A child tries one grammar after another, and holds the rows of the last one. The
+process ends with the shard, and the children end with the process.
 """
 
 import gc
@@ -30,13 +31,13 @@ from text_generation_shard.grammars.constraint import (
 from text_generation_shard.grammars.ending import EndingSearch
 from text_generation_shard.grammars.guard import pack, receive
 
-# What a child may take beyond what it begins with. The shard sets the limit of time; this one is
-# for a shard that is stopped.
+# Most memory that a child may add, and most CPU time. The shard enforces a shorter time; this one
+# holds while the shard is suspended.
 _MEMORY_BYTES, _TRIAL_CPU_S = 256 << 20, 6
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: the shard's process, the tokenizer's file, its size and its end tokens."""
+    """`arguments`: process id of the shard, tokenizer file, vocabulary size, end tokens."""
     parent, path, vocab_size, *eos_ids = arguments
     end_with_parent(int(parent))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -54,11 +55,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _serve(control: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | str) -> None:
-    """Forks and kills as it is told, until the shard has closed the socket."""
+    """Fork and kill on request, until the shard closes the socket."""
     waker, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)[::-1]
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(waker)
-    # Those that were not waited for: their number can be nobody else's.
+    # Not yet reaped: their process ids can not be reused.
     children: dict[str, int] = {}
     while True:
         ready = select.select([control.fileno(), woken], [], [])[0]
@@ -81,20 +82,20 @@ def _serve(control: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | str
             try:
                 process = os.fork()
             except OSError:
-                continue  # whose end is closed sees that nobody answers
+                continue  # the shard sees the closed connection
             if process == 0:
                 _child(connection, tools)
             children[number] = process
 
 
 def _child(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | str) -> None:
-    """Never returns, and does nothing of what a process does at its end."""
+    """Never returns, and skips Python's cleanup at exit."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end_with_parent(os.getppid())
-        # What dies for want of memory says so, with words of the user's grammar.
+        # Hides error output at lack of memory, which can contain the user's grammar.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(nowhere, number)
@@ -108,24 +109,43 @@ def _child(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | 
 
 def _answer_all(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearch] | str) -> None:
     connection.sendall(pack(os.getpid()))
-    text = receive(connection)
-    if isinstance(tools, str):
-        connection.sendall(pack((tools, (), (), 0.0, 0)))
-        return
-    size, resident = _memory()
-    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (_TRIAL_CPU_S, resource.RLIM_INFINITY))
-    began = time.process_time()
-    grammar = compile_text(*tools, text)
-    used, grown = time.process_time() - began, _memory()[1] - resident
-    resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY,) * 2)
-    connection.sendall(pack((grammar.error, grammar.ending, grammar.eos_ids, used, grown)))
+    grammar = Grammar()
     rows: dict[int, Constraint] = {}
     while True:
         forgotten, what, *values = receive(connection)
+        if what == "try":
+            # Free the previous grammar before this one is measured.
+            grammar = Grammar()
+            rows.clear()
+            grammar, used, grown = _tried(tools, values[0])
+            answer = grammar.error, grammar.ending, grammar.eos_ids, used, grown
+            connection.sendall(pack(answer))
+            continue
         for row in forgotten:
             rows.pop(row, None)
         connection.sendall(pack(_answer(grammar, rows, what, values)))
+
+
+def _tried(tools: tuple[LLTokenizer, EndingSearch] | str, text: str) -> tuple[Grammar, float, int]:
+    """Compile a grammar within limits; also returns its CPU seconds and bytes."""
+    if isinstance(tools, str):
+        return Grammar(tools), 0.0, 0
+    size, resident = _memory()
+    began = time.process_time()
+    _limit(resource.RLIMIT_AS, size + _MEMORY_BYTES)
+    _limit(resource.RLIMIT_CPU, int(began) + _TRIAL_CPU_S)
+    grammar = compile_text(*tools, text)
+    used, grown = time.process_time() - began, _memory()[1] - resident
+    _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+    return grammar, used, max(0, grown)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a resource limit, at most the hard limit."""
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = hard if most == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, hard))
 
 
 def _answer(grammar: Grammar, rows: dict[int, Constraint], what: str, values: list[Any]) -> Any:
@@ -134,7 +154,7 @@ def _answer(grammar: Grammar, rows: dict[int, Constraint], what: str, values: li
     row, *others = values
     if what == "open":
         generated, max_new_tokens = others
-        # The end tokens before `min_new_tokens` are the shard's business.
+        # The shard itself handles `min_new_tokens`.
         rows[row] = Constraint(grammar, generated, max_new_tokens, 0)
         return rows[row].failure
     if what == "allowed":
@@ -145,14 +165,14 @@ def _answer(grammar: Grammar, rows: dict[int, Constraint], what: str, values: li
 
 
 def _masks(constraint: Constraint, guesses: Sequence[int]) -> tuple[str, list[bytes]]:
-    """A failure, or the masks at the place and behind each guess that is allowed."""
+    """A failure, or the masks at the position and after each allowed guess."""
     masks = [] if constraint.failure else constraint.masks(guesses)
     return constraint.failure, masks
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes of the address space, and of it those in memory that no file holds: how much of the
-    libraries is in memory says nothing about a grammar."""
+    """Bytes of the address space, and resident bytes without mapped files: loaded libraries must
+    not count as the grammar's."""
     size, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text("ascii").split())
     return size * resource.getpagesize(), (resident - of_files) * resource.getpagesize()
 

@@ -1,1 +1,1 @@
-"""The parts models are made of."""
+"""The layers of models."""

@@ -1,6 +1,6 @@
-"""Token ids to vectors and back. Tied, one matrix serves both.
+"""Token ids to vectors, and hidden states to scores; with tied weights, by one matrix.
 
-Ranks share the vocabulary: each has the vectors, and makes the scores, of its part.
+Each rank has a part of the vocabulary: its vectors and its scores.
 """
 
 import torch
@@ -24,9 +24,9 @@ class Embedding:
         hidden_size: int,
     ) -> None:
         self.table: EmbeddingTable
-        """This rank's part, once it is loaded."""
+        """This rank's part; set when it is loaded."""
         self.vocabulary, self.inputs = vocabulary, whole(hidden_size)
-        """Tokens of which this rank has the vectors, and the numbers of each."""
+        """This rank's tokens, and the features of each vector."""
         self._world = world
         self._device, self._quantize = parameters.device, parameters.quantize
         parameters.add_matrix({f"{name}.weight": [vocabulary]}, self.inputs, self._receive)
@@ -58,10 +58,10 @@ class LMHead:
         tie_word_embeddings: bool,
     ) -> None:
         self.matrix: Matrix
-        """This rank's part, once it is loaded."""
+        """This rank's part; set when it is loaded."""
         self._world, self._embedding, self._parameters = world, embedding, parameters
         if tie_word_embeddings:
-            # Some checkpoints store the tied head once more; it is the same matrix.
+            # Some checkpoints also store the tied head, as a copy.
             parameters.ignore(f"{name}.weight")
             parameters.after_load(self._tie)
         else:
@@ -73,7 +73,7 @@ class LMHead:
         self._parameters.nbytes += nbytes
 
     def _receive(self, weight: Tensor) -> Matrix:
-        # In int4 its error would go straight into the scores.
+        # int8 at least: the error of int4 would go directly into the scores.
         quantize = "int8" if self._parameters.quantize is not None else None
         self.matrix = self._parameters.device.matrix(weight, quantize)
         return self.matrix

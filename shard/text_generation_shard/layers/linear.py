@@ -7,16 +7,16 @@ from text_generation_shard.checkpoint.weights import Parameters, Sections
 from text_generation_shard.device.base import ALL, Activation, Form, Matrix
 from text_generation_shard.parallel import World
 
-# Forms with a scale for each row: that of a part goes by the whole row.
+# Forms with a scale per row; a part of a row uses the scale of the whole row.
 _SCALED_BY_ROW = frozenset({"int8", "fp8"})
 
 
 class Linear:
     """y = x Wᵀ + b, where W stacks the outputs of several named projections.
 
-    One product over stacked weights (q, k and v; gate and up) reads the input once and makes
-    fewer, larger calls. Each rank has its part of the outputs, or of the inputs: then the sum over
-    all ranks is taken, and all have the whole bias, which is added behind it.
+    One product over stacked weights (q, k and v; gate and up) reads the input once. Each rank has a
+    part of the outputs or of the inputs. With a part of the inputs, the results of all ranks are
+    summed, and then the whole bias is added.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class Linear:
         part: int | None = None,
         gate: Activation | None = None,
     ) -> None:
-        """outputs: by name in the checkpoint. part: each rank has some of the inputs, and so many
-        are a fixed part, see Partition; None: all ranks have all inputs. With a `gate` the first
-        half of the outputs goes through it and is multiplied with the second."""
+        """outputs: by name in the checkpoint. part: each rank has a part of the inputs, in fixed
+        parts of this size, see Partition; None: each rank has all inputs. `gate`: applied to the
+        first half of the outputs, which is multiplied with the second half."""
         self.matrix: Matrix
-        """Once it is loaded."""
+        """Set when it is loaded."""
         self._world, self._device, self._gate = world, parameters.device, gate
         self._is_summed, self._part = part is not None and world.size > 1, part
         self.bias: Tensor | None = None
@@ -42,7 +42,7 @@ class Linear:
             self.bias = parameters.add_bias(named)
         form = Form(parameters.quantize, "")
         if world.size > 1:
-            # A part is held as the whole matrix would be.
+            # A part has the form of the whole matrix.
             rows = sum(share.total for shares in outputs.values() for share in shares)
             form = self._device.quantized_form((rows, inputs.total), parameters.quantize)
         self._quantize, self._columns = form.kind, ALL

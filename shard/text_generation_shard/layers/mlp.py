@@ -22,8 +22,8 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class GatedMLP:
-    """down(act(gate(x)) · up(x)), gate and up in one product. Each rank has its
-    part of the features between."""
+    """down(act(gate(x)) · up(x)), gate and up in one product. Each rank has a part of the inner
+    features."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class GatedMLP:
         part: int,
         prefix: str,
     ) -> None:
-        """part: features that make a fixed part, see Partition."""
+        """part: size of a fixed part, see Partition."""
         if config.hidden_act not in _ACTIVATIONS:
             raise ModelError(
                 f"the activation {config.hidden_act} is not supported; supported are "

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang & Sennrich 2019)."""
+"""Root-mean-square normalization (Zhang & Sennrich 2019)."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ class RMSNorm:
         self._device, self._eps = parameters.device, eps
         self._size = size
         self.weight = parameters.add(f"{name}.weight", (size,))
-        """[size], in float32 once it is loaded."""
+        """[size], float32 after loading."""
         parameters.after_load(self._widen)
 
     def _widen(self) -> None:
@@ -24,5 +24,5 @@ class RMSNorm:
         return self._device.add_norm(rows, None, 1.0, self.weight, self._eps).view(hidden.shape)
 
     def add(self, hidden: Tensor, delta: Tensor | None, multiplier: float = 1.0) -> Tensor:
-        """hidden [T, size] += delta * multiplier, in place; returns the norm of that."""
+        """hidden [T, size] += delta * multiplier, in place; returns the norm of the result."""
         return self._device.add_norm(hidden, delta, multiplier, self.weight, self._eps)

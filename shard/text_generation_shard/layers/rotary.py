@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) and the ways it was stretched to longer contexts."""
+"""Rotary position embedding (Su et al. 2021) and its extensions to longer contexts."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from text_generation_shard.device.forward import Angles, ForwardBatch
 
 
 class RotaryEmbedding:
-    """Angles for positions. Frequencies are fixed, or follow a row's length (dynamic, longrope).
+    """Angles of positions. Frequencies are fixed, or depend on a row's length (dynamic, longrope).
 
-    `length_rule` says which length those kinds go by, so that a token's rotation depends on its
-    own request alone, never on what else is in the batch:
-    `prompt`: the prompt's length for prompt tokens, position + 1 afterwards (dynamic);
-    `total`: the row's length, and when it passes the original context the row is computed anew
-    (longrope); None: no length matters.
+    `length_rule` defines that length, so that a token's rotation depends on its own request alone,
+    regardless of batch composition:
+    `prompt`: the prompt's length for prompt tokens, position + 1 for others (dynamic);
+    `total`: the row's length; a row that outgrows the original context is recomputed (longrope);
+    None: frequencies are fixed.
     """
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
@@ -38,16 +38,16 @@ class RotaryEmbedding:
 
     @property
     def recompute_at(self) -> int | None:
-        """A row that grows beyond so many tokens must be computed anew; None: never."""
+        """A row that grows beyond this many tokens must be recomputed; None: never."""
         return self._config.original_max_position if self._config.kind == "longrope" else None
 
     @property
     def prompt_scaled_at(self) -> int | None:
-        """A prompt of more tokens is rotated by how many it has; None: none ever is."""
+        """The rotation of a longer prompt depends on its length; None: never."""
         return self._config.max_position if self.length_rule == "prompt" else None
 
     def angles(self, batch: ForwardBatch) -> Angles:
-        """What the tokens of a pass are rotated by."""
+        """The angles of the tokens of a pass."""
         lens = batch.rope_lens
         if lens is None:
             return Angles(self.table(max(batch.host_context_lens)), batch.positions)
@@ -60,8 +60,8 @@ class RotaryEmbedding:
         return Angles(self._rotated(batch.positions, frequencies), index)
 
     def table(self, end: int) -> Tensor:
-        """The angles of positions from 0 to `end` at least, where lengths do not matter: see
-        `Angles`. It grows by doubling, and takes 8 bytes for each position and pair of features."""
+        """The angles of positions [0, end) or more, with fixed frequencies: see `Angles`. It grows
+        by doubling, and takes 8 bytes per position and pair of features."""
         if self._num_known < end:
             count = max(1024, 1 << (end - 1).bit_length())
             positions = torch.arange(count, device=self._frequencies.device)
@@ -75,7 +75,7 @@ class RotaryEmbedding:
         return torch.stack((angles.cos() * self._scale, angles.sin() * self._scale), dim=1)
 
     def _dynamic(self, rope_lens: Tensor) -> Tensor:
-        """NTK-aware scaling that grows with the length: [T, rotary_dim / 2]."""
+        """Frequencies of NTK-aware scaling that grows with the length: [T, rotary_dim / 2]."""
         factor = float(self._config.parameters["factor"])
         dim, limit = self._config.rotary_dim, self._config.max_position
         ratio = factor * rope_lens.clamp(min=limit).double() / limit - (factor - 1)
@@ -92,7 +92,7 @@ def _linear(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:
 
 
 def _llama3(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:
-    """Llama 3.1: stretch long wavelengths, keep short ones, blend between."""
+    """Llama 3.1: scale long wavelengths, keep short ones, blend between."""
     factor = float(config.parameters["factor"])
     low = float(config.parameters["low_freq_factor"])
     high = float(config.parameters["high_freq_factor"])
@@ -135,7 +135,8 @@ def _yarn_scale(given: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(config: RopeConfig, base: Tensor) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): one factor per dimension, a set for short and one for long."""
+    """LongRoPE (Ding et al. 2024): a factor per dimension, one set for short and one for long
+    rows."""
     given = config.parameters
     frequencies = 1.0 / (_factors(config, "short_factor", base.device) * base)
     if given.get("attention_factor") is not None:

@@ -1,4 +1,4 @@
-"""Llama and everything of its shape; what differs comes from `ModelConfig`."""
+"""Llama and all families of its shape; their differences come from `ModelConfig`."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from text_generation_shard.parallel import World
 
 
 class Block:
-    """Attention and feed-forward, each behind a norm and beside a residual."""
+    """Attention and feed-forward, each with a norm before it and a residual."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class Block:
         self._multiplier = config.residual_multiplier
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, plan: AttentionPlan) -> Tensor:
-        """hidden [T, hidden_size] takes in what the block before left, and this one's attention, in
-        place; returns what its feed-forward adds, for the next block to take in."""
+        """Add the previous block's delta and this block's attention to hidden [T, hidden_size], in
+        place; returns the feed-forward's output as the next delta."""
         normed = self._attention_norm.add(hidden, delta, self._multiplier)
         attended = self._attention(normed, plan)
         normed = self._mlp_norm.add(hidden, attended, self._multiplier)
         return self._mlp(normed)
 
     def weights(self) -> base.LayerWeights:
-        """For devices that compute all layers as one."""
+        """For devices that compute all layers as one program."""
         attention, mlp = self._attention, self._mlp
         query_norm, key_norm = (
             None if norm is None else norm.weight
@@ -80,7 +80,7 @@ class LlamaModel:
             lambda shape, asked: device.quantized_form(shape, asked).kind,
             fills_up=device.sums_in_parts,
         )
-        """What this rank has."""
+        """This rank's part of the model."""
         self.attention = device.attention(
             *(own.heads.count, own.kv_heads.count, config.head_dim), config.attention_scale
         )
@@ -100,7 +100,7 @@ class LlamaModel:
 
     @property
     def num_kv_heads(self) -> int:
-        """Whose keys and values this rank's cache holds."""
+        """KV heads in this rank's cache."""
         return self.partition.kv_heads.count
 
     @property
@@ -124,7 +124,7 @@ class LlamaModel:
         for block in self._blocks:
             delta = block(hidden, delta, plan)
         if delta is not None:
-            # Rounded as between two blocks; the norm is not asked for.
+            # The same rounding as between two blocks; the returned norm is unused.
             self._norm.add(hidden, delta, config.residual_multiplier)
         return hidden
 

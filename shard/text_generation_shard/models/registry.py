@@ -1,4 +1,4 @@
-"""Which class computes which architecture, and how a model is loaded."""
+"""The class of each architecture, and how a model is loaded."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,11 +25,11 @@ MODELS: Mapping[str, Callable[[Parameters, World, ModelConfig], LlamaModel]] = d
 def load_model(
     directory: Path, config: ModelConfig, device: Device, world: World, quantize: str | None
 ) -> tuple[LlamaModel, int]:
-    """The model and the bytes of its weights; ModelError says in one sentence why there is none."""
+    """The model and the bytes of its weights; ModelError if it can not be loaded."""
     if not config.tie_word_embeddings and is_headless(directory):
         logger.warning(
-            "the checkpoint has no lm_head.weight: it is for embeddings, and text that is "
-            "generated with it means nothing"
+            "the checkpoint has no lm_head.weight: it is an embedding model, and text that it "
+            "generates is meaningless"
         )
         config = replace(config, tie_word_embeddings=True)
     parameters = Parameters(device, quantize)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen; see NextTokenChooserParameters. Defaults do nothing."""
+    """See NextTokenChooserParameters. The defaults switch every parameter off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -22,18 +22,18 @@ class SamplingParams:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether tokens are drawn, or the best one is taken."""
+        """Whether tokens are drawn; otherwise the best one is taken."""
         return self.do_sample or self.temperature != 1.0 or self.is_filtering
 
     @property
     def is_filtering(self) -> bool:
-        """Whether some tokens can not be drawn."""
+        """Whether some tokens are excluded from drawing."""
         shares = self.top_p, self.typical_p
         return self.top_k != 0 or min(shares) < 1.0 or self.min_p > 0.0
 
     @property
     def is_penalising(self) -> bool:
-        """Whether tokens that occurred are treated differently."""
+        """Whether tokens that occurred before are penalised."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0

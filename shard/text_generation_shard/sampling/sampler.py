@@ -1,12 +1,11 @@
 """From scores to tokens, for all choices of a step at once.
 
-The order is TGI's (fact sheet model-server.md §7): what a grammar does not allow (`grammar`), then
-watermark, repetition penalty, frequency and presence penalty, logit bias, forbidden end tokens,
-temperature, min_p (vLLM's), top_k, top_p, typical_p, choice. Frequency and presence penalties are
-OpenAI's: they look at the output only. Reported log-probabilities are the log-softmax of the scores
-after all of that, so with a grammar they are those among the tokens it allows.
+The order is TGI's: grammar mask, watermark, repetition penalty, frequency and presence penalty,
+logit bias, early end tokens, temperature, min_p (vLLM's), top_k, top_p, typical_p, choice.
+Frequency and presence penalties are OpenAI's: they consider the output only. Log-probabilities are
+the log-softmax of the scores after all of that; with a grammar, among the tokens it allows.
 
-A draw is a function of (seed, position) and the row's own scores, never of the batch.
+A draw is a function of (seed, position) and the row's own scores, regardless of batch composition.
 """
 
 import math
@@ -26,25 +25,25 @@ _WATERMARK_PRIME = 15485863
 
 
 Scores = Tensor | Floats
-"""[S, vocab] in float32: on a device, or in an array of the host."""
+"""[S, vocab] float32: on a device, or an array on the host."""
 
 
 class TokenHistory(NamedTuple):
-    """What came before each of the S choices of a step; on the host."""
+    """The tokens before each of the S choices of a step, on the host."""
 
-    # [*, width] token ids of rows, anything beyond what is known.
+    # [*, width] token ids of rows; undefined beyond the known tokens.
     token_ids: Tokens
     # [S] the row of each choice in token_ids.
     rows: Ints
-    # [S] tokens known. The token to choose sits at `lens`.
+    # [S] the number of known tokens, and the position of the token to choose.
     lens: Ints
-    # Of each row of token_ids, how many are the prompt, and how many must be chosen at least.
+    # [*] the prompt's tokens, and the least number of new tokens, of each row.
     prompt_lens: Ints
     min_new_tokens: Ints
 
     @property
     def is_early(self) -> Flags:
-        """[S] Whether end tokens can not be chosen yet."""
+        """[S] Whether end tokens are still forbidden."""
         return self.lens - self.prompt_lens[self.rows] < self.min_new_tokens[self.rows]
 
     def previous(self, place: int) -> int:
@@ -53,45 +52,44 @@ class TokenHistory(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The chosen tokens [S] and their log-probabilities [S], on the host, and the scores behind
-    them.
+    """The chosen tokens [S] and their log-probabilities [S], on the host, and their scores.
 
-    The log-probability is NaN, and the token any one, where nothing can be chosen: a score that is
-    NaN or infinite makes the sum of all NaN, and so do scores of which none is above -inf.
+    Where nothing can be chosen, the log-probability is NaN and the token is arbitrary: if a score
+    is NaN or +inf, or all are -inf.
     """
 
     token_ids: Ints
     logprobs: Floats
     scores: Scores
-    # Rows whose token was put there by their grammar, whatever the scores say.
+    # Rows whose token was set by their grammar.
     forced: frozenset[int] = frozenset()
 
     def unsound(self) -> frozenset[int]:
         """The rows where nothing can be chosen."""
-        # For as few as a step has, a list is summed faster than an array.
+        # With the few rows of a step, summing a list is faster than an array.
         if not math.isnan(sum(self.logprobs.tolist())):
             return frozenset()
         return frozenset(np.flatnonzero(np.isnan(self.logprobs)).tolist())
 
     def force(self, token_ids: Mapping[int, int]) -> "Choice":
-        """With these tokens, by row, as the only choice their rows had. The scores stay: what they
-        lie in may be the next step's by now."""
+        """Set these tokens, by row, with probability 1. The scores are not written: the next step
+        may already use their memory."""
         rows = list(token_ids)
         self.token_ids[rows], self.logprobs[rows] = list(token_ids.values()), 0.0
         return self._replace(forced=frozenset(rows))
 
 
 class Allowed(Protocol):
-    """What grammars allow at some of the choices of a step."""
+    """The grammar masks of a step."""
 
-    # [C] which of the S choices.
+    # [C] the constrained choices among the S.
     places: Ints
 
     def masks(self) -> Tensor:
-        """[C, words] int32 on the host: of token t bit t % 32 of word t // 32. Waits for it."""
+        """Wait for the masks [C, words] int32, on the host. Bit t % 32 of word t // 32: token t."""
 
     def restrict(self, logits: Tensor) -> None:
-        """-inf for what is not allowed; logits [S, vocab] are overwritten."""
+        """Write -inf into logits [S, vocab] for forbidden tokens."""
 
 
 def sample(
@@ -102,11 +100,10 @@ def sample(
     watermark: Watermark,
     allowed: Allowed | None = None,
 ) -> Choice:
-    """Choose a token for each of the rows of history from logits [S, vocab] float32, which this may
-    overwrite. The tokens `end_ids` and a row's stop tokens can not be chosen where that is too
-    early.
+    """Choose a token for each row of history from logits [S, vocab] float32, which are overwritten.
+    `end_ids` and a row's stop tokens are forbidden where `history.is_early`.
 
-    With torch's operators: what the samplers of devices are tested against.
+    The reference in torch operators, against which the samplers of devices are tested.
     """
     logits = torch.as_tensor(logits)
     if allowed is not None:
@@ -132,7 +129,7 @@ def sample(
     token_ids = best = logits.argmax(dim=-1)
     if len(columns.sampling_rows):
         scores = logits[columns.sampling_rows]
-        # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
+        # Relative to the best score, so that the smallest temperatures overflow to -inf, not NaN.
         scores = (scores - scores.amax(dim=-1, keepdim=True)) / columns.drawn[:, :1]
         if columns.is_filtering:
             scores = keep_likely(scores, columns)
@@ -146,7 +143,7 @@ def sample(
 
 Chosen = TypeVar("Chosen")
 Sampler = Callable[[Scores, SamplingTable, TokenHistory, Ints, Watermark, Allowed | None], Chosen]
-"""`sample`, or what begins with it."""
+"""`sample`, or a device's version of it."""
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -163,11 +160,11 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Where `numbers` [R] fall in the cumulative distribution of each row of scores [R, vocab]."""
+    """The tokens at `numbers` [R] of the cumulative distributions of scores [R, vocab]."""
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = numbers.to(scores.device)[:, None] * total
-    # Below the total even after rounding, so that a token of probability 0 is never hit.
+    # Below the total even after rounding, so that a token of probability 0 is never drawn.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return drawn.clamp_(max=scores.shape[1] - 1)
@@ -197,7 +194,7 @@ def _penalise(logits: Tensor, columns: SamplingColumns, history: TokenHistory) -
 def favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
     """Kirchenbauer et al. 2023: the previous token seeds which part of the vocabulary is green.
 
-    As in TGI, by torch's generator of the device: a GPU's lists differ from those of a CPU.
+    As in TGI, it uses torch's generator of the device: a GPU's lists differ from a CPU's.
     """
     vocab, device = scores.shape[0], scores.device
     generator = torch.Generator(device).manual_seed(_WATERMARK_PRIME * previous)
@@ -208,8 +205,8 @@ def favour_green(scores: Tensor, watermark: Watermark, previous: int) -> None:
 def top_tokens(choice: Choice, row: int, count: int) -> tuple[list[int], list[float]]:
     """The `count` best tokens of a row and all ties with the last of them, best first.
 
-    Tokens that could not be chosen do not count: there may be fewer. Found on the host where the
-    device has no memory left for it: the step is done, and can not be computed again.
+    There may be fewer, as forbidden tokens are left out. Falls back to the host if the device is
+    out of memory, as the step can not be computed again.
     """
     if row in choice.forced:
         return [int(choice.token_ids[row])], [0.0]

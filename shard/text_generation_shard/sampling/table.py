@@ -1,4 +1,4 @@
-"""The sampling parameters of all rows, and the columns that a step needs of them."""
+"""The sampling parameters of all rows, and the columns of a step."""
 
 import math
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 from text_generation_shard.arrays import Flags, Floats, Ints, Upload
 from text_generation_shard.sampling.params import SamplingParams
 
-# Below it float32 arithmetic may take a temperature for 0.
+# A smaller temperature could become 0 in float32.
 _MIN_TEMPERATURE = 1e-30
-# Likewise a penalty, whose reciprocal must be finite, too.
+# The same for a penalty, whose reciprocal must be finite, too.
 _LEAST_PENALTY, _MOST_PENALTY = 1e-30, 1e30
 # float32 holds integers up to here exactly; no vocabulary is larger.
 _LARGEST_TOP_K = 1 << 24
@@ -20,7 +20,7 @@ _LARGEST_TOP_K = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """Share of the vocabulary that is green, and what green tokens get."""
+    """The green share of the vocabulary (gamma), and the bias of green tokens (delta)."""
 
     gamma: float
     delta: float
@@ -28,26 +28,26 @@ class Watermark:
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """The parameters of the S choices of a step, on a device; only who needs something has it."""
+    """The parameters of the choices of a step, on a device."""
 
-    # [n] choices that are drawn, their temperature, top_k, top_p, typical_p and the logarithm of
-    # min_p [n, 5] in float32, and their seeds [n]: the int64 of the bits.
+    # [n] the choices that are drawn.
     sampling_rows: Tensor
+    # [n, 5] float32: temperature, top_k, top_p, typical_p and the logarithm of min_p.
     drawn: Tensor
+    # [n] uint64 seeds as int64 of the same bits.
     seeds: Tensor
-    # Whether some of them can not draw everything, and by which parameters.
+    # Whether a drawn choice filters tokens, and whether one uses typical_p.
     is_filtering: bool
     is_typical: bool
-    # [m] choices that are penalised, on the host, and their repetition, frequency and presence
-    # penalties [m, 3] in float32.
+    # [m] the penalised choices, on the host; [m, 3] float32: their repetition, frequency and
+    # presence penalties.
     penalised_rows: Ints
     penalties: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Biases:
-    """What is added to the scores of a step: [b] which choice, which token, how much. On the
-    host."""
+    """Additions to the scores of a step, [b] each, on the host."""
 
     choices: Ints
     token_ids: Ints
@@ -55,7 +55,7 @@ class Biases:
 
 
 class SamplingTable:
-    """Owns the parameters of every row, on the host."""
+    """Owns the sampling parameters of every row, on the host."""
 
     def __init__(self, capacity: int) -> None:
         # temperature, top_k, top_p, typical_p, log of min_p; repetition, frequency and presence
@@ -66,15 +66,14 @@ class SamplingTable:
         self.flags: Flags = np.zeros((capacity, 4), dtype=np.bool_)
         self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
         self._watermarked: set[int] = set()
-        # Of the rows that have any: tokens that end their texts beside the model's end tokens.
+        # By row, if it has any: tokens that end its text beside the model's end tokens.
         self.stop_token_ids: dict[int, frozenset[int]] = {}
-        # What was gathered last, and of which rows: most steps have those of the step before.
+        # The last columns and their rows: most steps have the rows of the previous step.
         self._last: tuple[Ints, SamplingColumns] | None = None
         self._last_biases: tuple[Ints, bytes, Biases] | None = None
 
     def set(self, row: int, params: SamplingParams, stop_token_ids: Sequence[int] = ()) -> None:
-        """The parameters of a row that is taken now, and the tokens that end its text beside the
-        model's end tokens."""
+        """Set the parameters and stop tokens of a row."""
         self._last = self._last_biases = None
         self.values[row] = (
             max(params.temperature, _MIN_TEMPERATURE),
@@ -107,7 +106,7 @@ class SamplingTable:
     def columns(self, rows: Ints, upload: Upload) -> SamplingColumns:
         """The columns of a step whose choices [S] belong to `rows`; a row may have several.
 
-        An array given here must not be changed afterwards.
+        `rows` must not be modified afterwards: results are cached by its identity.
         """
         if self._last is None or self._last[0] is not rows:
             self._last = (rows, self._gather(rows, upload))
@@ -131,18 +130,18 @@ class SamplingTable:
         )
 
     def depends_on_tokens(self, rows: Ints) -> bool:
-        """Whether tokens of any of these rows are chosen by those before them."""
+        """Whether the choice of one of these rows depends on its earlier tokens."""
         return bool(self.flags[rows, 3].any()) or bool(self.watermarked(rows))
 
     def watermarked(self, rows: Ints) -> Sequence[int]:
-        """Which of a step's choices are watermarked."""
+        """The watermarked choices of a step."""
         if not self._watermarked:
             return ()
         return [place for place, row in enumerate(rows.tolist()) if row in self._watermarked]
 
     def biases(self, rows: Ints, is_early: Flags) -> Biases:
-        """What is added to the scores of a step's choices; see `columns`. Stop tokens get -inf
-        where it is too early for them: `is_early` [S]."""
+        """The biases of a step's choices; see `columns`. Stop tokens get -inf where `is_early`
+        [S]."""
         if not self._biases and not self.stop_token_ids:
             return _NO_BIASES
         early = is_early.tobytes() if self.stop_token_ids else b""

@@ -1,4 +1,4 @@
-"""Which tokens can be drawn: min_p, top_k, top_p and typical_p, one after another."""
+"""Restricts which tokens can be drawn: min_p, top_k, top_p and typical_p, in this order."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from text_generation_shard.sampling.table import SamplingColumns
 
 
 def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
-    """-inf in place of the scores [n, vocab] of what can not be drawn. The best score is 0.
+    """Scores [n, vocab] with -inf for tokens that can not be drawn. The best score must be 0.
 
-    By sorting: the definition of what `kernels.choice` does without.
+    The reference, which sorts; `kernels.choice` computes the same without sorting.
     """
     nothing = float("-inf")
     vocab = scores.shape[1]
@@ -21,7 +21,7 @@ def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
     ranked = ranked.masked_fill(ranked < ranked.gather(1, k - 1), nothing)
     probabilities = torch.softmax(ranked, dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    # The smallest set that reaches top_p: everything that starts below it, the best always.
+    # The smallest set that reaches top_p; it always contains the best token.
     is_out = before >= torch.where(top_p < 1.0, top_p, 2.0)
     is_out[:, 0] = False
     ranked = ranked.masked_fill(is_out, nothing)
@@ -30,7 +30,8 @@ def keep_likely(scores: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): keep what surprises as much as expected."""
+    """Locally typical sampling (Meister et al. 2022): keep tokens whose surprisal is closest to the
+    entropy."""
     logprobs = torch.log_softmax(scores, dim=-1)
     probabilities = logprobs.exp()
     entropy = -(probabilities * logprobs).nansum(dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
 """The answers of OpenAI's routes, for the documentation."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -83,6 +83,10 @@ PromptLogprobs = Annotated[
 PromptIds = Annotated[
     list[int] | None,
     Field(description="The prompt. Left out unless asked for; of a stream in the first chunk."),
+]
+Tier = Annotated[
+    Literal["default", "priority", "flex"] | None,
+    Field(description="The tier in which it is served. Left out unless one was asked for."),
 ]
 TokenIds = Annotated[
     list[int] | None, Field(description="What was generated. Left out unless asked for.")
@@ -193,6 +197,7 @@ class ChatChoice(BaseModel):
 class ChatCompletion(_Answer):
     """Answer of /v1/chat/completions."""
 
+    service_tier: Tier = None
     choices: list[ChatChoice] = Field(description="The messages.")
     usage: Usage = Field(description="How many tokens they took.")
     prompt_token_ids: PromptIds = None
@@ -240,6 +245,7 @@ class ChatChunkChoice(BaseModel):
 class ChatCompletionChunk(_Answer):
     """Event of /v1/chat/completions."""
 
+    service_tier: Tier = None
     choices: list[ChatChunkChoice] = Field(description="The new parts of messages.")
     usage: Usage | None = Field(
         default=None, description="Only if asked for: at the end, or so far."

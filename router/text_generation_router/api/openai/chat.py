@@ -8,26 +8,25 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import (
-    ServicesDependency,
-    open_stream,
-    unless_disconnected,
-)
+from text_generation_router.api.dependencies import ServicesDependency
+from text_generation_router.api.hints import warning
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
 from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
 from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.errors import ERRORS
-from text_generation_router.api.openai.hints import warning
-from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.vllm_answers import PromptEntries, prompt_logprobs
 from text_generation_router.api.sse import event
+from text_generation_router.api.streaming import open_stream, unless_disconnected
+from text_generation_router.api.tiers import tier_of
 from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.services import Services
 
-router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
 
 
 @router.post(
@@ -50,8 +49,8 @@ async def chat_completions(
             "x-compute-characters": str(_characters(conversation)),
             **warning(body),
         }
-        chunks = stream.with_error_event(_stream(body, conversation, services), request.url.path)
-        return await open_stream(request, chunks, headers)
+        chunks = _stream(body, conversation, services)
+        return await open_stream(request, chunks, headers, stream.failed_event(request.url.path))
     answer = await unless_disconnected(request, _answer(body, conversation, services))
     return Response(status_code=499) if answer is None else answer
 
@@ -61,6 +60,8 @@ async def _answer(body: ChatRequest, conversation: Conversation, services: Servi
     entries = PromptEntries(conversation.parameters, 1, "prompt_logprobs")
     async with services.chat.start(conversation) as generations:
         entries.add(generations[0].prompt_tokens)
+        for generation in generations:
+            generation.hide()
         steps: list[list[ChatStep]] = [[] for _ in generations]
         async with aclosing(stream.merged(generations)) as parts:
             async for index, new in parts:
@@ -81,7 +82,7 @@ def _whole(
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
     cached_tokens = generations[0].cached_tokens
-    answer = stream.envelope("chatcmpl", "chat.completion", services, body.request_id) | {
+    answer = _head("chat.completion", body, services) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
@@ -108,8 +109,8 @@ def _whole(
 async def _stream(
     body: ChatRequest, conversation: Conversation, services: Services
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks, those ready together in one piece; all choices go on side by side."""
-    head = stream.envelope("chatcmpl", "chat.completion.chunk", services, body.request_id)
+    """The chunks, those ready together in one piece; all choices run at the same time."""
+    head = _head("chat.completion.chunk", body, services)
     if body.includes_usage and not body.tells_usage:
         head["usage"] = None
     chunk_writer = stream.ChunkWriter(head)
@@ -133,6 +134,14 @@ async def _stream(
             )
             last = event(head | {"choices": [], "usage": totals})
     yield last + stream.DONE
+
+
+def _head(kind: str, body: ChatRequest, services: Services) -> stream.Json:
+    """The first fields of an answer and of every chunk; the tier only if requested."""
+    head = stream.envelope("chatcmpl", kind, services, body.request_id)
+    return (
+        head if body.service_tier is None else head | {"service_tier": tier_of(body.service_tier)}
+    )
 
 
 def _reasoning_tokens(generations: Sequence[ChatGeneration]) -> int:

@@ -4,15 +4,9 @@ import secrets
 import string
 from collections.abc import Iterable, Iterator, Sequence
 
+from text_generation_router.api.logprobs import ScoredToken, TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.logprobs import (
-    ScoredToken,
-    TokenTrail,
-    chat_logprobs,
-    tokens_of,
-)
 from text_generation_router.api.openai.stream import Chunk, Json, usage
-from text_generation_router.api.openai.vllm_answers import stop_reason
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -64,7 +58,7 @@ def choice(
         "finish_reason": _finish_reason(ending, bool(message.tool_calls)),
     }
     if body.tells_stop_reason:
-        made["stop_reason"] = stop_reason(ending.generated)
+        made["stop_reason"] = ending.generated.stop_reason
     if body.return_token_ids:
         made["token_ids"] = [output.token.id for output in message.outputs]
     return made
@@ -88,7 +82,7 @@ class ChoiceStream:
         self._trail = TokenTrail(body.shows_special_tokens)
         self._has_role = False
         self._num_tokens = 0
-        # Of the tokens that no chunk has told yet, where they are wanted.
+        # Ids of the tokens since the last chunk.
         self._new_ids: list[int] = []
 
     def chunks(self, steps: Sequence[ChatStep]) -> list[Chunk]:
@@ -106,13 +100,13 @@ class ChoiceStream:
                 self._new_ids += [output.token.id for output in step.outputs]
             for event, scored in self._events(step):
                 if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
-                    chunks.append(self._told(self._choice(_delta(event), scored)))
+                    chunks.append(self._chunk(self._choice(_delta(event), scored)))
         if (ending := self._generation.ending) is not None:
             reason = _finish_reason(ending, self._generation.has_tool_calls)
             last = self._choice({}, finish_reason=reason)
             if body.tells_stop_reason:
-                last["stop_reason"] = stop_reason(ending.generated)
-            chunks.append(self._told(last))
+                last["stop_reason"] = ending.generated.stop_reason
+            chunks.append(self._chunk(last))
         return chunks
 
     def _events(self, step: ChatStep) -> Iterable[tuple[ChatEvent, Sequence[ScoredToken]]]:
@@ -127,8 +121,8 @@ class ChoiceStream:
             more["prompt_token_ids"] = self._generation.prompt_ids
         return Chunk(self._choice(delta), more | self._usage())
 
-    def _told(self, choice: Json) -> Chunk:
-        """A chunk with the ids of all tokens since the one before."""
+    def _chunk(self, choice: Json) -> Chunk:
+        """A chunk with the ids of all tokens since the previous chunk."""
         if self._body.return_token_ids:
             choice["token_ids"], self._new_ids = self._new_ids, []
         return Chunk(choice, self._usage())

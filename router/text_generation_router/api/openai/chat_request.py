@@ -5,9 +5,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from text_generation_router.api.bounded import IN_SLICES, Items
-from text_generation_router.api.openai.hints import IGNORED, Hint
-from text_generation_router.api.openai.messages import (
+from text_generation_router.api.grammars import ResponseFormatBody
+from text_generation_router.api.hints import IGNORED, Hint
+from text_generation_router.api.openai.schemas import SamplingBody
+from text_generation_router.api.openai.vllm import VllmChatBody
+from text_generation_router.api.tiers import ServiceTier, priority_of
+from text_generation_router.bounded import IN_SLICES, Items
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.messages import (
     MessageBody,
     ToolBody,
     ToolChoice,
@@ -15,16 +20,7 @@ from text_generation_router.api.openai.messages import (
     to_messages,
     tool_choice_of,
 )
-from text_generation_router.api.openai.schemas import (
-    MOST_TOP_LOGPROBS,
-    NOT_SUPPORTED,
-    Refused,
-    SamplingBody,
-    refuses,
-)
-from text_generation_router.api.openai.vllm import VllmChatBody
-from text_generation_router.api.schemas import ResponseFormatBody, Uint32
-from text_generation_router.chat.conversation import Conversation
+from text_generation_router.fields import MOST_TOP_LOGPROBS, NOT_SUPPORTED, Refused, Uint32, refuses
 
 # Arguments of `ChatTemplate.render` that a request does not give as template variables.
 _OWN_VARIABLES = frozenset(
@@ -82,7 +78,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
     modalities: Annotated[Any, refuses(["text"]), NOT_SUPPORTED] = None
     prediction: Refused = None
     reasoning_effort: Annotated[Any, Hint(), IGNORED] = None
-    service_tier: Annotated[Any, Hint("auto", "default"), IGNORED] = None
+    service_tier: ServiceTier = None
     store: Annotated[Any, Hint(False), IGNORED] = None
     verbosity: Annotated[Any, Hint("medium"), IGNORED] = None
     web_search_options: Refused = None
@@ -114,6 +110,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
             max_new_tokens=self.max_tokens if limit is None else limit,
             top_n_tokens=self.top_logprobs,
             grammar=None if self.response_format is None else self.response_format.to_grammar(),
+            priority=priority_of(self.service_tier),
         )
         return Conversation(
             messages=to_messages(self.messages),

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts that go on after prompts."""
+"""POST /v1/completions: continuations of prompts."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -9,50 +9,46 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.generate import (
-    ServicesDependency,
-    at_once,
-    open_stream,
-    unless_disconnected,
+from text_generation_router.api.dependencies import ServicesDependency
+from text_generation_router.api.hints import warning
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.logprobs import (
+    ScoredToken,
+    TokenTrail,
+    WholeTrail,
+    completion_logprobs,
 )
+from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import (
     Completion,
     CompletionChunk,
     stream_of,
 )
-from text_generation_router.api.openai.errors import ERRORS, RequestError
-from text_generation_router.api.openai.hints import warning
-from text_generation_router.api.openai.logprobs import (
-    ScoredToken,
-    TokenTrail,
-    WholeTrail,
-    completion_logprobs,
-)
-from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import CompletionRequest
 from text_generation_router.api.openai.vllm_answers import (
     PromptEntries,
     prompt_logprobs,
-    stop_reason,
 )
 from text_generation_router.api.sse import event
+from text_generation_router.api.streaming import open_stream, unless_disconnected
 from text_generation_router.api.timing import timing_headers
-from text_generation_router.infer import GenerateResult, Generation
+from text_generation_router.api.v1_errors import ERRORS, RequestError
+from text_generation_router.infer import GenerateResult, Generation, gather_or_cancel
 from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import GenerateParameters
 
-# Ids whose text is there in a millisecond or two.
+# More ids are decoded in a thread.
 _FEW_IDS = 8192
 
-router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a request: its text, and what is asked of the model."""
+    """One prompt of a request: its text and its parameters."""
 
     text: str
     asked: GenerateParameters
@@ -77,15 +73,15 @@ async def completions(
             "x-compute-characters": str(sum(len(prompt.text) for prompt in prompts)),
             **warning(body),
         }
-        chunks = stream.with_error_event(_stream(body, prompts, services), request.url.path)
-        return await open_stream(request, chunks, headers)
+        chunks = _stream(body, prompts, services)
+        return await open_stream(request, chunks, headers, stream.failed_event(request.url.path))
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     entries = PromptEntries(prompts[0].asked, body.num_sequences, field)
     work = (
         services.infer.generate_many(prompt.asked, body.num_candidates, entries.add)
         for prompt in prompts
     )
-    results = await unless_disconnected(request, at_once(work))
+    results = await unless_disconnected(request, gather_or_cancel(work))
     if results is None:
         return Response(status_code=499)
     if entries.are_many:
@@ -118,7 +114,7 @@ async def _prompts(body: CompletionRequest, services: Services) -> list[Prompt]:
 
 
 async def first_ids(tokenizer: Tokenizer) -> Sequence[int]:
-    """What a text starts from that has no beginning: what the tokenizer puts before every text, or
+    """The tokens that replace an empty prompt: those that the tokenizer puts before every text, or
     the token that starts or ends a sequence. Raises RequestError for a model without any."""
     tokens = await tokenizer.token_ids("")
     if tokens.ids:
@@ -190,7 +186,7 @@ def _choice(
         top_tokens = result.top_tokens or ((),) * len(result.tokens)
         for token, tops in zip(result.tokens, top_tokens, strict=True):
             trail.add(token, tops)
-        if _tells_all(body, generated):
+        if _lists_all(body, generated):
             trail = WholeTrail(list(zip(result.tokens, top_tokens, strict=True)))
         prompt_tokens = _prompt_tokens(prompt, result, services.tokenizer) if body.echo else []
         offset = len(echoed) - sum(len(scored.text) for scored in prompt_tokens)
@@ -205,7 +201,7 @@ def _choice(
         "finish_reason": _finish_reason(generated),
     }
     if body.tells_stop_reason:
-        choice["stop_reason"] = stop_reason(generated)
+        choice["stop_reason"] = generated.stop_reason
     if body.return_token_ids:
         choice["prompt_token_ids"] = result.prompt_ids
         shown = () if body.max_tokens == 0 else result.tokens
@@ -215,8 +211,8 @@ def _choice(
     return choice
 
 
-def _tells_all(body: CompletionRequest, generated: GeneratedText) -> bool:
-    """Behind an echoed prompt the end token is told, too, and whatever else has no text.
+def _lists_all(body: CompletionRequest, generated: GeneratedText) -> bool:
+    """After an echoed prompt all tokens are listed, including those without a text.
 
     Evaluations find the last token of the prompt by counting from the end.
     """
@@ -256,7 +252,7 @@ class _ChoiceStream:
         self._echoed = prompt.text if body.echo else ""
         self._offset = len(self._echoed)
         self._num_tokens = 0
-        # Of the tokens that no chunk has told yet, where they are wanted.
+        # Ids of the tokens since the last chunk.
         self._new_ids: list[int] = []
         self._is_first = True
 
@@ -273,16 +269,16 @@ class _ChoiceStream:
                 self._num_tokens += 1
                 self._new_ids.append(output.token.id)
             if self._echoed or text:
-                chunks.append(self._told(self._choice(text, None)))
+                chunks.append(self._chunk(self._choice(text, None)))
             if output.generated is not None:
                 last = self._choice("", _finish_reason(output.generated))
                 if self._body.tells_stop_reason:
-                    last["stop_reason"] = stop_reason(output.generated)
-                chunks.append(self._told(last))
+                    last["stop_reason"] = output.generated.stop_reason
+                chunks.append(self._chunk(last))
         return chunks
 
-    def _told(self, choice: stream.Json) -> stream.Chunk:
-        """A chunk with what is told of all tokens since the one before."""
+    def _chunk(self, choice: stream.Json) -> stream.Chunk:
+        """A chunk, with the ids and the usage of all tokens since the previous chunk."""
         made, more = self._generation, {}
         if self._body.return_token_ids:
             if self._is_first:
@@ -314,7 +310,7 @@ class _ChoiceStream:
 async def _stream(
     body: CompletionRequest, prompts: Sequence[Prompt], services: Services
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks, those ready together in one piece; all choices go on side by side."""
+    """The chunks, those ready together in one piece; all choices run at the same time."""
     head = stream.envelope("cmpl", "text_completion", services, body.request_id)
     if body.includes_usage and not body.tells_usage:
         head["usage"] = None

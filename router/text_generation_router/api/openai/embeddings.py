@@ -11,17 +11,19 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.bounded import Items, Numbers
-from text_generation_router.api.generate import ServicesDependency, unless_disconnected
+from text_generation_router.api.dependencies import ServicesDependency
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.models import check_model
 from text_generation_router.api.numbers import float32_json
-from text_generation_router.api.openai.errors import ERRORS, RequestError
-from text_generation_router.api.openai.models import check_model
 from text_generation_router.api.openai.schemas import TokenId
 from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.pieces import PieceResponse
-from text_generation_router.api.schemas import Body, CacheSalt
+from text_generation_router.api.streaming import unless_disconnected
 from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.v1_errors import ERRORS, RequestError
+from text_generation_router.bounded import Items, Numbers
 from text_generation_router.errors import GenerationError
+from text_generation_router.fields import Body, CacheSalt
 from text_generation_router.pooling import little_endian, vector_of
 from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services
@@ -30,7 +32,7 @@ from text_generation_router.validation import GenerateParameters
 # Numbers up to which the answer is written at once, with its length.
 _MOST_AT_ONCE = 8192
 
-router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
+router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
 
 
 class EmbeddingRequest(Body):
@@ -51,13 +53,13 @@ class EmbeddingRequest(Body):
     )
     dimensions: Annotated[int, Field(ge=1)] | None = Field(
         default=None,
-        description="Return so many leading numbers, normalised again; for models that were "
-        "trained for it (Matryoshka). Default: all.",
+        description="Length of the vectors: their first numbers, normalized again; for models that "
+        "were trained for it (Matryoshka). Default: all.",
     )
     user: str | None = Field(default=None, description="Not used.")
     truncate_prompt_tokens: TruncateTokens | None = Field(
         default=None,
-        description="Of a longer text take the last so many tokens; -1: as many as can be.",
+        description="Keep only this many of a text's last tokens; -1: all that fit.",
     )
     add_special_tokens: bool | None = Field(
         default=None, description="Those that the tokenizer adds to a text. Default: true."

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from text_generation_router.api.bounded import Items, Numbers
 from text_generation_router.api.descriptions import (
     DETERMINISTIC,
     REPETITION_PENALTY,
@@ -19,35 +18,30 @@ from text_generation_router.api.descriptions import (
     TOP_P,
     TYPICAL_P,
 )
-from text_generation_router.api.openai.refused import NOT_SUPPORTED as NOT_SUPPORTED
-from text_generation_router.api.openai.refused import Refused as Refused
-from text_generation_router.api.openai.refused import refuses as refuses
+from text_generation_router.api.grammars import ResponseFormatBody
 from text_generation_router.api.openai.vllm import VllmBody
-from text_generation_router.api.schemas import (
+from text_generation_router.bounded import Items, Numbers
+from text_generation_router.fields import (
+    MOST_TOP_LOGPROBS,
     Body,
     CacheSalt,
+    Fraction,
     LogitBias,
-    ResponseFormatBody,
+    NumSequences,
+    Penalty,
+    Positive,
+    Refused,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TypicalP,
     Uint32,
-    to_float32,
+    drawing,
 )
 from text_generation_router.validation import GenerateParameters
 
-# The limits come first, because the documentation shows them only there.
-Penalty = Annotated[float, Field(ge=-2, le=2), AfterValidator(to_float32)]
-Fraction = Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)]
-Positive = Annotated[float, Field(gt=0), AfterValidator(to_float32)]
-MOST_TOP_LOGPROBS = 20
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-
-
-def _none_empty(stops: str | list[str]) -> str | list[str]:
-    if "" in ([stops] if isinstance(stops, str) else stops):
-        raise ValueError("a stop string must not be empty")
-    return stops
-
-
-Stop = Annotated[str | Items[str], AfterValidator(_none_empty)]
 
 
 class StreamOptions(Body):
@@ -76,10 +70,10 @@ class SamplingBody(Body):
     logit_bias: LogitBias | None = Field(
         default=None, description="Token id, and what is added to its logit: -100 to 100."
     )
-    n: Annotated[int, Field(ge=1, le=128)] | None = Field(
+    n: NumSequences | None = Field(
         default=None, description="How many answers to one prompt. Default: 1."
     )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+    seed: Seed | None = Field(
         default=None, description="Answer i is drawn with seed + i. Default: random."
     )
     stop: Stop | None = Field(
@@ -87,18 +81,14 @@ class SamplingBody(Body):
     )
     stream: bool | None = Field(default=None, description=STREAM)
     stream_options: StreamOptions | None = Field(default=None, description="Only for a stream.")
-    temperature: Annotated[float, Field(ge=0), AfterValidator(to_float32)] | None = Field(
-        default=None, description=TEMPERATURE
-    )
+    temperature: Temperature | None = Field(default=None, description=TEMPERATURE)
     top_p: Fraction | None = Field(default=None, description=TOP_P)
     repetition_penalty: Positive | None = Field(default=None, description=REPETITION_PENALTY)
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+    top_k: TopK | None = Field(
         default=None,
         description="Draw only from this many of the likeliest tokens. 0 or -1: from all.",
     )
-    typical_p: Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)] | None = Field(
-        default=None, description=TYPICAL_P
-    )
+    typical_p: TypicalP | None = Field(default=None, description=TYPICAL_P)
     deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
     cache_salt: CacheSalt | None = None
 
@@ -124,17 +114,6 @@ class SamplingBody(Body):
 
     def sampling(self) -> GenerateParameters:
         """The parameters that all of OpenAI's routes have, without a prompt."""
-        is_greedy = self.temperature == 0 or self.top_p == 0
-        drawing: dict[str, Any] = {}
-        if not is_greedy:
-            drawing = {
-                "do_sample": True,
-                "temperature": self.temperature,
-                # These values take all tokens, and so does leaving them out.
-                "top_p": None if self.top_p == 1 else self.top_p,
-                "typical_p": None if self.typical_p == 1 else self.typical_p,
-                "top_k": None if self.top_k in (0, -1) else self.top_k,
-            }
         return GenerateParameters(
             inputs="",
             frequency_penalty=self.frequency_penalty,
@@ -147,7 +126,7 @@ class SamplingBody(Body):
             most_top_n_tokens=MOST_TOP_LOGPROBS,
             deterministic=bool(self.deterministic),
             cache_salt=self.cache_salt,
-            **drawing,
+            **drawing(self.temperature, self.top_p, self.top_k, self.typical_p),
         )
 
 

@@ -1,24 +1,19 @@
-"""What streams of OpenAI's routes have in common: their start, their merging and their end."""
+"""What the streams of OpenAI's routes share: envelope, chunks, usage, failure, merging."""
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
-from contextlib import aclosing
 from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from text_generation_router.api.openai.errors import RequestError, describe
-from text_generation_router.api.sse import event
+from text_generation_router.api.sse import LastEvent, event
+from text_generation_router.api.v1_errors import RequestError, describe
 from text_generation_router.chat.service import ChatGeneration
 from text_generation_router.config import VERSION
-from text_generation_router.errors import RouterError
 from text_generation_router.infer import Generation
 from text_generation_router.services import Services
-
-logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Json = dict[str, Any]
@@ -34,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def envelope(prefix: str, kind: str, services: Services, request_id: str | None = None) -> Json:
-    """What every answer and every chunk of a stream starts with; `request_id`: the client's."""
+    """The first fields of every answer and chunk; `request_id`: the client's."""
     return {
         "id": f"{prefix}-{request_id or uuid.uuid4().hex}",
         "object": kind,
@@ -45,7 +40,7 @@ def envelope(prefix: str, kind: str, services: Services, request_id: str | None 
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream, of which all but the choice is written once and for all."""
+    """Writes the chunks of one stream; the fields before the choice are encoded once."""
 
     def __init__(self, head: Json) -> None:
         self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
@@ -62,7 +57,7 @@ class ChunkWriter:
 def usage(
     prompt_tokens: int, cached_tokens: int, completion_tokens: int, reasoning_tokens: int = 0
 ) -> Json:
-    """The `usage` object. Nothing is predicted here, and nothing is sound."""
+    """The `usage` object. There are no predicted and no audio tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -78,7 +73,7 @@ def usage(
 
 
 def check_num_sequences(num: int, field: str, services: Services) -> None:
-    """Raises RequestError for more sequences than could ever be let in together."""
+    """Raises RequestError for more sequences than can ever run at the same time."""
     config = services.config
     limit, name = config.max_concurrent_requests, "--max-concurrent-requests"
     of_a_key = config.max_concurrent_requests_per_key
@@ -98,31 +93,19 @@ def generated_tokens(generations: Iterable[Generation | ChatGeneration]) -> int:
     return sum(ending.generated.generated_tokens for ending in endings if ending is not None)
 
 
-async def with_error_event(
-    chunks: AsyncGenerator[bytes, None], path: str
-) -> AsyncGenerator[bytes, None]:
-    """The chunks. Raises what fails before the first; a later failure is the last event, in the
-    words of the route at `path`."""
-    has_begun = False
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                yield chunk
-                has_begun = True
-        except Exception as error:
-            if not has_begun:
-                raise
-            if not isinstance(error, RouterError):
-                logger.exception("A stream failed; this is a bug in the router")
-            _, detail = describe(error, path)
-            yield event({"error": detail}) + DONE
+def failed_event(path: str) -> LastEvent:
+    """Writes the end of a failed stream in the words of the route at `path`."""
+
+    def write(error: Exception) -> bytes:
+        _, detail = describe(error, path)
+        return event({"error": detail}) + DONE
+
+    return write
 
 
 async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """The items of all streams as they come, each with the index of its stream.
-
-    None of them waits for another. The first failure is raised.
-    """
+    """The items of all streams in order of arrival, each with the index of its stream. Raises the
+    first failure."""
     if len(streams) == 1:
         async for item in streams[0]:
             yield 0, item

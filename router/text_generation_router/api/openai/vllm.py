@@ -1,7 +1,7 @@
 """The fields that vLLM adds to OpenAI's bodies, which its clients and load generators send.
 
-Each is honoured as vLLM does, or refused in a sentence; of what changes nothing the `warning`
-header tells. Those that are honoured come first.
+Each is honoured as vLLM does, or refused in a sentence; the `warning` header names fields
+without effect. Those that are honoured come first.
 """
 
 import json
@@ -11,17 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from text_generation_router.api.bounded import Items
-from text_generation_router.api.openai.hints import IGNORED, Hint
-from text_generation_router.api.openai.refused import NOT_SUPPORTED, Refused, refuses
-from text_generation_router.api.schemas import (
-    ANY_OBJECT,
-    Body,
-    JsonSchema,
-    Uint32,
-    schema_grammar,
-    to_float32,
-)
+from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, schema_grammar
+from text_generation_router.api.hints import IGNORED, Hint
+from text_generation_router.bounded import Items
+from text_generation_router.fields import NOT_SUPPORTED, Body, Refused, Uint32, refuses, to_float32
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
@@ -129,7 +122,7 @@ class VllmBody(Body):
         description="Draw only tokens at least so likely as the best one times this. 0: all.",
     )
     min_tokens: Uint32 | None = Field(
-        default=None, description="Nothing ends the text before so many tokens. Default: 0."
+        default=None, description="The text has at least this many tokens. Default: 0."
     )
     ignore_eos: bool | None = Field(
         default=None, description="Go on after an end token, up to `max_tokens`."
@@ -149,7 +142,8 @@ class VllmBody(Body):
         "`prompt`; false for `messages`, whose template writes them.",
     )
     truncate_prompt_tokens: TruncateTokens | None = Field(
-        default=None, description="Keep the last so many tokens of the prompt; -1: all that fit."
+        default=None,
+        description="Keep only this many of the prompt's last tokens; -1: all that fit.",
     )
     truncation_side: Annotated[
         Any,
@@ -158,8 +152,8 @@ class VllmBody(Body):
     ] = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_PROMPT_LOGPROBS)] | None = Field(
         default=None,
-        description="Return log-probabilities of the prompt, and so many best tokens in each "
-        "place. Not streamed.",
+        description="Return log-probabilities of the prompt, and at each position this number of "
+        "best tokens. Not streamed.",
     )
     return_token_ids: bool | None = Field(
         default=None, description="Return the ids of the prompt and of the text."
@@ -183,6 +177,11 @@ class VllmBody(Body):
     structured_outputs: StructuredOutputsBody | None = Field(
         default=None, description="The newer form of the `guided` fields."
     )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        default=None,
+        description="Requests of a lower number have their turn first, as at vLLM; the header "
+        "X-Priority, which counts the other way, goes before it. Default: 0.",
+    )
     guided_decoding_backend: Annotated[Any, Hint("auto", "guidance"), IGNORED] = None
     spaces_between_special_tokens: Annotated[Any, Hint(True), IGNORED] = None
     session_id: Annotated[Any, Hint(), IGNORED] = None
@@ -201,9 +200,6 @@ class VllmBody(Body):
     thinking_token_budget: Annotated[Any, refuses(-1), NOT_SUPPORTED] = None
     watermarking: Annotated[Any, refuses(False), NOT_SUPPORTED] = None
     logits_processors: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
-    priority: Annotated[
-        Any, refuses(0, sentence="only 0: requests are served in their order"), NOT_SUPPORTED
-    ] = None
     routed_experts_prompt_start: Annotated[Any, refuses(0), NOT_SUPPORTED] = None
     stream_interval: Annotated[Any, refuses(1), NOT_SUPPORTED] = None
     kv_transfer_params: Refused = None
@@ -263,6 +259,7 @@ class VllmBody(Body):
             decoder_input_details=asked.decoder_input_details or self.prompt_logprobs is not None,
             top_n_tokens=max((number for number in best if number is not None), default=None),
             grammar=self.guide if asked.grammar is None else asked.grammar,
+            priority=asked.priority if self.priority is None else -self.priority,
         )
 
 

@@ -1,17 +1,17 @@
-"""What vLLM adds to the answers of OpenAI's routes, where it is asked for."""
+"""Fields that vLLM adds to the answers of OpenAI's routes."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from text_generation_router.api.numbers import float32
-from text_generation_router.api.openai.errors import RequestError
-from text_generation_router.request import GeneratedText, PrefillOutput, Token
+from text_generation_router.api.v1_errors import RequestError
+from text_generation_router.request import PrefillOutput, Token
 from text_generation_router.validation import GenerateParameters
 
 Json = dict[str, Any]
-# What stands for a token that has next to no probability.
+# Replaces a log-probability that is not finite.
 _LOWEST = -9999.0
-# An entry takes about 0.5 kB while its answer is made, and a few microseconds.
+# Bounds the memory and the time of one answer.
 MOST_PROMPT_ENTRIES = 2**19
 _FEW_ENTRIES = 4096
 
@@ -20,7 +20,7 @@ class PromptEntries:
     """Counts the log-probabilities of prompts that one answer has, each choice with its own."""
 
     def __init__(self, asked: GenerateParameters, num_choices: int, field: str) -> None:
-        """`num_choices`: of each prompt; `field`: which asks for them."""
+        """`num_choices`: of each prompt; `field`: the one that requests them."""
         tokens_each = 1 + (asked.top_n_tokens or 0)
         self._per_token = num_choices * tokens_each if asked.decoder_input_details else 0
         self._field = field
@@ -28,7 +28,7 @@ class PromptEntries:
 
     @property
     def are_many(self) -> bool:
-        """Whether the answer should be made by a thread, so that streams go on meanwhile."""
+        """Whether a thread should make the answer, so that streams do not wait."""
         return self._num > _FEW_ENTRIES
 
     def add(self, prompt_tokens: int) -> None:
@@ -41,13 +41,6 @@ class PromptEntries:
                 "the best tokens or of the answers",
                 self._field,
             )
-
-
-def stop_reason(generated: GeneratedText) -> str | int | None:
-    """The stop string or the stop token that ended the text; None: nothing, or an end token."""
-    if generated.stop_sequence is not None:
-        return generated.stop_sequence
-    return generated.stop_token_id
 
 
 def prompt_logprobs(prompt: PrefillOutput, num_top: int) -> list[Json | None]:

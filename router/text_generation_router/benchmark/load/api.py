@@ -1,4 +1,4 @@
-"""How each kind of server is asked for a stream, and what it may refuse of it."""
+"""The requests and events of each kind of server, and the fields that a server may refuse."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ class Api:
 
     path: str
     prompt: Callable[[str], dict[str, Any]]
-    """The part of the body that is the prompt."""
+    """The fields of the body that hold the prompt."""
     read: Callable[[dict[str, Any]], Event]
     is_openai: bool
     ignore_eos: tuple[str, ...]
-    """The fields that ask for no end before the last token."""
+    """The fields that make the server ignore the end of sequence."""
     optional: tuple[str, ...]
-    """Fields that a server may refuse, and is then asked without; in this order."""
+    """The fields to leave out if the server refuses them, in this order."""
 
     def body(self, prompt: str, output_tokens: int, model: str, ignore_eos: bool) -> dict[str, Any]:
-        """The whole body; greedy, streamed."""
+        """The whole body, for a greedy stream."""
         fields: dict[str, Any] = self.prompt(prompt)
         if not self.is_openai:
-            # TGI has no such field and ignores it; vLLM's own benchmark sends it, too.
+            # TGI ignores the field; vLLM's own benchmark sends it, too.
             end = {"ignore_eos_token": True} if ignore_eos else {}
             parameters = {"max_new_tokens": output_tokens, "details": True, **end}
             return {**fields, "parameters": parameters}
@@ -44,54 +44,40 @@ def _messages(prompt: str) -> dict[str, Any]:
 
 _IGNORE_EOS = ("min_tokens", "ignore_eos")
 _OPTIONAL = (*_IGNORE_EOS, "stream_options", "temperature", "max_tokens")
+_OPENAI = (read_openai, True, _IGNORE_EOS, _OPTIONAL)
+_TGI = (read_tgi, False, ("ignore_eos_token",), ("ignore_eos_token",))
 
 APIS = {
-    "openai-chat": Api(
-        "/v1/chat/completions", _messages, read_openai, True, _IGNORE_EOS, _OPTIONAL
-    ),
-    "openai-completions": Api(
-        "/v1/completions",
-        lambda prompt: {"prompt": prompt},
-        read_openai,
-        True,
-        _IGNORE_EOS,
-        _OPTIONAL,
-    ),
-    "tgi": Api(
-        "/generate_stream",
-        lambda prompt: {"inputs": prompt},
-        read_tgi,
-        False,
-        ("ignore_eos_token",),
-        ("ignore_eos_token",),
-    ),
+    "openai-chat": Api("/v1/chat/completions", _messages, *_OPENAI),
+    "openai-completions": Api("/v1/completions", lambda prompt: {"prompt": prompt}, *_OPENAI),
+    "tgi": Api("/generate_stream", lambda prompt: {"inputs": prompt}, *_TGI),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, as it is asked."""
+    """A server, and the form of its requests."""
 
     name: str
-    """Of the form, in APIS."""
+    """The key in APIS."""
     model: str
     ignore_eos: bool
-    """Whether the user wants it."""
+    """Whether the user asks for it."""
     refused: frozenset[str] = frozenset()
-    """Fields it does not take."""
+    """Fields that the server refuses."""
 
     @property
     def api(self) -> Api:
-        """The form."""
+        """The form of requests and events."""
         return APIS[self.name]
 
     @property
     def is_asked_to_ignore_eos(self) -> bool:
-        """Whether any field that asks for it is sent."""
+        """Whether the requests have a field for it."""
         return self.ignore_eos and not self.refused.issuperset(self.api.ignore_eos)
 
     def body(self, prompt: str, output_tokens: int) -> bytes:
-        """What is posted."""
+        """The body as JSON, without the refused fields."""
         body = self.api.body(prompt, output_tokens, self.model, self.ignore_eos)
         fields = body if self.api.is_openai else body["parameters"]
         for name in self.refused:

@@ -1,4 +1,4 @@
-"""`text-generation-benchmark --url`: its flags, and a run from the first question to the report."""
+"""`text-generation-benchmark --url`: its flags and its run."""
 
 import argparse
 import asyncio
@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,10 @@ from text_generation_router.benchmark.display import Display, display
 from text_generation_router.benchmark.load.api import APIS, Target
 from text_generation_router.benchmark.load.figures import LoadFigures, Point
 from text_generation_router.benchmark.load.http import Address, HttpClient
-from text_generation_router.benchmark.load.prompts import (
-    file_prompts,
-    random_prompts,
-    read_prompts,
-)
-from text_generation_router.benchmark.load.report import (
-    LiveRows,
-    as_csv,
-    as_dict,
-    markdown,
-    notes,
-)
+from text_generation_router.benchmark.load.prompts import random_prompts, read_prompts
+from text_generation_router.benchmark.load.report import LiveRows, as_csv, as_dict, markdown, notes
 from text_generation_router.benchmark.load.run import Bounds, LoadRun
-from text_generation_router.benchmark.load.target import (
-    AUTO,
-    find_target,
-    measure_length,
-    probe,
-)
+from text_generation_router.benchmark.load.target import AUTO, find_target, measure_length, probe
 from text_generation_router.benchmark.measure import BenchmarkError
 from text_generation_router.benchmark.report import write_outputs
 
@@ -46,48 +32,49 @@ _INPUT_TOKENS = 256
 
 
 def add_flags(add: Callable[..., Any], at_least: Callable[[int], Callable[[str], int]]) -> None:
-    """Those that need --url; names are those of vLLM's and guidellm's tools where they agree."""
-    add("--url", help="http(s)://host:port of an OpenAI- or TGI-compatible server that runs")
+    """The flags that need --url; named as in vLLM's and guidellm's tools where those agree."""
+    add("--url", help="http(s)://host:port of a running OpenAI- or TGI-compatible server")
     add(
         "--api",
         choices=(AUTO, *APIS),
         default=AUTO,
-        help="how it is asked; auto: /generate_stream where /info names a model (and no --model "
-        "is given), else /v1/completions, else /v1/chat/completions",
+        help="API of the server; auto: /generate_stream if /info names a model (and without "
+        "--model), else /v1/completions, else /v1/chat/completions",
     )
-    add("--model", help="default: the first of /v1/models")
+    add("--model", help="default: the first model of /v1/models")
     add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")
-    text = "closed loop: streams at once; when one ends, its client asks again (default 1)"
+    text = "closed loop: concurrent streams; a client sends its next request when its stream ends "
+    text += "(default 1)"
     add("--clients", type=at_least(1), nargs="+", metavar="N", help=text)
-    text = "open loop: arrivals in a second, Poisson, however many streams are still under way"
+    text = "open loop: arrivals per second (Poisson), independent of running streams"
     add("--rate", type=positive, nargs="+", metavar="R", help=text)
     default = f"(default {_REQUESTS}; with --seconds {_REQUESTS_WITH_SECONDS})"
-    text = f"most requests of each point {default}"
+    text = f"maximum requests of each point {default}"
     add("--requests", type=at_least(1), metavar="N", help=text)
-    text = f"a point sends no more after these; streams under way end (default {_SECONDS:g})"
+    text = f"a point sends requests for this time; running streams then end (default {_SECONDS:g})"
     add("--seconds", type=positive, metavar="S", help=text)
-    text = f"about so many tokens in each prompt, of random words (default {_INPUT_TOKENS})"
+    text = f"approximate tokens of each prompt of random words (default {_INPUT_TOKENS})"
     add("--input-tokens", type=at_least(1), metavar="N", help=text)
     text = (
-        "instead of random words: each line of a text file, or `prompt` of each line of a .jsonl; "
-        "behind the last one the first again"
+        "prompts instead of random words: each line of a text file, or `prompt` of each line of a "
+        ".jsonl; repeated from the start after the last one"
     )
     add("--prompts", type=Path, metavar="FILE", help=text)
-    text = "tokens that each request asks for (default %(default)s)"
+    text = "tokens to generate for each request (default %(default)s)"
     add("--output-tokens", type=at_least(1), default=128, metavar="N", help=text)
-    text = "ask for no end before --output-tokens (default); the report tells whether they came"
+    text = "ask the server to generate all --output-tokens (default); the report shows if it did"
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = (
-        "seed of prompts and arrivals (default: a new one each time, since a server may still have "
-        "the same prompts in its prefix cache)"
+        "seed of prompts and arrivals (default: a random one, since the server's prefix cache may "
+        "hold the prompts of an earlier run)"
     )
     add("--seed", type=at_least(0), metavar="N", help=text)
-    text = "seconds until the stream of a request must be over (default %(default)g)"
+    text = "maximum seconds of a request (default %(default)g)"
     add("--timeout", type=positive, default=300.0, metavar="S", help=text)
 
 
 def positive(text: str) -> float:
-    """For numbers above 0."""
+    """A parser of numbers above 0."""
     number = float(text)
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError("must be above 0")
@@ -95,17 +82,17 @@ def positive(text: str) -> float:
 
 
 def check(options: argparse.Namespace) -> str | None:
-    """What is wrong with flags that each for itself are right, in one sentence."""
+    """An error if flags exclude each other."""
     if options.clients is not None and options.rate is not None:
         return "--clients is a closed loop and --rate an open one: give one of them"
     if options.prompts is not None and options.input_tokens is not None:
-        return "--prompts has the prompts: leave --input-tokens"
+        return "--prompts and --input-tokens exclude each other: remove --input-tokens"
     return None
 
 
 def run(options: argparse.Namespace, api_key: str | None) -> int:
-    """Measures and prints, also what there is when it is stopped. 1 if nothing ended well. Raises
-    BenchmarkError and OSError."""
+    """Measures and prints; after Ctrl-C, what was measured. Returns the exit code: 1 if no request
+    succeeded. Raises BenchmarkError and OSError."""
     raise_file_limit()
     session = _Session(options, api_key)
     code = 0
@@ -116,7 +103,7 @@ def run(options: argparse.Namespace, api_key: str | None) -> int:
     if any(figures.results or figures.interrupted for figures in session.all_figures):
         session.report()
         if not code and not any(figures.num_good for figures in session.all_figures):
-            print("text-generation-benchmark: no request ended well", file=sys.stderr)
+            print("text-generation-benchmark: no request succeeded", file=sys.stderr)
             return 1
     return code
 
@@ -148,7 +135,7 @@ class _Session:
     async def run(self) -> None:
         """All points, one after the other. Raises BenchmarkError."""
         try:
-            prompts = await self._find_out_in_time()
+            prompts = await self._probe_in_time()
             assert self._target is not None
             chooser = random.Random(f"{self._seed} arrivals")
             load = LoadRun(self._client, self._target, prompts, chooser)
@@ -158,33 +145,33 @@ class _Session:
         finally:
             self._client.close()
 
-    async def _find_out_in_time(self) -> Iterator[str]:
+    async def _probe_in_time(self) -> Iterator[str]:
         timeout_s = self._options.timeout
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._find_out()
+                return await self._probe()
         except TimeoutError as error:
             raise BenchmarkError(
-                f"{self._options.url} has not answered the first questions after {timeout_s:g} s: "
-                "check --url, or give it more --timeout"
+                f"{self._options.url} has not answered the first requests after {timeout_s:g} s: "
+                "check --url, or raise --timeout"
             ) from error
 
-    async def _find_out(self) -> Iterator[str]:
-        """Sets the target; the prompts."""
+    async def _probe(self) -> Iterator[str]:
+        """Sets the target and returns the prompts."""
         options = self._options
         chooser = random.Random(f"{self._seed} prompts")
         targets = await find_target(self._client, options.api, options.model, options.ignore_eos)
         first = None if self._prompts is None else self._prompts[0]
         self._target, tokens = await probe(self._client, targets, first, chooser)
         if self._prompts is not None:
-            return file_prompts(self._prompts)
+            return cycle(self._prompts)
         length = await measure_length(
             self._client, self._target, tokens, self._input_tokens, chooser
         )
         return random_prompts(chooser, length.words(self._input_tokens))
 
     async def _point(self, load: LoadRun, place: int, shown: Display[LoadFigures]) -> None:
-        """The warm-up, which does not count, and the point."""
+        """Runs the warm-up, whose figures are dropped, and the point."""
         figures = self.all_figures[place]
         if num_warmups := self._options.warmups:
             bounds = Bounds(num_warmups, self._bounds.seconds, self._bounds.timeout_s)
@@ -212,7 +199,7 @@ class _Session:
         shown.show(figures, round(100 * (place + 1) / num_points), True)
 
     def report(self) -> None:
-        """Prints and writes what there is."""
+        """Prints and writes the figures."""
         assert self._target is not None
         options = self._options
         measured = [one for one in self.all_figures if one.results or one.interrupted]
@@ -233,7 +220,7 @@ class _Session:
         found = notes(self._target, measured)
         num_prompts = math.inf if self._prompts is None else len(self._prompts)
         if sum(len(one.results) for one in measured) > num_prompts:
-            text = "Note: prompts were sent more than once; a prefix cache then knows them."
+            text = "Note: prompts were sent more than once; a prefix cache may hold them."
             found.insert(0, text)
         print(markdown(parameters, measured))
         print("".join(f"\n{text}" for text in found), end="\n" if found else "")

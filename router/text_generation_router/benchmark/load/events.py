@@ -1,4 +1,4 @@
-"""The events of a stream as they arrive, in the three forms that servers send."""
+"""Reads the events of a stream, in the forms that servers send."""
 
 from array import array
 from collections.abc import Callable
@@ -8,26 +8,26 @@ from typing import Any
 import orjson
 
 _DONE = b"[DONE]"
-# An event of OpenAI's that brings text has it in one of these.
+# The fields of text in OpenAI's deltas.
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
-# More bytes without an end are no event.
+# In bytes.
 _MAX_EVENT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one event says."""
+    """The content of one event."""
 
     has_text: bool = False
     is_last: bool = False
-    """Of the generation; the account may follow."""
+    """Whether it ends the generation; an event with counts may follow."""
     counts: tuple[int, int] | None = None
-    """(prompt tokens, generated tokens), as the server accounts for them."""
+    """(prompt tokens, generated tokens), as the server counts them."""
     error: str | None = None
 
 
 def read_tgi(event: dict[str, Any]) -> Event:
-    """An event of /generate_stream: each has a token, whose text may be empty."""
+    """An event of /generate_stream, which has a token; its text may be empty."""
     if "error" in event:
         return Event(error=str(event["error"]))
     details = event.get("details")
@@ -38,8 +38,7 @@ def read_tgi(event: dict[str, Any]) -> Event:
 
 
 def read_openai(event: dict[str, Any]) -> Event:
-    """A chunk of /v1/chat/completions or /v1/completions. One that only names a role has no
-    text."""
+    """A chunk of /v1/chat/completions or /v1/completions. A delta with only a role has no text."""
     if error := event.get("error"):
         message = error.get("message") if isinstance(error, dict) else error
         return Event(error=str(message))
@@ -56,10 +55,9 @@ def read_openai(event: dict[str, Any]) -> Event:
 
 
 class StreamReader:
-    """Takes the bytes of one stream of server-sent events; never raises. Behind what failed it
-    reads nothing.
+    """Reads one stream of server-sent events; never raises, and ignores data after a failure.
 
-    `times` are the arrivals of events with text, `last_s` that of the last event of the generation.
+    `times` are the arrivals of events with text, `last_s` is that of the generation's last event.
     """
 
     def __init__(self, read: Callable[[dict[str, Any]], Event]) -> None:
@@ -74,7 +72,7 @@ class StreamReader:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes, arrived: float) -> None:
-        """An event is over at its empty line."""
+        """Reads bytes that arrived at this time; an empty line ends an event."""
         if self.failure is not None:
             return
         *lines, self._pending = (self._pending + data).split(b"\n")
@@ -87,7 +85,7 @@ class StreamReader:
             self._fail("bad event", f"an event of more than {_MAX_EVENT} bytes")
 
     def close(self, arrived: float) -> None:
-        """The stream is over; some servers leave out the last empty line."""
+        """The stream has ended; some servers omit the last empty line."""
         self.feed(b"\n\n", arrived)
         if not self.is_finished:
             self._fail("cut stream", "the stream ended without its last event")
@@ -104,7 +102,7 @@ class StreamReader:
         try:
             event = self._read(orjson.loads(data))
         except (ValueError, TypeError, KeyError, AttributeError):
-            self._fail("bad event", f"no event of this form: {data[:200].decode(errors='replace')}")
+            self._fail("bad event", f"not a valid event: {data[:200].decode(errors='replace')}")
             return
         if event.error is not None:
             self._fail("error event", event.error)
@@ -123,5 +121,5 @@ class StreamReader:
 
 
 def one_line(text: str) -> str:
-    """What a server says, as it stands in a table: it is kept for each request that failed."""
+    """A server's message for a table: one line, and short, because each failed request keeps it."""
     return " ".join(text.split())[:300]

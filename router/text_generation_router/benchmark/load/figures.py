@@ -1,4 +1,4 @@
-"""The figures of one point of a load, as its streams end."""
+"""The figures of one point of a load."""
 
 import statistics
 import time
@@ -18,12 +18,12 @@ METRICS = {
     "tpot": "Time per output token",
     "latency": "Whole request",
 }
-"""Names as vLLM has them, and what they are called in the report."""
+"""vLLM's names, and the titles in the report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A load: so many clients that each ask again at once, or so many arrivals in a second."""
+    """A load: a number of clients in a closed loop, or arrivals per second."""
 
     clients: int | None = None
     rate: float | None = None
@@ -39,27 +39,27 @@ class Result:
     """How one request ended; times by time.perf_counter."""
 
     due_s: float
-    """When it was to be sent; in a closed loop, when it was."""
+    """When it was due; in a closed loop, when it was sent."""
     sent_s: float
-    """When it began: connecting, where no connection was idle, comes after."""
+    """When it began, before a connection was opened."""
     ended_s: float
     times: "array[float]"
-    """When each event with text came."""
+    """When each event with text arrived."""
     last_s: float
-    """When the generation's last event came."""
+    """When the generation's last event arrived."""
     counts: tuple[int, int] | None
-    """(prompt tokens, generated tokens), if the server told them."""
+    """(prompt tokens, generated tokens), if the server reported them."""
     failure: tuple[str, str] | None = None
     """(kind, message)."""
 
     @property
     def output_tokens(self) -> int:
-        """As the server counts, else the events that brought text."""
+        """As the server counts, else the number of events with text."""
         return len(self.times) if self.counts is None else self.counts[1]
 
     @property
     def time_per_token(self) -> float | None:
-        """From the first token to the end, for each token behind the first."""
+        """From the first token to the last, per token after the first."""
         behind_first = self.output_tokens - 1
         if not self.times or behind_first < 1:
             return None
@@ -72,25 +72,25 @@ class LoadFigures:
 
     point: Point
     output_tokens: int
-    """Asked for in each."""
+    """Of each request, as asked for."""
     input_tokens: int | None
-    """Asked for in each, unless the prompts are the user's own."""
+    """Of each request, as asked for; None: the prompts come from a file."""
     results: list[Result] = field(default_factory=list)
     interrupted: int = 0
-    """Streams that ended because the user stopped it; neither good nor an error."""
+    """Streams that Ctrl-C ended; neither good nor an error."""
     started_s: float | None = None
     ended_s: float | None = None
     cpu_share: float = 0.0
     """Of one core, taken by this process."""
     num_errors: int = 0
     tokens_in: int = 0
-    """Of requests that ended well, as the server tells them; 0 if it does not."""
+    """Of successful requests, as the server reports them; 0 if it does not."""
     tokens_out: int = 0
-    """Of requests that ended well."""
+    """Of successful requests."""
     _spreads: dict[str, Spread | None] = field(default_factory=dict)
 
     def add(self, result: Result) -> None:
-        """One more has ended."""
+        """Adds the result of a request."""
         self.results.append(result)
         if result.failure is not None:
             self.num_errors += 1
@@ -100,17 +100,17 @@ class LoadFigures:
 
     @property
     def num_good(self) -> int:
-        """How many ended well."""
+        """The number of successful requests."""
         return len(self.results) - self.num_errors
 
     def good(self, last: int | None = None) -> list[Result]:
-        """Those that ended well, of the last so many or of all. Times are theirs alone."""
+        """The successful results among the `last` ones, or all. Only these have times."""
         results = self.results if last is None else self.results[-last:]
         return [result for result in results if result.failure is None]
 
     def spread(self, metric: str) -> Spread | None:
-        """How the values of one of METRICS are distributed, if there are any. Sorting millions
-        takes seconds: once the point is over, it is done once."""
+        """The distribution of one of METRICS, if it has values. Cached after the point has ended,
+        because sorting millions of values takes seconds."""
         if metric in self._spreads:
             return self._spreads[metric]
         values = milliseconds(metric, self.good())
@@ -128,32 +128,32 @@ class LoadFigures:
 
     @property
     def metrics(self) -> list[str]:
-        """Those that mean something here: in a closed loop nothing waits for being sent."""
+        """The METRICS that apply: in a closed loop no request is sent later than due."""
         return [name for name in METRICS if self.point.rate is not None or name != "ttft_from_due"]
 
     def errors(self) -> dict[str, tuple[int, str]]:
-        """Kind → how often, and the first message; the most frequent first."""
+        """The count and first message of each kind, most frequent first."""
         failures = [one.failure for one in self.results if one.failure is not None]
         messages = dict(reversed(failures))
         counts = Counter(kind for kind, _ in failures)
         return {kind: (count, messages[kind]) for kind, count in counts.most_common()}
 
     def per_second(self, num: int) -> float:
-        """So many, over the whole time."""
+        """The rate over the whole time."""
         return num / self.elapsed_s if self.elapsed_s else 0.0
 
     def counted_by(self) -> str:
-        """What the numbers of generated tokens come from."""
+        """The source of the numbers of generated tokens: `server`, `events` or both."""
         kinds = {"events" if one.counts is None else "server" for one in self.good()}
         return "+".join(sorted(kinds))
 
     def tokens_per_event(self) -> float:
-        """1 where each event brings one token."""
+        """Average over the successful requests."""
         num_events = sum(len(one.times) for one in self.good())
         return self.tokens_out / num_events if num_events else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What is counted; without the times."""
+        """For JSON, without the times."""
         got_in, got_out = median_tokens(self.good())
         return {
             "clients": self.point.clients,
@@ -181,10 +181,13 @@ def milliseconds(metric: str, results: Sequence[Result]) -> list[float]:
 
 
 def median_tokens(results: Sequence[Result]) -> tuple[float | None, float | None]:
-    """What a request got, in and out; None where it is unknown."""
-    told = [one.counts[0] for one in results if one.counts is not None]
-    got = [one.output_tokens for one in results]
-    return (statistics.median(told) if told else None, statistics.median(got) if got else None)
+    """The median tokens of a request, in and out; None if unknown."""
+    got_in = [one.counts[0] for one in results if one.counts is not None]
+    got_out = [one.output_tokens for one in results]
+    return (
+        statistics.median(got_in) if got_in else None,
+        statistics.median(got_out) if got_out else None,
+    )
 
 
 _SECONDS: dict[str, Callable[[Sequence[Result]], Iterable[float]]] = {

@@ -1,9 +1,8 @@
-"""What is asked: lines of a file, or random words that make about so many tokens."""
+"""Prompts: lines of a file, or random words of an approximate number of tokens."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
 import orjson
@@ -24,51 +23,45 @@ _WORDS = _TEXT.split()
 
 
 def random_words(chooser: random.Random, count: int) -> str:
-    """So many words; two calls do not begin alike, so that no prefix cache helps."""
+    """Random words: no two prompts have a prefix in common that a prefix cache could use."""
     return " ".join(chooser.choices(_WORDS, k=count))
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How many tokens so many words make: so many each, and some that come with every prompt."""
+    """Converts words to tokens: tokens per word, plus a fixed number per prompt."""
 
     tokens_per_word: float = 1.3
     fixed_tokens: float = 0.0
 
     @classmethod
     def of(cls, first: tuple[int, int], second: tuple[int, int]) -> "Length":
-        """The line through two measured (words, tokens); one is enough if the words are alike."""
+        """The line through two measured (words, tokens); uses the longer one if they are close."""
         (words, tokens), (more_words, more_tokens) = sorted((first, second))
-        # Close together, the words' own difference would decide the slope.
+        # If they are close, the difference between words dominates the slope.
         if more_words - words >= 16 and more_tokens > tokens:
             slope = (more_tokens - tokens) / (more_words - words)
             return cls(slope, max(0.0, tokens - slope * words))
         return cls(max(more_tokens, 1) / more_words)
 
     def words(self, tokens: int) -> int:
-        """At least one word."""
+        """The number of words for a number of tokens, at least one."""
         return max(1, round((tokens - self.fixed_tokens) / self.tokens_per_word))
 
 
 def random_prompts(chooser: random.Random, num_words: int) -> Iterator[str]:
-    """Without an end."""
+    """An infinite sequence of prompts."""
     while True:
         yield random_words(chooser, num_words)
 
 
-def file_prompts(prompts: Sequence[str]) -> Iterator[str]:
-    """In their order, and then again from the first."""
-    return cycle(prompts)
-
-
 def read_prompts(path: Path) -> list[str]:
-    """Each line of a text file, or `prompt` of each line of a .jsonl. Raises BenchmarkError and
-    OSError."""
+    """The lines of a text file, or `prompt` of each in a .jsonl. Raises BenchmarkError, OSError."""
     try:
-        # Not splitlines(): JSON may hold U+2028 as it is.
+        # Not splitlines(): JSON strings may contain U+2028.
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise BenchmarkError(f"--prompts {path} is no UTF-8 text: {error}") from error
+        raise BenchmarkError(f"--prompts {path} is not UTF-8 text: {error}") from error
     read: Callable[[str], str] = _prompt_of if path.suffix == ".jsonl" else str
     prompts = []
     for number, line in enumerate(lines, 1):
@@ -82,7 +75,7 @@ def read_prompts(path: Path) -> list[str]:
                 'an object with a string as "prompt"'
             ) from error
     if not prompts:
-        raise BenchmarkError(f"--prompts {path} has no prompts: write one on each line")
+        raise BenchmarkError(f"--prompts {path} has no prompts: write one per line")
     return prompts
 
 

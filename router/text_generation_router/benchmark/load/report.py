@@ -1,4 +1,4 @@
-"""The figures of a load: as the live table's rows, as tables, as JSON and CSV, and what to know."""
+"""The figures of a load as live rows, tables, JSON and CSV, and notes about them."""
 
 import csv
 import io
@@ -16,9 +16,9 @@ from text_generation_router.benchmark.load.figures import (
 )
 from text_generation_router.benchmark.report import Spread, latency_cells, table
 
-# The live table is of the latest streams: sorting all of them would take time from the streams.
+# The live table only shows the latest streams: sorting all would delay the running ones.
 _LATEST = {"ttft": 200, "itl": 20, "tpot": 200}
-# A client that takes more of its core may be what is measured.
+# Above this share of a core, the client itself may limit the figures.
 _BUSY_SHARE = 0.8
 
 
@@ -35,7 +35,7 @@ def _asked_and_got(asked: int | None, got: float | None) -> str:
 
 
 def _percentiles(figures: LoadFigures, metric: str, last: int) -> str:
-    """Of the latest streams, or of all when the point is over."""
+    """Of the latest streams, or of all after the end of the point."""
     spread = None
     if figures.ended_s is not None:
         spread = figures.spread(metric)
@@ -45,7 +45,7 @@ def _percentiles(figures: LoadFigures, metric: str, last: int) -> str:
 
 
 def _row(figures: LoadFigures) -> list[str]:
-    """One point: of its latest streams, or of all when it is over."""
+    """The row of a point: of its latest streams, or of all after its end."""
     latest = figures.good(None if figures.ended_s is not None else _LATEST["ttft"])
     ttft = "ttft" if figures.point.rate is None else "ttft_from_due"
     return [
@@ -61,13 +61,13 @@ def _row(figures: LoadFigures) -> list[str]:
 
 
 class LiveRows:
-    """The rows of the live table; that of a point that is over is made once."""
+    """The rows of the live table. Caches those of points that have ended."""
 
     def __init__(self) -> None:
         self._ready: dict[int, list[str]] = {}
 
     def cells(self, figures: LoadFigures) -> list[str]:
-        """Of one point."""
+        """The cells of one point."""
         if id(figures) in self._ready:
             return self._ready[id(figures)]
         cells = _row(figures)
@@ -76,24 +76,17 @@ class LiveRows:
         return cells
 
     def layout(self) -> Layout[LoadFigures]:
-        """Drawn once in a second, since drawing takes milliseconds from the streams."""
+        """Drawn once per second, because drawing delays the streams."""
         columns = (
-            "load",
-            "ok",
-            "errors",
-            "first token ms p50 p90 p99",
-            "between tokens ms p50 p90 p99",
-            "per token ms p50 p90 p99",
-            "requests/s",
-            "tokens/s in",
-            "tokens/s out",
-            "tokens asked/got",
+            *("load", "ok", "errors", "first token ms p50 p90 p99"),
+            *("between tokens ms p50 p90 p99", "per token ms p50 p90 p99"),
+            *("requests/s", "tokens/s in", "tokens/s out", "tokens asked/got"),
         )
         return Layout(columns, self.cells, "percent", refresh_per_second=1)
 
 
 def markdown(parameters: dict[str, Any], all_figures: Sequence[LoadFigures]) -> str:
-    """What was asked, what came through, how long it took, what failed."""
+    """Tables of parameters, throughput, times and errors."""
     head = ("Load", "OK", "Errors", "Seconds", "Requests/s", "Tokens/s in", "Tokens/s out")
     lines = [
         *table(("Parameter", "Value"), parameters.items()),
@@ -157,7 +150,7 @@ def as_dict(
 
 
 def as_csv(all_figures: Sequence[LoadFigures]) -> str:
-    """One line for each point; errors as `kind: count`."""
+    """One line per point; errors as `kind: count`."""
     rows = {id(figures): figures.as_dict() for figures in all_figures}
     for figures in all_figures:
         counts = (f"{kind}: {count}" for kind, (count, _) in figures.errors().items())
@@ -175,11 +168,11 @@ def as_csv(all_figures: Sequence[LoadFigures]) -> str:
 
 
 def notes(target: Target, all_figures: Sequence[LoadFigures]) -> list[str]:
-    """What the reader of the figures must know; what was not as asked stands last."""
+    """Notes about the figures; answers with the wrong length come last."""
     found = []
     if target.refused:
         names = ", ".join(sorted(target.refused))
-        found.append(f"Note: the server refuses {names}, and was asked without.")
+        found.append(f"Note: the requests omit fields that the server refuses: {names}.")
     for figures in all_figures:
         found += [f"Note: {figures.point}: {text}" for text in _notes(figures)]
     for figures in all_figures:
@@ -190,37 +183,37 @@ def notes(target: Target, all_figures: Sequence[LoadFigures]) -> list[str]:
 
 def _notes(figures: LoadFigures) -> Iterator[str]:
     if figures.interrupted:
-        yield f"stopped before its end; streams under way, not counted: {figures.interrupted}."
+        yield f"interrupted; running streams, not counted: {figures.interrupted}."
     if "events" in figures.counted_by():
         yield (
-            "the server does not tell how many tokens it gave (no usage); "
-            "events with text are counted, each of which may bring several tokens."
+            "the server does not report the number of tokens (no usage); "
+            "events with text are counted, each of which may have several tokens."
         )
     if figures.tokens_per_event() > 1.05:
         yield (
-            f"an event brings {figures.tokens_per_event():.2f} tokens on average; "
-            "time between tokens is that between events."
+            f"an event has {figures.tokens_per_event():.2f} tokens on average; "
+            "the time between tokens is the time between events."
         )
     if figures.cpu_share > _BUSY_SHARE and figures.elapsed_s > 1:
         yield (
-            f"this client took {figures.cpu_share:.0%} of a core: the times may be its own; "
-            "use several of it, on another machine."
+            f"this client used {figures.cpu_share:.0%} of a core and may limit the figures; "
+            "run several clients, on another machine."
         )
 
 
 def _shortfall(target: Target, figures: LoadFigures) -> str | None:
-    """What is said of answers that are shorter or longer than asked for."""
+    """A warning about answers that are shorter or longer than requested."""
     got = median_tokens(figures.good())[1]
     asked = figures.output_tokens
     if got is None or got == asked:
         return None
     if got > asked:
-        return f"the median answer has {got:g} tokens where at most {asked} were asked for."
+        return f"the median answer has {got:g} tokens; at most {asked} were requested."
     if not target.ignore_eos:
         return None
     why = (
-        "the server does not ignore the end of sequence, though it was asked to"
+        "the server does not ignore the end of sequence, although the requests ask for it"
         if target.is_asked_to_ignore_eos
         else "the server refuses to ignore the end of sequence"
     )
-    return f"the median answer has {got:g} tokens where {asked} were asked for: {why}."
+    return f"the median answer has {got:g} tokens; {asked} were requested: {why}."

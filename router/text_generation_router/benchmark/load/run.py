@@ -1,4 +1,4 @@
-"""Streams against a server: a closed loop of clients, or arrivals that wait for nothing."""
+"""Sends streaming requests to a server: a closed loop of clients, or an open loop of arrivals."""
 
 import asyncio
 import random
@@ -13,14 +13,14 @@ from text_generation_router.benchmark.load.figures import LoadFigures, Result
 from text_generation_router.benchmark.load.http import HttpClient, RequestError
 from text_generation_router.benchmark.load.target import message_of
 
-# A client whose request failed: a server that refuses at once is not asked thousands of times.
+# Between a failed request and the client's next one, so as not to flood a server that refuses.
 PAUSE_AFTER_FAILURE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What ends a point: so many requests or so many seconds, whichever comes first. Those under
-    way then end, or run into their timeout."""
+    """What ends a point: a number of requests or seconds, whichever comes first. Running requests
+    then end, at the latest at their timeout."""
 
     requests: int
     seconds: float
@@ -28,7 +28,7 @@ class Bounds:
 
 
 class LoadRun:
-    """Sends the requests of one point after another; owns the order of prompts and arrivals."""
+    """Runs one point after the other; owns the order of prompts and arrivals."""
 
     def __init__(
         self, client: HttpClient, target: Target, prompts: Iterator[str], chooser: random.Random
@@ -39,7 +39,7 @@ class LoadRun:
         self._chooser = chooser
 
     async def run(self, figures: LoadFigures, bounds: Bounds) -> None:
-        """Fills the figures; when it is cancelled, with what there is until then."""
+        """Fills the figures; if cancelled, with the results so far."""
         figures.started_s = time.perf_counter()
         cpu_s = time.process_time()
         try:
@@ -55,18 +55,18 @@ class LoadRun:
         ends_s = time.perf_counter() + bounds.seconds
         numbers = iter(range(bounds.requests))
 
-        async def ask_again() -> None:
+        async def run_client() -> None:
             pause_s = 0.0
             for _ in numbers:
                 await asyncio.sleep(pause_s)
-                result = await self._ask(figures, bounds.timeout_s, None)
+                result = await self._request(figures, bounds.timeout_s, None)
                 pause_s = 0.0 if result.failure is None else PAUSE_AFTER_FAILURE_S
                 if time.perf_counter() >= ends_s:
                     return
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(clients, bounds.requests)):
-                group.create_task(ask_again())
+                group.create_task(run_client())
 
     async def _open_loop(self, figures: LoadFigures, bounds: Bounds, rate: float) -> None:
         started_s = time.perf_counter()
@@ -77,13 +77,13 @@ class LoadRun:
                 due_s += self._chooser.expovariate(rate)
                 if due_s - started_s > bounds.seconds:
                     break
-                # uvloop's timers are of whole milliseconds, and may be early.
+                # uvloop's timers have whole milliseconds, and may be early.
                 while (left_s := due_s - time.perf_counter()) > 0:
                     await asyncio.sleep(left_s)
-                group.create_task(self._ask(figures, bounds.timeout_s, due_s))
+                group.create_task(self._request(figures, bounds.timeout_s, due_s))
 
-    async def _ask(self, figures: LoadFigures, timeout_s: float, due_s: float | None) -> Result:
-        """One request; only being cancelled leaves it without a result."""
+    async def _request(self, figures: LoadFigures, timeout_s: float, due_s: float | None) -> Result:
+        """Sends one request; it has a result unless it is cancelled."""
         body = self._target.body(next(self._prompts), figures.output_tokens)
         reader = StreamReader(self._target.api.read)
         sent_s = time.perf_counter()
@@ -113,7 +113,7 @@ class LoadRun:
             async with asyncio.timeout(timeout_s):
                 answer = await self._client.post(self._target.api.path, body, reader.feed)
         except TimeoutError:
-            return "timeout", f"not over after {timeout_s:g} s"
+            return "timeout", f"no end after {timeout_s:g} s"
         except RequestError as error:
             return error.kind, str(error)
         if answer.status != 200:

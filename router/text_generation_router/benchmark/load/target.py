@@ -1,4 +1,4 @@
-"""Finds out what kind of server it is, what it refuses, and how many tokens a word makes."""
+"""Finds the server's API, the fields that it refuses, and the number of tokens per word."""
 
 import random
 import time
@@ -15,15 +15,15 @@ from text_generation_router.benchmark.load.prompts import Length, random_words
 from text_generation_router.benchmark.measure import BenchmarkError
 
 AUTO = "auto"
-# Of bodies that are refused for what is in them.
+# Statuses of refused bodies.
 _REFUSALS = (400, 422)
-# Of routes that are not there; OpenAI answers 404 to a chat model on /v1/completions.
+# Statuses of missing routes; OpenAI answers 404 for a chat model on /v1/completions.
 _NO_ROUTE = (404, 405, 501)
 _PROBE_WORDS = 32
 
 
 class _StatusError(BenchmarkError):
-    """The server answered a first request with something else than a stream."""
+    """The server did not answer the first request with a stream."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,10 +33,10 @@ class _StatusError(BenchmarkError):
 async def find_target(
     client: HttpClient, api: str, model: str | None, ignore_eos: bool
 ) -> list[Target]:
-    """What it may be, the likeliest first. Raises BenchmarkError."""
+    """The possible targets, most likely first. Raises BenchmarkError."""
     may_be_openai = api == AUTO or APIS[api].is_openai
     if not may_be_openai and model is not None:
-        raise BenchmarkError(f"--api {api} asks for no model: leave --model")
+        raise BenchmarkError(f"--api {api} has no model in its requests: remove --model")
     if model is None and api in (AUTO, "tgi"):
         info = await _json(client, "/info")
         if not may_be_openai or isinstance(info.get("model_id"), str):
@@ -57,7 +57,7 @@ async def _first_model(client: HttpClient) -> str:
 
 
 async def _json(client: HttpClient, path: str) -> Mapping[str, Any]:
-    """The object at a path, or an empty one where there is none."""
+    """The JSON object at a path, or an empty one."""
     try:
         answer = await client.get(path)
     except RequestError as error:
@@ -72,8 +72,8 @@ async def _json(client: HttpClient, path: str) -> Mapping[str, Any]:
 async def probe(
     client: HttpClient, targets: list[Target], prompt: str | None, chooser: random.Random
 ) -> tuple[Target, int | None]:
-    """The first of the targets that answers, without what it refuses, and the prompt's tokens, if
-    the server tells them. Raises BenchmarkError."""
+    """The first target that answers, without the fields that it refuses, and the number of the
+    prompt's tokens, if reported. Raises BenchmarkError."""
     prompt = prompt or random_words(chooser, _PROBE_WORDS)
     for target in targets[:-1]:
         try:
@@ -91,8 +91,7 @@ async def measure_length(
     input_tokens: int,
     chooser: random.Random,
 ) -> Length:
-    """After `probe` with random words: a second prompt, about as long as is asked for. Raises
-    BenchmarkError."""
+    """Sends a second prompt of about `input_tokens`, after `probe`. Raises BenchmarkError."""
     if first_tokens is None:
         return Length()
     first = (_PROBE_WORDS, first_tokens)
@@ -102,7 +101,7 @@ async def measure_length(
 
 
 async def _probe(client: HttpClient, target: Target, prompt: str) -> tuple[Target, int | None]:
-    """Asks for one token, and again without each field that is refused."""
+    """Requests one token, and retries without each field that is refused."""
     while True:
         reader = StreamReader(target.api.read)
         try:
@@ -124,20 +123,19 @@ async def _probe(client: HttpClient, target: Target, prompt: str) -> tuple[Targe
 
 
 def _refused_field(target: Target, answer: Answer) -> str | None:
-    """The field that the answer names, else the next that asks to ignore the end; None if there
-    is nothing left to leave out."""
+    """The field that the answer names, else the next of `ignore_eos`; None if no field is left."""
     text = answer.body.decode(errors="replace")
     not_sent = target.refused if target.ignore_eos else target.refused | {*target.api.ignore_eos}
     sent = [name for name in target.api.optional if name not in not_sent]
     for name in sent:
-        # This one is not left out but has another name, which the answer must tell.
+        # `max_tokens` is renamed, not left out: the answer must have the new name.
         if name in text and (name != "max_tokens" or "max_completion_tokens" in text):
             return name
     return next((name for name in sent if name in target.api.ignore_eos), None)
 
 
 def message_of(body: bytes) -> str:
-    """What an error's body says, in one line that is not long."""
+    """The message of an error's body, as one short line."""
     text = body.decode(errors="replace")
     try:
         found = orjson.loads(body)

@@ -1,1 +1,1 @@
-"""The processor, by kernels of its own."""
+"""The CPU, with our compiled kernels."""

@@ -1,4 +1,4 @@
-"""Attention on the processor: paged blocks in the order `kernels.attention` multiplies them."""
+"""Attention on the CPU, over a paged cache in the layout of `kernels.attention`."""
 
 from typing import Any, NamedTuple
 
@@ -16,13 +16,13 @@ from text_generation_shard.device.cpu.kernels.pointwise import rotate_
 from text_generation_shard.device.cpu.kernels.vector import marker
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
-# Tokens whose pages are written when a cache is made, for the passes that are measured then: pages
-# that were never written share one page of zeros, and would be read faster than real ones.
+# Tokens whose pages are written when the cache is allocated, for the timed warm-up passes: reads of
+# unwritten pages would hit the shared zero page, and be too fast.
 _WARM_TOKENS = 2112
 
 
 class PackedCache:
-    """Owns blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
+    """Owns the blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
 
     def __init__(self, shape: CacheShape, num_blocks: int, pages: FirstTouch) -> None:
         count = shape.num_layers * shape.num_kv_heads
@@ -34,27 +34,27 @@ class PackedCache:
         self.address = self._memory.data_ptr()
 
     def layer(self, layer: int) -> int:
-        """The address of a layer's blocks."""
+        """Address of a layer's blocks."""
         return self.address + layer * self.layer_bytes
 
 
 class PackedPlan(NamedTuple):
-    """What is the same in all layers of a pass, as the kernels take it."""
+    """What all layers of a pass share, in the form of the kernels."""
 
     # [T], [*, width] and [N, 5].
     slots: Any
     block_tables: Any
     tasks: Any
-    # [S] and [M, 6], as `kernels.layers` takes them; M is 0 where all tokens are wanted.
+    # [S] and [M, 6], see `kernels.layers.Given`; M is 0 if all tokens are wanted.
     wanted: Any
     last_tasks: Any
-    # That the tasks were dealt to.
+    # Threads that the tasks are distributed to.
     num_threads: int
     angles: Angles
 
 
 class PackedAttention:
-    """One kernel for every query of a pass; a query's result depends on its own row alone."""
+    """One kernel computes all queries of a pass; a query's result depends only on its own row."""
 
     name = "packed"
     block_size = attention.BLOCK_SIZE
@@ -62,7 +62,7 @@ class PackedAttention:
     heaviest_keys: int | None = None
 
     def __init__(self, num_heads: int, num_kv_heads: int, scale: float, pages: FirstTouch) -> None:
-        """`pages` makes the memory of the cache."""
+        """`pages` allocates the memory of the cache."""
         self._num_heads, self._num_kv_heads, self._scale = num_heads, num_kv_heads, scale
         self._pages = pages
         self.cache: PackedCache | None = None
@@ -95,7 +95,7 @@ class PackedAttention:
     def plan_rows(
         self, rows: base.Rows, scheduled: base.ScheduledTokens, angles: Angles
     ) -> tuple[Ints, PackedPlan]:
-        """Of a decode pass: the ids of its tokens [R], and its plan."""
+        """Token ids [R] and plan of a decode pass."""
         group, num_threads = self._num_heads // self._num_kv_heads, numba.get_num_threads()
         which, tables = (scheduled.rows, scheduled.starts), rows.block_tables
         input_ids, slots, tasks = plan_rows(*which, rows.token_ids, tables, group, num_threads)
@@ -137,8 +137,8 @@ class PackedAttention:
 
 
 def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
-    """The queries of R rows in tasks [N, 5] as `attend` takes them, dealt out to the threads so
-    that each gets long and short ones alike. offsets [R + 1] and contexts [R] of the rows."""
+    """Split the queries of R rows into tasks [N, 5] of `attend`, in an order that gives each thread
+    long and short ones. offsets [R + 1] and contexts [R] of the rows."""
     lengths = np.diff(offsets)
     vectors = lengths * group
     counts = -(-vectors // attention.TASK_ROWS)
@@ -147,13 +147,13 @@ def _tasks(offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
     first = within * attention.TASK_ROWS
     starts = (contexts - lengths)[rows]
     tasks = np.stack((rows, offsets[rows], starts, first, vectors[rows]), axis=1)
-    dealt = _dealt(starts + first // group, num_threads)
+    dealt = _dealt_order(starts + first // group, num_threads)
     return np.ascontiguousarray(tasks[dealt], dtype=np.int64)
 
 
 def _tasks_of(wanted: Any, offsets: Any, contexts: Any, group: int, num_threads: int) -> Any:
-    """Tasks [M, 6] for some tokens [S] of R rows alone: those of `_tasks`, and behind each by how
-    many tokens earlier than in the pass the results of its one token are put."""
+    """Tasks [M, 6] of the tokens `wanted` [S] only: columns as in `_tasks`, and the number of
+    tokens by which the result moves towards the start of the output."""
     parts = -(-group // attention.TASK_ROWS)
     places = np.repeat(np.arange(len(wanted)), parts)
     tokens = wanted[places]
@@ -162,12 +162,13 @@ def _tasks_of(wanted: Any, offsets: Any, contexts: Any, group: int, num_threads:
     starts = (contexts - np.diff(offsets))[rows]
     first = within * group + np.tile(np.arange(parts) * attention.TASK_ROWS, len(wanted))
     columns = rows, offsets[rows], starts, first, (within + 1) * group, tokens - places
-    dealt = _dealt(starts + within, num_threads)
+    dealt = _dealt_order(starts + within, num_threads)
     return np.ascontiguousarray(np.stack(columns, axis=1)[dealt], dtype=np.int64)
 
 
-def _dealt(lengths: Any, num_threads: int) -> Any:
-    """The order in which tasks of these lengths are dealt to the threads, who get a part each."""
+def _dealt_order(lengths: Any, num_threads: int) -> Any:
+    """An order of tasks of these lengths in which each thread's contiguous part has a similar
+    total."""
     order = np.argsort(-lengths, kind="stable")
     return np.concatenate([order[thread::num_threads] for thread in range(num_threads)])
 

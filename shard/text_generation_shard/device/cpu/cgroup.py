@@ -1,4 +1,4 @@
-"""What the control groups above this process, those of a container among them, let it have."""
+"""The limits of this process's control groups, including those of a container."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The memory of one control group, in bytes."""
+    """Memory limit of one control group, in bytes."""
 
     limit: int
-    # Of the limit, what is left for this process and its neighbours in the group.
+    # The part of the limit that the processes of the group do not use yet.
     free: int
 
 
 def folders(controller: str, groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> list[Path]:
-    """The folders of the groups this process is in, from the innermost to the root, as far as they
-    can be seen here: `controller` is their name in version 1 of the interface."""
+    """The visible folders of this process's groups, from the innermost to the root. `controller` is
+    a controller's name in cgroup version 1."""
     if not own_groups.exists():
         return []
     found = []
     for line in own_groups.read_text(encoding="ascii").splitlines():
         _, controllers, path = line.split(":", 2)
-        # Version 2 has one tree without a name, version 1 one for each controller.
+        # Version 2 has one unnamed tree, version 1 one tree per controller.
         if controllers and controller not in controllers.split(","):
             continue
         root = groups / controller if controllers else groups
         group = root / path.lstrip("/")
-        # In a container the path may be that of the host, of which only the root is seen here.
+        # In a container, the path may be the host's, of which only the root is visible.
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
@@ -39,7 +39,7 @@ def folders(controller: str, groups: Path = GROUPS, own_groups: Path = OWN_GROUP
 
 
 def memory_limit(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> MemoryLimit | None:
-    """The one that leaves the least; None: none is set."""
+    """The limit with the least free memory; None: no limit is set."""
     limits = [
         limit
         for folder in folders("memory", groups, own_groups)
@@ -49,7 +49,7 @@ def memory_limit(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> Memory
 
 
 def _memory_limits(folder: Path) -> Iterator[MemoryLimit]:
-    # Version 2 of the interface, then version 1.
+    # Version 2, then version 1.
     for limit_name, used_name, stat_prefix in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -61,7 +61,7 @@ def _memory_limits(folder: Path) -> Iterator[MemoryLimit]:
 
 
 def _file_cache(stat: Path, prefix: str) -> int:
-    """Bytes of file pages, which the kernel counts as used but gives up when memory is short."""
+    """Bytes of the page cache, which count as used but are reclaimed when memory is short."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
     return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)

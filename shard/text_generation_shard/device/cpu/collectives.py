@@ -1,4 +1,4 @@
-"""What ranks on one machine compute together, through memory that their processes share."""
+"""Collective operations of ranks on one machine, through shared memory."""
 
 import json
 import logging
@@ -18,28 +18,28 @@ from text_generation_shard.meeting import JOIN_S, Meeting, try_out
 
 logger = logging.getLogger(__name__)
 
-# Of the head of the memory, what says to which launch it belongs.
+# Bytes of the launch's name at the start of the memory.
 _NAME_BYTES: Final = 32
 _MOST_OPERATIONS: Final = 1 << exchange.COUNT_BITS
-# Slots are whole pages: what a rank writes lies in no cache line of another's.
+# Slots are whole pages, so that two ranks never write to one cache line.
 _PAGE_BYTES: Final = 4096
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SharedMemory:
-    """Owns this process's view of memory that all ranks of a launch share. It has no name, and is
-    gone with the last of their processes, however they end."""
+    """Owns this process's mapping of the shared memory of all ranks. The memory has no name in the
+    file system; the system frees it with the last process, even after a kill."""
 
     def __init__(self, meeting: Meeting, nbytes: int) -> None:
-        """All ranks call this at once. All of the memory is taken here: what lacks is a ModelError
-        now, and nothing later. Of another rank it is a RankError."""
-        descriptor, told = -1, ""
+        """All ranks call this at the same time. All of the memory is allocated here. Raises
+        ModelError if there is too little; RankError if another rank fails."""
+        descriptor, sent = -1, ""
         try:
             if meeting.rank == 0:
                 descriptor = _create(nbytes, meeting.size)
                 os.pwrite(descriptor, name := uuid4().hex.encode(), 0)
-                told = json.dumps([os.getpid(), descriptor, name.decode()])
-            process, number, name = json.loads(meeting.gather("shared memory", told)[0])
+                sent = json.dumps([os.getpid(), descriptor, name.decode()])
+            process, number, name = json.loads(meeting.gather("shared memory", sent)[0])
             self.bytes = _map(f"/proc/{process}/fd/{number}", name, nbytes)
             meeting.all_here("shared memory of all")
         except ModelError as error:
@@ -51,11 +51,11 @@ class SharedMemory:
 
 
 def _create(nbytes: int, size: int) -> int:
-    """The descriptor of new memory, filled with zeros."""
+    """File descriptor of new memory, filled with zeros."""
     free = host.free_bytes()
     lack = (
-        f"{size} shards exchange what they compute through {nbytes / 2**20:.0f} MiB of shared "
-        "memory, and {} are free: stop other processes, raise the container's memory limit, or use "
+        f"{size} shards need {nbytes / 2**20:.0f} MiB of shared memory to exchange results, "
+        "and {} are free: stop other processes, raise the container's memory limit, or use "
         "a smaller --num-shard"
     )
     if nbytes > free:
@@ -70,15 +70,15 @@ def _create(nbytes: int, size: int) -> int:
 
 
 def _map(path: str, name: str, nbytes: int) -> Tensor:
-    """The bytes of memory that is another process's descriptor."""
+    """Map the memory behind a descriptor of another process."""
     try:
         if os.stat(path).st_size < nbytes:
             raise ModelError(f"{path} is not the shared memory of this launch: start it again")
         found = torch.from_file(path, True, nbytes, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
         raise ModelError(
-            f"the memory that shards share can not be opened at {path} ({error}): all shards must "
-            "run as one user, in one container"
+            f"the shards' shared memory can not be opened at {path} ({error}): all shards must "
+            "run as the same user in the same container"
         ) from error
     if bytes(found[:_NAME_BYTES].tolist()) != name.encode():
         raise ModelError(f"{path} is the shared memory of another launch: start this one again")
@@ -86,19 +86,19 @@ def _map(path: str, name: str, nbytes: int) -> Tensor:
 
 
 class SharedMemoryCollectives:
-    """See `Collectives`. Owns this rank's place in what the messages have brought so far: compiled
-    code that does operations itself asks for their words (`reserve`), waits by `exchange`, and has
-    a failure raised here (`check`)."""
+    """See `Collectives`. Owns this rank's message number and operation count. Compiled code that
+    runs operations itself reserves their words (`reserve`), waits by `exchange`, and reports its
+    status (`check`)."""
 
     name = "shared memory"
 
     def __init__(
         self, memory: Tensor, rank: int, size: int, slot_bytes: int, deadline_s: float
     ) -> None:
-        """memory: of `memory_bytes`, in all ranks the same."""
+        """memory: `memory_bytes` bytes, shared by all ranks."""
         self.rank, self.size = rank, size
         self._memory, self.deadline_s = memory, deadline_s
-        # The words of this process; see `exchange.FIELDS`. Not in one cache line.
+        # Words of this process, see `exchange.FIELDS`; in separate cache lines.
         self._words = np.zeros(2 * exchange.LINE // 8, np.int64)
         self._stop, self._waited = 0, exchange.LINE // 8
         lines = memory.data_ptr() + exchange.HEAD_BYTES
@@ -113,7 +113,7 @@ class SharedMemoryCollectives:
             ],
             exchange.EXCHANGE,
         )
-        """One element, for compiled code."""
+        """[1], for compiled code."""
         rows = memory[slots - memory.data_ptr() :][: 2 * size * slot_bytes]
         self._slots = rows.view(size, 2, slot_bytes)
         self._number, self._count = 0, 0
@@ -121,21 +121,22 @@ class SharedMemoryCollectives:
 
     @classmethod
     def meet(cls, meeting: Meeting, slot_bytes: int) -> "SharedMemoryCollectives":
-        """Of all ranks that meet, each of which gives at most so many bytes at once; they have been
-        tried out."""
+        """Connect all ranks of a meeting, each of which sends at most `slot_bytes` at once; returns
+        after a successful trial operation."""
         memory = SharedMemory(meeting, memory_bytes(meeting.size, slot_bytes))
         deadline_s = min(JOIN_S, meeting.deadline_s)
         found = cls(memory.bytes, meeting.rank, meeting.size, slot_bytes, deadline_s)
-        # What rank 0 keeps for all is gone with its meeting.
+        # Rank 0 serves the store as long as its meeting exists.
         found._meeting = meeting
         try_out(found, meeting)
         found.wait_at_most(meeting.deadline_s)
         return found
 
-    def wait_at_most(self, seconds: float) -> None:
-        """The deadline of operations from here on; of none that is under way."""
+    def wait_at_most(self, seconds: float) -> float:
+        """See Collectives; does not affect an operation in progress."""
         self.deadline_s = seconds
         self.exchange["deadline_ns"] = int(seconds * 1e9)
+        return seconds
 
     def begin(self, number: int) -> None:
         """See Collectives."""
@@ -143,9 +144,9 @@ class SharedMemoryCollectives:
         self._number, self._count = number, 0
 
     def reserve(self, count: int) -> int:
-        """The word of the first of the next `count` operations; the others' follow it."""
+        """The first of `count` consecutive words for the next operations."""
         if self._count == 0:
-            # Nothing is put for a message before all are done with the one before.
+            # No rank writes data of a message before all ranks have finished the previous one.
             self._exchange(self._word())
         first = self._word() + 1
         self._count += count
@@ -153,7 +154,7 @@ class SharedMemoryCollectives:
         return first
 
     def check(self, status: int) -> None:
-        """Raise what a status says; see `exchange.await_rank`."""
+        """Raise the RankError of a status; see `exchange.await_rank`."""
         reason, rank = status & 3, status >> 2
         if reason == exchange.ARRIVED:
             return
@@ -168,11 +169,11 @@ class SharedMemoryCollectives:
                 f"this shard is stopping, and does not wait for shard {rank} ({where})",
                 is_final=True,
             )
-        raise RankError(f"shard {rank} has given up {where}", is_final=False)
+        raise RankError(f"shard {rank} has aborted {where}", is_final=False)
 
     @property
     def waited_ns(self) -> int:
-        """How long threads of this rank have waited for others so far, together."""
+        """Total time that threads of this rank have waited for other ranks."""
         return int(self._words[self._waited])
 
     def all_reduce(self, partial: Tensor) -> Tensor:
@@ -219,13 +220,13 @@ class SharedMemoryCollectives:
 
     def fail(self, number: int) -> None:
         """See Collectives."""
-        exchange.give_up_message(self.exchange, number)
+        exchange.abort_message(self.exchange, number)
 
     def stop(self) -> None:
         """See Collectives."""
         if not self._words[self._stop]:
             logger.info(
-                "shard %d has waited %.2f s for the others while it computed",
+                "shard %d has waited %.2f s for other shards while computing",
                 *(self.rank, self.waited_ns / 1e9),
             )
         self._words[self._stop] = 1
@@ -238,13 +239,13 @@ class SharedMemoryCollectives:
 
 
 def memory_bytes(size: int, slot_bytes: int) -> int:
-    """Of what so many ranks share."""
+    """Bytes of the memory that `size` ranks share."""
     head = _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
     return head + 2 * size * whole_pages(slot_bytes)
 
 
 def whole_pages(nbytes: int) -> int:
-    """The least number of bytes that are whole pages and hold so many."""
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 

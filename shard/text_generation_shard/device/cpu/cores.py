@@ -1,4 +1,4 @@
-"""Which cores this process computes on, and with how many threads."""
+"""The cores and the number of threads of this process."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from text_generation_shard.device.cpu import cgroup
 
-# From so many cores on, one is left to the router and the event loop: they then never push a thread
-# aside while all others wait for it at the end of a kernel. Of fewer, a core is too much to give.
+# From this number of cores, one is left to the router and the event loop. So they do not preempt a
+# kernel's thread while the other threads wait for it. With fewer cores, that costs too much.
 _CORES_TO_SPARE = 4
 
 
@@ -17,8 +17,7 @@ SYSTEM = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """What computes by itself: the processors that the system knows it by, all threads of one
-    core, and the NUMA node it belongs to."""
+    """A physical core: its NUMA node, and the system's numbers of its hardware threads."""
 
     node: int
     processors: tuple[int, ...]
@@ -27,11 +26,11 @@ class Core:
 def num_compute_threads(
     num_ranks: int = 1, cgroups: Path = cgroup.GROUPS, own_cgroups: Path = cgroup.OWN_GROUPS
 ) -> int:
-    """Threads for the kernels: the cores this process is bound to, or what the quotas of its
-    cgroups allow if that is less; one fewer where there are many.
+    """Threads for the kernels: the cores that the affinity and the cgroup quotas allow; one less if
+    there are many.
 
-    Quotas are rounded down: with 1.5 cores two threads would both stand still for a quarter of the
-    time, and wherever one does the other waits. They are shared by all ranks.
+    Quotas are shared by all ranks, and rounded down: with two threads and 1.5 cores, each thread is
+    throttled for a quarter of the time, and then the other one waits for it.
     """
     whole = num_cores(num_ranks, cgroups, own_cgroups)
     return max(1, whole - 1 if whole >= _CORES_TO_SPARE else whole)
@@ -40,8 +39,8 @@ def num_compute_threads(
 def num_cores(
     num_ranks: int = 1, cgroups: Path = cgroup.GROUPS, own_cgroups: Path = cgroup.OWN_GROUPS
 ) -> int:
-    """Whole cores that this process, one of so many alike, may use; 0 if its quota is less than
-    one."""
+    """Whole cores that this process, one of `num_ranks`, may use; 0 if its quota is less than one
+    core."""
     cores = float(len(os.sched_getaffinity(0)))
     folders = cgroup.folders("cpu", cgroups, own_cgroups)
     quotas = [quota / num_ranks for folder in folders for quota in _quota_in(folder)]
@@ -49,7 +48,7 @@ def num_cores(
 
 
 def _quota_in(folder: Path) -> list[float]:
-    """The quota of one cgroup, in the files of either version; empty: none."""
+    """The quota of one cgroup of version 1 or 2; empty: no quota."""
     both = folder / "cpu.max"
     if both.exists():
         quota, period = both.read_text(encoding="ascii").split()
@@ -62,9 +61,10 @@ def _quota_in(folder: Path) -> list[float]:
 
 
 def processors_of(rank: int, num_ranks: int, cores: Sequence[Core]) -> set[int]:
-    """The processors of one of several ranks, none of which is another's; empty: there are fewer
-    than ranks. Each has as many cores: all wait for the slowest. A rank has whole NUMA nodes, or
-    a part of one, where that can be; and both threads of a core, where there are enough cores."""
+    """The processors of one rank; ranks share none. Empty: there are fewer processors than ranks.
+
+    All ranks get the same number of cores, because all wait for the slowest. If possible, a rank
+    gets whole NUMA nodes or a part of one node, and all hardware threads of its cores."""
     nodes = sorted({core.node for core in cores})
     if num_ranks <= len(nodes):
         of_rank = nodes[rank * len(nodes) // num_ranks : (rank + 1) * len(nodes) // num_ranks]
@@ -83,7 +83,8 @@ def processors_of(rank: int, num_ranks: int, cores: Sequence[Core]) -> set[int]:
 
 
 def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
-    """The cores of these processors; where the system does not say, each is a core of node 0."""
+    """The cores of the processors `allowed`. If the system has no topology, each is a core of node
+    0."""
     nodes = {
         number: int(folder.name.removeprefix("node"))
         for folder in system.glob("node/node[0-9]*")
@@ -98,7 +99,7 @@ def read_cores(allowed: Collection[int], system: Path = SYSTEM) -> list[Core]:
 
 
 def _numbers_in(file: Path) -> list[int]:
-    """Of a list as 0-3,8; none if there is no such file."""
+    """Parse a list such as 0-3,8; empty if the file does not exist."""
     text = file.read_text(encoding="ascii").strip() if file.exists() else ""
     ranges = [part.partition("-") for part in text.split(",") if part]
     return [

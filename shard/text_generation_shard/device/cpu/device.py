@@ -1,4 +1,4 @@
-"""The processor. The only place that asks whether our kernels are used."""
+"""The CPU device. Only this file decides whether our kernels are used."""
 
 import logging
 import threading
@@ -30,15 +30,15 @@ from text_generation_shard.parallel import Collectives
 
 logger = logging.getLogger(__name__)
 
-# Share of the machine's free memory that the KV cache may take by default.
+# Fraction of the machine's free memory for the KV cache.
 _CACHE_SHARE = 0.5
 
 
 def open_device(options: base.DeviceOptions) -> base.Device:
-    """The processor by our kernels, or by torch's where ours do not take the type. ModelError if it
-    can not do what the options ask for."""
+    """Open the CPU, with our kernels if they support the dtype, else with torch's. Raises
+    ModelError if it does not support the options."""
     if options.cuda_graphs:
-        logger.warning("--cuda-graphs has no effect on a CPU: a step is one call there as it is")
+        logger.warning("--cuda-graphs has no effect on a CPU, where a step is a single call anyway")
     if options.quantize == "fp8":
         raise ModelError("--quantize fp8 runs on a GPU only; use int8 or int4, or --device cuda")
     name = options.dtype or ("float32" if options.quantize is None else "bfloat16")
@@ -47,9 +47,7 @@ def open_device(options: base.DeviceOptions) -> base.Device:
         return CpuDevice(dtype, options)
     device = KernelDevice(dtype, options)
     may_choose = dtype is torch.bfloat16 and not options.deterministic and not options.quantize
-    # Of several ranks each would find out by itself, and they must compute alike.
-    may_choose = may_choose and options.world_size == 1
-    # Of several ranks each would decide by its own clock.
+    # With several ranks, each would decide by its own timing.
     may_choose = may_choose and options.world_size == 1
     if may_choose and has_bfloat16_tiles():
         ours, torchs = (
@@ -62,8 +60,8 @@ def open_device(options: base.DeviceOptions) -> base.Device:
 
 
 def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
-    """Milliseconds of products as a request of 512 prompt tokens and 64 new ones has them, by a
-    form of a weight, at the best of three tries."""
+    """Milliseconds of the products of a request with 512 prompt tokens and 64 new ones, with a
+    weight in the given form; best of three trials."""
     matrix, total = kind(torch.randn(2048, 1024).bfloat16()), 0.0
     for rows, times in ((512, 1), (1, 64)):
         hidden, tries = torch.randn(rows, 1024).bfloat16(), []
@@ -76,7 +74,7 @@ def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
 
 
 class CpuDevice(TorchDevice):
-    """The processor by torch's operators. Owns what it knows of the cache's pages."""
+    """The CPU with torch's operators. Owns the first-touch state of the cache's pages."""
 
     int8: linear.Int8Form = Int8Matrix
     int4: linear.Int4Form = Int4Matrix
@@ -89,7 +87,8 @@ class CpuDevice(TorchDevice):
         self.pages = FirstTouch(self.passes.are_computed)
 
     def check_room(self, nbytes: int, kind: str) -> None:
-        """See Device. The system would kill this process while weights are read, without a word."""
+        """See Device. Otherwise the system kills this process without a message while it loads
+        weights."""
         group = cgroup.memory_limit()
         if group is not None and nbytes > group.free:
             smaller = "" if kind == "int4" else ", choose a smaller --dtype or --quantize"
@@ -101,7 +100,7 @@ class CpuDevice(TorchDevice):
             )
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device. What can not be int4 becomes int8, what can not be that stays float."""
+        """See Device. Falls back from int4 to int8, and from int8 to float."""
         obstacle, weight = "", torch.empty(shape, device="meta")
         for form in linear.forms_of(quantize, self.int8, self.int4):
             if not (found := form.obstacle_of(weight)):
@@ -116,7 +115,7 @@ class CpuDevice(TorchDevice):
         columns: slice = base.ALL,
         part: int | None = None,
     ) -> base.Matrix:
-        """See Device; sums are not taken in parts."""
+        """See Device; `part` is ignored."""
         rows = weight[:, columns]
         kind, obstacle = self.quantized_form((rows.shape[0], rows.shape[1]), quantize)
         if kind is None:
@@ -129,8 +128,8 @@ class CpuDevice(TorchDevice):
         return linear.float_matrix(weight, obstacle)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device. Quantised, it is int8 whether int8 or int4 was asked for: int4 is nine times
-        as far off, and a tied head has the error in its scores."""
+        """See Device. Always int8 if quantized: int4 is less exact, and with a tied head its error
+        is in the scores."""
         obstacle = "" if quantize is None else self.int8.obstacle_of(weight)
         if quantize is not None and not obstacle:
             return self.int8(weight, self.dtype)
@@ -147,12 +146,12 @@ class CpuDevice(TorchDevice):
         return CpuRunner(model, None, self.pages, self.passes)
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
-        """See Device; nothing is rehearsed. All ranks are on this machine, and have as much."""
+        """See Device; uses the estimate. All ranks share this machine's memory equally."""
         own = host.free_bytes() // self._num_ranks
         return base.Room(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
 
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
-        """See Device. The cache's pages count as free until they are written."""
+        """See Device. Pages of the cache count as free memory until they are written."""
         return max(0, host.free_bytes() // self._num_ranks - cache_bytes - room.step)
 
     def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
@@ -160,18 +159,18 @@ class CpuDevice(TorchDevice):
         return SharedMemoryCollectives.meet(meeting, slot_bytes)
 
     def serve(self) -> None:
-        """See Device: pages of the cache are written while nothing is computed."""
+        """See Device: starts the thread that populates the cache's pages."""
         host.return_freed_memory()
         threading.Thread(target=self.pages.run, name="first-touch", daemon=True).start()
 
 
 class KernelDevice(CpuDevice):
-    """The processor by our kernels."""
+    """The CPU with our kernels."""
 
     is_deterministic = True
 
     def __init__(self, dtype: torch.dtype, options: base.DeviceOptions) -> None:
-        # Products of few bits are ours only on bfloat16 rows and wide vectors.
+        # Our int8 and int4 products need bfloat16 rows and wide vectors.
         if dtype is torch.bfloat16 and kernels.are_vectors_wide():
             self.int8, self.int4 = linear.PackedInt8Matrix, linear.PackedInt4Matrix
         elif options.quantize is not None:
@@ -180,7 +179,7 @@ class KernelDevice(CpuDevice):
         has_ranks = options.world_size > 1
         wanted = Wanted(dtype, options.quantize, options.deterministic or has_ranks, has_ranks)
         prepare(wanted, torch.get_num_threads(), host.free_bytes())
-        # The threads of a pass do not wait for one whose core is taken.
+        # A pass does not wait for a thread that lost its core.
         self.spares_core = num_cores(self._num_ranks) > 1
         self._weights: list[tuple[int, int]] = []
         self.sums_in_parts = options.deterministic
@@ -210,7 +209,7 @@ class KernelDevice(CpuDevice):
         activation: base.Activation,
         has_bias: bool,
     ) -> base.Matrix:
-        """See Device. The kernels know silu, without a bias."""
+        """See Device. The kernels support only silu without a bias."""
         if activation is not base.Activation.SILU or has_bias or weight.shape[0] % 32:
             return GatedMatrix(self.matrix(weight, quantize), activation)
         if quantize is None:
@@ -243,8 +242,8 @@ class KernelDevice(CpuDevice):
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
         if self.is_deterministic:
-            # All that is large is computed by our kernels. torch and they each have a pool of
-            # threads, and the one that has just worked keeps the cores from the other for a while.
+            # Our kernels compute everything large. They and torch each have a thread pool, whose
+            # threads keep the cores busy for a while after their last work.
             torch.set_num_threads(1)
         decoder = fused_decoder(model, self.dtype)
         if decoder is not None:
@@ -252,7 +251,7 @@ class KernelDevice(CpuDevice):
         return CpuRunner(model, decoder, self.pages, self.passes)
 
     def serve(self) -> None:
-        """See Device: besides, weights are moved to huge pages."""
+        """See Device: also starts the thread that moves weights to huge pages."""
         super().serve()
         if pages := pages_of(self._weights):
             threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Pages of the KV cache, written before they are needed, while nothing is computed.
+"""Populates pages of the KV cache in advance, while nothing is computed.
 
-The system gives a page of memory when it is first written, which would keep a prompt waiting. Not
-all pages are written at the start: that takes seconds, and memory that most servers never need.
+The system allocates a page at its first write, which would delay a prompt. Populating all pages at
+the start would take long, and memory that most servers never need.
 """
 
 import ctypes
@@ -20,23 +20,23 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-# From linux/mman.h; Linux 5.14 is the first that has it. What was written stays as it is.
+# MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14. It keeps the contents of written pages.
 _POPULATE_WRITE = 23
 _PAGE_BYTES = 4096
-# So much beyond the highest block in use is brought there.
+# Bytes populated beyond the highest block in use.
 _AHEAD_BYTES = 512 * 2**20
-# So much goes from one end of the blocks on at a time, in all parts; whether somebody computes is
-# asked before each part.
+# Bytes populated at a time, over all parts; before each part the thread waits until nothing is
+# computed.
 _PIECE_BYTES = 2**20
-# Consecutive idle polls before a piece is written, and seconds between two.
+# Consecutive idle polls required before a piece is populated, and seconds between polls.
 _IDLE_POLLS = 3
 _POLL_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Memory of `count` parts one behind the other, in each of which every block has its place, one
-    behind the other: `block_bytes` each."""
+    """Memory of `count` consecutive parts, each with `num_blocks` consecutive blocks of
+    `block_bytes`."""
 
     address: int
     count: int
@@ -44,8 +44,8 @@ class Parts:
     block_bytes: int
 
     def regions(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Address and bytes of the pages that blocks [first, last) lie in. The address of all is
-        that of a page."""
+        """Address and size of the pages of blocks [first, last) in each part. `address` must be
+        page-aligned."""
         for part in range(self.count):
             start = part * self.num_blocks * self.block_bytes
             begin = (start + first * self.block_bytes) // _PAGE_BYTES * _PAGE_BYTES
@@ -54,7 +54,8 @@ class Parts:
 
 
 class Passes:
-    """Knows whether anything is computed: `with` it around each pass, ask from any thread."""
+    """Tracks whether a pass is computed. A context manager around each pass; any thread may query
+    it."""
 
     def __init__(self) -> None:
         self._num_begun = self._num_ended = self._num_seen = 0
@@ -66,67 +67,68 @@ class Passes:
         self._num_ended += 1
 
     def are_computed(self) -> bool:
-        """Whether a pass is under way, or has begun since this was last asked."""
+        """Whether a pass is in progress, or has begun since the last call."""
         begun, seen = self._num_begun, self._num_seen
         self._num_seen = begun
         return begun != self._num_ended or begun != seen
 
 
 class FirstTouch:
-    """Owns the knowledge of how much of a cache is there. `run` is the body of a thread; the other
-    methods are called from the thread that computes."""
+    """Owns the state of which pages of a cache are populated. `run` is the body of a background
+    thread; the device thread calls the other methods."""
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
-        """`is_busy`: whether anything is being computed; asked from the thread."""
+        """`is_busy`: whether a pass is computed; called by the background thread."""
         self._is_busy = is_busy
-        # Held while pages are written, so that no cache goes away meanwhile.
+        # Held while pages are populated, so that the cache is not freed meanwhile.
         self._lock = threading.Lock()
         self._has_work = threading.Event()
         self._memory: Tensor | None = None
         self._parts: Parts | None = None
-        # Blocks that are there, and that should be.
+        # Blocks that are populated, and that should be.
         self._num_there = 0
         self._num_wanted = 0
 
     def allocate(self, count: int, num_blocks: int, block_bytes: int, num_first: int = 0) -> Tensor:
-        """Memory for a cache, zeros in uint8, see `Parts`; the former one may go. The pages of the
-        first blocks are written at once, those of the others when there is time."""
+        """Allocate zeros in uint8 for a cache, see `Parts`, and drop the previous one. Pages of the
+        first `num_first` blocks are populated now, the others in the background."""
         with self._lock:
             self._memory = self._parts = None
             self._num_there = self._num_wanted = 0
-            self._memory = memory = untouched(count * num_blocks * block_bytes)
+            self._memory = memory = unwritten_zeros(count * num_blocks * block_bytes)
             self._parts = parts = Parts(memory.data_ptr(), count, num_blocks, block_bytes)
-        # Where the system can not, pages come when they are written, as ever.
+        # Without this system call, pages are allocated at their first write.
         with suppress(OSError):
             for region in parts.regions(0, min(num_first, num_blocks)):
-                bring(*region)
+                populate(*region)
         self.note_use(0)
         return memory
 
     def note_use(self, num_blocks: int) -> None:
-        """The first `num_blocks` blocks are in use, or have been."""
+        """Report that the first `num_blocks` blocks are or were in use."""
         if (parts := self._parts) is None:
             return
         ahead = _AHEAD_BYTES // (parts.count * parts.block_bytes)
         wanted = min(parts.num_blocks, num_blocks + ahead)
-        # Some at once, so that the thread is not woken by every request; the last ones in any case.
+        # A minimum step, so that not every request wakes the thread; the last blocks are always
+        # populated.
         least = 1 if wanted == parts.num_blocks else 1 + ahead // 8
         if wanted >= self._num_wanted + least:
             self._num_wanted = wanted
             self._has_work.set()
 
     def run(self) -> None:
-        """Bring pages whenever some are missing and nothing is computed; never returns, unless the
-        system does not know how."""
+        """Populate missing pages whenever nothing is computed. Returns only if the system does not
+        support it."""
         try:
             while self._has_work.wait():
                 self._has_work.clear()
                 self.catch_up()
         except OSError as error:
-            logger.info("the pages of the KV cache are not written beforehand: %s", error)
+            logger.info("KV cache pages are not populated in advance: %s", error)
 
     def catch_up(self) -> None:
-        """Bring what is missing now. OSError: the system does not."""
+        """Populate all missing pages. Raises OSError if the system does not support it."""
         while (parts := self._parts) is not None and self._num_there < self._num_wanted:
             count = max(1, _PIECE_BYTES // (parts.count * parts.block_bytes))
             last = min(self._num_there + count, parts.num_blocks)
@@ -135,7 +137,7 @@ class FirstTouch:
                 with self._lock:
                     if self._parts is not parts:
                         return  # `allocate` has set `_has_work`
-                    bring(*region)
+                    populate(*region)
             with self._lock:
                 if self._parts is parts:
                     self._num_there = last
@@ -147,16 +149,16 @@ class FirstTouch:
             idle = 0 if self._is_busy() else idle + 1
 
 
-def untouched(nbytes: int) -> Tensor:
-    """`nbytes` of zeros, uint8, that take neither memory nor time until they are written."""
-    # Private, because the system gives shared pages more slowly.
+def unwritten_zeros(nbytes: int) -> Tensor:
+    """`nbytes` zeros in uint8, which take no memory until they are written."""
+    # Private, because shared pages are allocated more slowly.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
-def bring(address: int, size: int) -> None:
-    """Have the system give the pages there, so many bytes from a page's address on. OSError: it
-    does not."""
+def populate(address: int, size: int) -> None:
+    """Populate the pages of `size` bytes from the page-aligned `address`. Raises OSError if the
+    system does not support it."""
     advise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     if advise is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

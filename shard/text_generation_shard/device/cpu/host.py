@@ -1,6 +1,5 @@
-"""The machine this process runs on: its memory, and what must be set before torch is loaded.
-
-It imports nothing large.
+"""The machine of this process: its free memory, and settings that must precede the import of torch.
+Imports nothing large.
 """
 
 import ctypes
@@ -20,19 +19,19 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 _NVIDIA = Path("/dev/nvidiactl")
-"""There is a driver of NVIDIA's."""
+"""Exists if the NVIDIA driver is loaded."""
 
 
 def return_freed_memory() -> None:
-    """Give pages of freed tensors back to the system: after loading, when many of them, of weights
-    that have been packed since, will not be needed again."""
+    """Return freed memory to the system; called after loading, which frees the unpacked weights."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def free_bytes() -> int:
-    """What this process may still take: the machine's free memory, or its cgroup's rest if less."""
+    """Bytes that this process may still allocate: the smaller of the machine's and the cgroup's
+    free memory."""
     available = 0
     for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
@@ -47,36 +46,37 @@ def prepare_process(
     num_ranks: int = 1,
     device: str | None = None,
 ) -> None:
-    """Set what torch and the C library read when they start; call it before either does, and before
-    the first thread. What the user has set is kept. One of several ranks gets cores of its own, or
-    a GPU. ModelError if there is none for it.
+    """Set environment variables and allocator options for torch and the C library; call it before
+    torch is imported and before the first thread. Values set by the user are kept. Each of several
+    ranks gets its own cores or its own GPU. Raises ModelError if there is none left.
 
-    device: cpu or cuda; None: cuda where there is one.
+    device: cpu or cuda; None: cuda if there is a GPU.
     """
     if num_ranks > 1:
-        # What torch says of a lost connection is a page of addresses; the error says it, too.
+        # torch logs a long stack trace for a lost connection, which the raised error reports too.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         is_hidden = environment.get("CUDA_VISIBLE_DEVICES") == ""
         if device == "cpu" or (device is None and (is_hidden or not _NVIDIA.exists())):
             _choose_cores(environment, rank, num_ranks)
         elif not is_hidden:
             _choose_gpu(environment, rank)
-    # A thread that waits for another gives up its core after so many spins, not after milliseconds.
+    # A waiting OpenMP thread yields its core after this number of spins, instead of after
+    # milliseconds.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
-    # OpenMP knows neither of a container's quota, nor of the router.
+    # OpenMP ignores a container's quota and the router.
     environment.setdefault("OMP_NUM_THREADS", str(num_compute_threads(num_ranks)))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # What tensors of one step free is kept for those of the next: by default glibc maps every
-        # large one anew, and the system clears it page by page. One arena, because the others can
-        # not grow beyond 64 MiB. Other C libraries lack mallopt and stay as they are.
+        # Memory freed by one step is reused by the next. By default, glibc maps each large tensor
+        # again, and the system clears its pages. One arena, because the other arenas can not grow
+        # beyond 64 MiB. Other C libraries have no mallopt.
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _choose_gpu(environment: MutableMapping[str, str], rank: int) -> None:
-    """A rank sees one GPU: so all of its threads use that one, which they know as the first."""
+    """Make one GPU visible to the rank, so that all its threads use it, as device 0."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else []
     if names and rank >= len(names):
@@ -88,8 +88,8 @@ def _choose_gpu(environment: MutableMapping[str, str], rank: int) -> None:
 
 
 def _choose_cores(environment: MutableMapping[str, str], rank: int, num_ranks: int) -> None:
-    """A rank computes on cores that no other one does: ranks wait for each other hundreds of times
-    in a step, and where two share a core, each time for one that does not run."""
+    """Bind the rank to its own cores: ranks wait for each other many times in a step, and each wait
+    takes long if two ranks share a core."""
     allowed = os.sched_getaffinity(0)
     own = processors_of(rank, num_ranks, read_cores(allowed))
     if own:

@@ -1,11 +1,10 @@
-"""Weights in pages of 2 MiB, brought there while the server answers already.
+"""Moves weights to huge pages of 2 MiB in the background, while the server answers requests.
 
-Why it is fast: a decode step reads every weight once, and the processor fetches ahead only to the
-end of a page. Two threads read 29 GB/s from huge pages here and 24 from small ones; a step of one
-row of the 125 M checkpoint takes 4 % less with two threads and 8 % less with one.
+Why it is fast: a decode step reads every weight once, and the hardware prefetcher stops at the end
+of a page.
 
-Where the C library allocates huge pages (the launcher asks glibc to), this finds the rest: what was
-put where other memory had been freed, a fifth of that checkpoint. Elsewhere it finds all.
+If the C library allocates huge pages (the launcher configures glibc so), this moves only the rest:
+weights in reused memory. Otherwise it moves all weights.
 """
 
 import ctypes
@@ -17,18 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 * 2**20
-# From linux/mman.h; Linux 6.1 is the first that has it, whatever its transparent huge pages are.
+# MADV_COLLAPSE of linux/mman.h, since Linux 6.1; independent of the setting of transparent huge
+# pages.
 _COLLAPSE = 25
-# Where so many in a row can not be moved, none can.
+# If this number of pages fail from the start, all others are skipped.
 _PATIENCE = 8
-# A page is moved in some 5 ms, in which whoever reads it waits. Not all at once, so that a step
-# meets few that are moving: some 14 GB take a minute.
+# Reads of a page block while it is moved. The pause lets a step meet few such pages.
 _PAUSE_S = 0.005
 
 
 def pages_of(regions: Iterable[tuple[int, int]]) -> list[int]:
-    """The addresses of the pages of which regions (address, bytes) fill half at least: what else
-    lies there takes memory too, once the page is one."""
+    """Addresses of the huge pages that regions (address, bytes) fill at least half: a huge page
+    takes all of its memory."""
     filled: Counter[int] = Counter()
     for start, size in regions:
         end = start + size
@@ -39,8 +38,8 @@ def pages_of(regions: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def collapse(pages: Sequence[int]) -> int:
-    """Make huge pages of what lies at these addresses; returns how many are, at most. A page that
-    the system has no memory in one piece for stays as it is, and so does one of several maps."""
+    """Convert the pages at these addresses to huge pages; returns how many succeeded. A page stays
+    as it is if the system has no contiguous memory, or if it spans several mappings."""
     advise = _advise()
     done = 0
     for place, page in enumerate(pages):
@@ -50,12 +49,12 @@ def collapse(pages: Sequence[int]) -> int:
             break
         time.sleep(_PAUSE_S)
     size = PAGE_BYTES / 1e9
-    logger.info("%.2f of %.2f GB of weights lie in huge pages", done * size, len(pages) * size)
+    logger.info("%.2f of %.2f GB of weights are in huge pages", done * size, len(pages) * size)
     return done
 
 
 def _advise() -> Callable[[int], bool]:
-    """What makes one of the page at an address, and says whether it is."""
+    """A function that collapses the page at an address; returns whether it succeeded."""
     system = getattr(ctypes.CDLL(None), "madvise", None)
     size = ctypes.c_size_t(PAGE_BYTES)
     return lambda page: system is not None and not system(ctypes.c_void_p(page), size, _COLLAPSE)

@@ -1,7 +1,7 @@
-"""Weights as the processor multiplies them, and which form suits which weight.
+"""Weights in the forms that the CPU multiplies.
 
-Every form of few bits has `obstacle_of(weight)`, why it can not hold a weight (empty: it can), and
-is made with (weight, dtype of the activations, obstacle of the form that was asked for).
+Every quantized form has `obstacle_of(weight)`: why it can not store a weight (empty: it can). Its
+constructor takes (weight, dtype of the activations, obstacle of the requested form).
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ from text_generation_shard.device.reference.quantized import (
 
 
 class OneDnnMatrix:
-    """A bfloat16 weight in oneDNN's own layout, which F.linear would make on every call."""
+    """A bfloat16 weight in oneDNN's layout; F.linear would convert it on every call."""
 
     def __init__(self, weight: Tensor, obstacle: str = "") -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -40,7 +40,7 @@ class OneDnnMatrix:
 
 
 def float_matrix(weight: Tensor, obstacle: str) -> Matrix:
-    """The weight in its own type, multiplied by torch."""
+    """A float weight, multiplied by torch."""
     if (
         weight.dtype is torch.bfloat16
         and torch._C._has_mkldnn
@@ -51,7 +51,7 @@ def float_matrix(weight: Tensor, obstacle: str) -> Matrix:
 
 
 class PackedMatrix:
-    """A weight that the kernels multiply. Owns it; the runner reads where it lies."""
+    """A weight that our kernels multiply. Owns the weight; the runner reads its address."""
 
     kind: str
     obstacle: str
@@ -63,7 +63,7 @@ class PackedMatrix:
 
     @property
     def address(self) -> WeightAddress:
-        """Where it lies."""
+        """Address and form of the packed weight."""
         address: WeightAddress = self._packed.address
         return address
 
@@ -74,13 +74,13 @@ class PackedMatrix:
 
 
 class PackedFloatMatrix(PackedMatrix):
-    """The weight in its own type, or, bfloat16, in 12 bits without loss."""
+    """A float weight; bfloat16 may be stored in 12 bits without loss."""
 
     def __init__(
         self, weight: Tensor, obstacle: str = "", is_gated: bool = False, part: int | None = None
     ) -> None:
-        """`is_gated`: the product goes through silu and halves; see GatedWeight. part: sums are
-        taken in parts of so many inputs, see PartedWeight."""
+        """`is_gated`: see GatedWeight. part: sums are computed in parts of this number of inputs,
+        see PartedWeight."""
         if part is not None:
             super().__init__(PartedWeight(weight, part))
         else:
@@ -89,8 +89,8 @@ class PackedFloatMatrix(PackedMatrix):
 
 
 class PackedInt8Matrix(PackedMatrix):
-    """`Int8Matrix` for bfloat16 rows: the numbers become bfloat16, exactly, on their way into the
-    products, for any number of rows."""
+    """`Int8Matrix` for bfloat16 rows: the kernels convert the values to bfloat16, exactly, for any
+    number of rows."""
 
     kind = "int8"
     obstacle_of = staticmethod(Int8Matrix.obstacle_of)
@@ -128,7 +128,7 @@ class PackedInt8Matrix(PackedMatrix):
 
 
 class PackedInt4Matrix(PackedMatrix):
-    """`Int4Matrix` for bfloat16 rows, by a table of the 16 numbers."""
+    """`Int4Matrix` for bfloat16 rows: the kernels look up the 16 values in a table."""
 
     kind = "int4"
     obstacle_of = staticmethod(Int4Matrix.obstacle_of)
@@ -160,6 +160,6 @@ Int4Form = type[Int4Matrix] | type[PackedInt4Matrix]
 def forms_of(
     quantize: str | None, int8: Int8Form, int4: Int4Form
 ) -> tuple[Int8Form | Int4Form, ...]:
-    """What is tried, in this order, for weights that are to be int8 or int4, before they stay
-    float."""
+    """The forms that are tried, in this order, for a value of --quantize. If none fits, the weight
+    stays float."""
     return {None: (), "int8": (int8,), "int4": (int4, int8)}[quantize]

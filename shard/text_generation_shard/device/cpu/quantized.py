@@ -1,9 +1,9 @@
-"""Weights in 8 or 4 bits, and their products by torch's own packed kernels.
+"""int8 and int4 weights, multiplied by torch's packed kernels; used where our kernels are not
+(`linear`).
 
-Where our own kernels are used, those multiply them (`linear`). torch's are written for a few rows,
-where reading the weights is what takes time; beyond those the weight is dequantized in bfloat16, a
-part at a time, and multiplied as such. They exist in bfloat16: with other activations
-(where they are slower than a float product) the weight is dequantized for any number of rows.
+torch's kernels are made for few rows, where reading the weights takes the time. For more rows, the
+weight is dequantized to bfloat16, a part at a time, and multiplied as a float. The kernels need
+bfloat16 activations; with other dtypes, the weight is dequantized for any number of rows.
 """
 
 import sys
@@ -20,15 +20,14 @@ from text_generation_shard.device.reference.quantized import (
     quantize_rows,
 )
 
-# Rows up to which the kernels win over dequantizing. All layers of the 125 M checkpoint, one core:
-# int8 35 against 37 ms at 8 rows, 59 against 52 at 16; int4 22 against 164, 341 against 323 at 128.
+# Most rows for which the packed kernels are faster than dequantizing.
 _FEW_ROWS_INT8 = 8
 _FEW_ROWS_INT4 = 96
-# Numbers dequantized at once: 8 MiB in bfloat16, whatever the size of the vocabulary.
+# Most values dequantized at once: 8 MiB in bfloat16.
 _DEQUANTIZED_NUMBERS = 2**22
-# int8 kernel: a vector of inputs is read at once, also beyond the end of the matrix.
+# The int8 kernel reads whole vectors of inputs, also beyond the end of the matrix.
 _INT8_STEP = 16
-# int4 layout: outputs come in panels of 64, what is left over in pairs.
+# int4 layout: panels of 64 outputs, the rest in pairs.
 _INT4_STEP = 16
 _PANEL = 64
 
@@ -36,7 +35,7 @@ _PANEL = 64
 class Int8Matrix:
     """A weight [N, K] as int8 with one scale for each output: w ≈ scale · q.
 
-    Nothing is off by more than half a scale, which is a 254th of the largest of the row.
+    The error is at most half a scale, which is 1/254 of the largest value of the row.
     """
 
     kind = "int8"
@@ -48,8 +47,8 @@ class Int8Matrix:
         obstacle: str = "",
         columns: slice = ALL,
     ) -> None:
-        """`dtype` is that of the activations; the scale is rounded to it before q is chosen.
-        columns: see Device.matrix."""
+        """`dtype` of the activations; the scale is rounded to it before q is chosen. columns: see
+        Device.matrix."""
         parts = [quantize_rows(part, dtype, columns) for part in parts_of(weight)]
         numbers, scales = zip(*parts, strict=True)
         self._numbers, self._scale = torch.cat(numbers), torch.cat(scales)
@@ -61,7 +60,7 @@ class Int8Matrix:
     def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int8; empty when it can."""
         if weight.shape[1] % _INT8_STEP:
-            return f"{weight.shape[1]} inputs are no multiple of {_INT8_STEP}"
+            return f"{weight.shape[1]} inputs are not a multiple of {_INT8_STEP}"
         return ""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,7 +69,7 @@ class Int8Matrix:
         if hidden.shape[0] <= self._few_rows:
             out: Tensor = torch.ops.aten._weight_int8pack_mm(hidden, self._numbers, self._scale)
         else:
-            # Whole numbers up to 127 are exact in every float, so the scale can come last.
+            # Integers up to 127 are exact in every float dtype, so the scale can be applied last.
             outputs = max(1, _DEQUANTIZED_NUMBERS // hidden.shape[1])
             parts = torch.split(self._numbers, outputs)
             out = torch.cat([hidden @ part.to(hidden.dtype).t() for part in parts], dim=1)
@@ -88,16 +87,15 @@ class Int8Matrix:
 
 
 class Int4Matrix:
-    """A weight [N, K] as numbers from 0 to 15 with a scale and a zero for each output and group
-    of 32 inputs: w ≈ scale · (q - 8) + zero; 5 bits a weight with bfloat16 scales."""
+    """A weight [N, K] as q from 0 to 15 with a scale and a zero for each output and group of 32
+    inputs: w ≈ scale · (q - 8) + zero; 5 bits per weight with bfloat16 scales."""
 
     kind = "int4"
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, obstacle: str = "") -> None:
-        """`dtype` is that of the activations; scale and zero are rounded to it before the last
-        choice of q."""
+        """`dtype` of the activations; scale and zero are rounded to it before q is chosen."""
         self._num_outputs = weight.shape[0]
-        # Outputs in whole panels; the rest is left to the kernel, however many rows there are.
+        # Outputs in whole panels; the packed kernel computes the others for any number of rows.
         self._num_whole = self._num_outputs // _PANEL * _PANEL
         parts = [quantize_groups(part, dtype) for part in parts_of(weight)]
         numbers, scales, zeros = zip(*parts, strict=True)
@@ -116,9 +114,9 @@ class Int4Matrix:
     def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int4; empty when it can."""
         if weight.shape[1] % GROUP:
-            return f"{weight.shape[1]} inputs are no multiple of {GROUP}"
+            return f"{weight.shape[1]} inputs are not a multiple of {GROUP}"
         if weight.shape[0] % _INT4_STEP:
-            return f"{weight.shape[0]} outputs are no multiple of {_INT4_STEP}"
+            return f"{weight.shape[0]} outputs are not a multiple of {_INT4_STEP}"
         return ""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,16 +136,16 @@ class Int4Matrix:
         return out if bias is None else out.add_(bias)
 
     def _multiply_packed(self, hidden: Tensor, start: int) -> Tensor:
-        """Outputs from `start` on, which begins a panel, by the kernel."""
+        """Outputs from `start`, the first of a panel, by the packed kernel."""
         out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             hidden, self._packed[start:], GROUP, self._scale_zero[:, start:].contiguous()
         )
         return out
 
     def _dequantize(self, start: int, end: int) -> Tensor:
-        """Outputs of whole panels as floats: [K, end - start]."""
+        """Dequantize outputs of whole panels: [K, end - start]."""
         numbers = _unpack(self._packed[start:end]).to(self._scale_zero.dtype).sub_(8)
-        # [panels, K / 32, 32, 64] all, so that the last addition also turns the panels around.
+        # All operands are [panels, K / 32, 32, 64], so that addcmul also transposes the panels.
         panels, inputs = numbers.shape[:2]
         scale, zero = (
             part.view(-1, panels, 1, _PANEL).transpose(0, 1)
@@ -164,9 +162,9 @@ class Int4Matrix:
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """Inverts `_convert_weight_to_int4pack_for_cpu` for whole panels: uint8 [panels, K, 64].
+    """Invert `_convert_weight_to_int4pack_for_cpu` for whole panels: uint8 [panels, K, 64].
 
-    With AVX-512 a byte holds outputs that lie 32 apart in one panel, for one input.
+    With AVX-512, a byte holds two outputs of one input that are 32 apart in their panel.
     """
     panels = packed.view(-1, packed.shape[1] * 2, _PANEL // 2)
     return torch.cat((panels & 15, panels >> 4), dim=-1)
@@ -174,7 +172,8 @@ def _unpack(packed: Tensor) -> Tensor:
 
 @cache
 def _is_layout_known() -> bool:
-    """Whether `_unpack` reads what this processor packs; if not, the kernel takes all rows."""
+    """Whether `_unpack` matches this processor's layout; if not, the packed kernel serves any
+    number of rows."""
     numbers = torch.arange(2 * _PANEL * GROUP, dtype=torch.int32) * 7 // 5 % 16
     numbers = numbers.view(2 * _PANEL, GROUP)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1)

@@ -1,4 +1,4 @@
-"""Steps on the processor: a pass is one call of the kernels where these take the whole model."""
+"""Steps on the CPU: a pass is one call of compiled code, if the kernels support the whole model."""
 
 import time
 from dataclasses import replace
@@ -32,8 +32,8 @@ from text_generation_shard.sampling.sampler import Scores
 
 
 def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None":
-    """The loaded model as one call; None if the kernels do not take all of its layers: another
-    shape, torch's attention, or weights of several kinds."""
+    """A decoder that computes a pass of the model in one call; None if the kernels do not support
+    all layers: another architecture, torch's attention, or weights of several kinds."""
     weights, attention = model.weights(), model.attention
     if weights is None or not isinstance(attention, PackedAttention):
         return None
@@ -48,8 +48,8 @@ def fused_decoder(model: base.Model, dtype: torch.dtype) -> "FusedDecoder | None
 
 
 class FusedDecoder:
-    """Computes passes of a model whose weights others own. Owns their addresses, the buffers of a
-    pass and the board of the threads that compute it: of one pass at a time."""
+    """Computes passes of a model, one at a time. Owns the table of weight addresses, the buffers of
+    a pass and the board of its threads; the model owns the weights."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class FusedDecoder:
         self._model, self._weights, self._attention = model, weights, attention
         self._dtype = dtype
         plain = weights_marker(dtype)
-        head = _place(weights.head)
-        # The head is int8, or of the rows' own type.
+        head = _address_of(weights.head)
+        # The kernels support an int8 head, or one of the rows' dtype.
         self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
         table = weights.embedding
         self._embedding = table.weight.data_ptr() if isinstance(table, FloatTable) else 0
-        self._ranks = _Ranks(weights.world) if weights.world.size > 1 else None
-        kind = _place(weights.layers[0].qkv).kind
+        self._ranks = _RankExchange(weights.world) if weights.world.size > 1 else None
+        kind = _address_of(weights.layers[0].qkv).kind
         self._kinds = kind, head.kind if self._has_head else plain, marker(dtype)
         self._layers = np.zeros(len(weights.layers), layers.LAYER)
         for index, layer in enumerate(weights.layers):
@@ -76,20 +76,22 @@ class FusedDecoder:
         self.weight_regions = [
             (place.weight, place.nbytes)
             for layer in weights.layers
-            for place in (_place(getattr(layer, name)) for name in _PRODUCTS)
+            for place in (_address_of(getattr(layer, name)) for name in _PRODUCTS)
         ]
-        """Of the weights that every pass reads: addresses and bytes."""
+        """Address and bytes of each weight that every pass reads."""
         if self._has_head:
             self.weight_regions.append((head.weight, head.nbytes))
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
         self._pass = self._constants(head)
-        # As much as the largest pass so far took; kept, so that a step allocates nothing.
+        # Buffers of the largest pass so far, kept so that a step allocates nothing.
         self._memory = np.empty(0, dtype=np.uint8)
 
     def _constants(self, head: Any) -> Any:
-        """What is the same in all passes: [1] of `layers.PASS`."""
+        """The constants of all passes: [1] of `layers.PASS`."""
         sizes, own, ranks = self._weights.sizes, self._weights.own, self._ranks
-        out, down = (_place(getattr(self._weights.layers[0], name)) for name in ("out", "down"))
+        out, down = (
+            _address_of(getattr(self._weights.layers[0], name)) for name in ("out", "down")
+        )
         has_ranks = ranks is not None
         has_parts = has_ranks or out.num_parts > 1 or down.num_parts > 1
         weight_kind, head_kind, kind = (typeof(kind) for kind in self._kinds)
@@ -127,7 +129,7 @@ class FusedDecoder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the head is computed in the same call."""
+        """Whether the same call computes the head."""
         return self._has_head
 
     def hidden(self, batch: ForwardBatch) -> Tensor:
@@ -135,7 +137,7 @@ class FusedDecoder:
         ids = batch.input_ids
         hidden = self._embedded(ids)
         if hidden is None:
-            # Uninitialized on entry: the kernels look it up.
+            # Uninitialized: the kernels look up the embeddings.
             hidden = torch.empty(len(ids), self._weights.sizes.hidden_size, dtype=self._dtype)
         angles = self._model.angles(batch)
         plan = self._attention.plan(replace(batch, logits_indices=None), angles)
@@ -143,8 +145,7 @@ class FusedDecoder:
         return hidden
 
     def scores(self, batch: ForwardBatch) -> Tensor:
-        """See Forward. Of tokens whose logits are not wanted the last layer computes keys and
-        values, and nothing else."""
+        """See Forward. For tokens without logits, the last layer computes only keys and values."""
         if not self._has_head:
             hidden, wanted = self.hidden(batch), batch.logits_indices
             return self._model.logits(hidden if wanted is None else hidden[wanted])
@@ -152,10 +153,10 @@ class FusedDecoder:
         return torch.from_numpy(self._logits(batch.input_ids.numpy(), plan))
 
     def decode_scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Floats:
-        """`scores` of a decode pass, where no length matters to rope, without an operator of torch:
-        each takes 20 to 30 us when nothing of it is in the caches."""
+        """`scores` of a decode pass, if `length_rule` is None. Avoids torch's operators, which are
+        slow between steps, when their code is in no cache."""
         end = max(scheduled.ends.tolist())
-        # Positions are starts: only their type is numpy's.
+        # Positions are `starts`, a numpy array.
         angles = Angles(self._model.angle_table(end), scheduled.starts)  # type: ignore[arg-type]
         return self._logits(*self._attention.plan_rows(plan.rows, scheduled, angles))
 
@@ -168,20 +169,21 @@ class FusedDecoder:
         return logits
 
     def _embedded(self, ids: Tensor | Ints) -> Tensor | None:
-        """What the layers start with [T, hidden_size]; None: the kernels look it up."""
+        """The input [T, hidden_size] of the first layer; None: the kernels look up the
+        embeddings."""
         if self._embedding:
             return None
         own, rows = self._weights.own, torch.as_tensor(ids)
         if self._ranks is not None:
-            # What other ranks have is overwritten by their vectors.
+            # The vectors of other ranks' tokens are overwritten later.
             rows = (rows - own.first_token).clamp_(0, own.num_tokens - 1)
         hidden = self._weights.embedding.lookup(rows)
         multiplier = self._weights.sizes.embedding_multiplier
         return hidden if multiplier == 1.0 else hidden * multiplier
 
     def _compute(self, ids: Ints, plan: PackedPlan, hidden: Tensor | None, logits: Any) -> None:
-        """All layers of a pass. hidden [T, hidden_size] is overwritten; None: it is not needed.
-        logits [S, vocab_size], or none, are written."""
+        """Compute all layers of a pass. hidden [T, hidden_size] is overwritten; None: not needed.
+        Writes logits [S, vocab_size], if not empty."""
         cache, (table, rows) = self._attention.cache, plan.angles
         assert cache is not None and (hidden is None or hidden.is_contiguous())
         given = layers.Given(
@@ -215,9 +217,9 @@ class FusedDecoder:
             self._ranks.check()
 
 
-class _Ranks:
-    """This rank among others, for compiled passes. Owns the word by which a pass says why waiting
-    for one failed."""
+class _RankExchange:
+    """The exchange with other ranks in compiled passes. Owns the status word of a pass: why waiting
+    for a rank failed."""
 
     def __init__(self, world: World) -> None:
         assert isinstance(world.collectives, SharedMemoryCollectives)
@@ -225,31 +227,33 @@ class _Ranks:
         self._status = aligned(1, torch.int64)
 
     def constants(self) -> dict[str, int]:
-        """Of `layers.PASS`, what says how ranks wait for each other."""
+        """The fields of `layers.PASS` for exchanges."""
         shared = self._collectives.exchange[0]
         own = {name: int(shared[name]) for name in FIELDS}
         return own | {"status": self._status.data_ptr()}
 
     def begin(self, this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> None:
-        """Before a pass of so many tokens; see `num_operations`."""
+        """Prepare a pass; see `num_operations`."""
         count = num_operations(this[0], rows, wanted, num_logits, num_layers)
         this["num_words"], this["word"] = count, self._collectives.reserve(count)
+        this["deadline_ns"] = self._collectives.exchange[0]["deadline_ns"]
         self._status[0] = ARRIVED
 
     def check(self) -> None:
-        """Behind a pass: RankError if it is not complete, because of a rank that it names."""
+        """After a pass: raise RankError, which names a rank, if the pass is not complete."""
         self._collectives.check(int(self._status[0]))
 
 
 class CpuRunner:
-    """Computes a step while it is launched: each pass by the fused decoder, if there is one."""
+    """Computes a step during `launch`: each pass by the fused decoder, if there is one."""
 
     records_steps = False
+    compiles_steps = False
 
     def __init__(
         self, model: base.Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
     ) -> None:
-        """`pages` of the cache are told of the blocks in use, `passes` when a pass runs."""
+        """Reports blocks in use to `pages`, and passes in progress to `passes`."""
         self._forward: Forward = decoder or EagerForward(model)
         is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
         self._decoder = decoder if is_whole else None
@@ -260,14 +264,14 @@ class CpuRunner:
         scores = [self._scores(plan, scheduled) for scheduled in plan.passes]
         done = time.perf_counter_ns()
         if len(scores) == 1 and isinstance(scores[0], np.ndarray):
-            # An array of the host needs nothing of torch, which takes 20 to 30 us to be asked.
+            # A numpy array needs no torch operators, which are slow here: see `decode_scores`.
             return base.StepScores(plan.choose_by(sample, scores[0]), done)
         with torch.inference_mode():
             together = torch.cat([torch.as_tensor(item) for item in scores])
             return base.StepScores(plan.choose_by(sample, together), done)
 
     def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
-        """Of the tokens of one pass after which one is sampled [S, vocab_size]."""
+        """Scores [S, vocab_size] of the sampled positions of one pass."""
         if self._decoder is not None and scheduled.is_decode:
             with self._passes, self._threads.measured(len(scheduled.rows)):
                 return self._decoder.decode_scores(plan, scheduled)
@@ -285,16 +289,16 @@ _TENSORS = (
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
-def _place(matrix: base.Matrix) -> Any:
-    """Where a packed weight lies; None: it is in another form."""
+def _address_of(matrix: base.Matrix) -> Any:
+    """Address of a packed weight; None: another form."""
     return matrix.address if isinstance(matrix, PackedMatrix) else None
 
 
 def _fields(layer: base.LayerWeights) -> dict[str, int]:
-    """A layer as `layers.LAYER` has it."""
+    """The fields of a layer in `layers.LAYER`."""
     tensors = {name: getattr(layer, name) for name in _TENSORS}
     found = {name: 0 if value is None else value.data_ptr() for name, value in tensors.items()}
     for name in _PRODUCTS:
-        place = _place(getattr(layer, name))
+        place = _address_of(getattr(layer, name))
         found |= {name: place.weight, f"{name}_scales": place.scales}
     return found | {"is_rotated": int(layer.uses_rope), "window": layer.window or 0}

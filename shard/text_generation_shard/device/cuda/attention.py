@@ -1,5 +1,5 @@
-"""Attention over the paged cache by our own Triton kernels, and of prompts by torch's where that
-suits them."""
+"""Attention over the paged cache by our Triton kernels; prompts optionally by torch's
+FlashAttention."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from text_generation_shard.device.cuda.kernels import decode, launch, pointwise,
 from text_generation_shard.device.cuda.rows import HeadShape, Prompts, Rows
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
-# Of all rows of one launch: bounds the memory of what is merged behind it.
+# Most splits in one launch over all rows; bounds the memory of the partial results.
 _MOST_SPLITS = 1 << 14
 
 
 class TritonPlan(NamedTuple):
-    """What is the same in all layers of a pass: its leading rows of one token are decoded, those
-    behind them are prompts."""
+    """What all layers of a pass share. The leading rows of one token each are decoded; the rows
+    after them are prompts."""
 
     slots: Tensor
     angles: Angles
@@ -29,9 +29,9 @@ class TritonPlan(NamedTuple):
 
 
 class TritonAttention:
-    """Owns the cache. Rows that are decoded are computed in splits of fixed size, which are merged
-    in order; prompts in tiles of their queries, whose sums are others. So that a token's sums are
-    always the same ones, each token of a prompt is decoded, too, if `is_deterministic`."""
+    """Owns the cache. Decoded rows are computed in splits of fixed size, which are merged in order;
+    prompts in tiles of queries, which add in another order. If `is_deterministic`, prompt tokens
+    are decoded too, so that a token's sums are always added in the same order."""
 
     block_size = 16
 
@@ -46,10 +46,9 @@ class TritonAttention:
         upload: Upload | None = None,
         is_deterministic: bool = False,
     ) -> None:
-        """capability: see `tiles`. slopes [num_heads] float32: what each token further back is
-        worth less (ALiBi); sinks [num_heads] float32: a score beside those of the tokens.
-        takes_flash: prompts are torch's affair, see `flash`, unless `is_deterministic`, which see
-        in Attention."""
+        """capability: see `tiles`. slopes [num_heads] float32: ALiBi slopes. sinks [num_heads]
+        float32: scores of attention sinks. takes_flash: compute prompts by `flash`, unless
+        `is_deterministic` (see Attention)."""
         self._shape, self._device, self._capability = shape, device, capability
         self._upload = upload or plain_upload(device)
         self._slopes, self._sinks = slopes, sinks
@@ -59,7 +58,7 @@ class TritonAttention:
         self.heaviest_keys = flash.MOST_TOKENS if self._takes_flash else None
         self._decode_tile = tiles.decode_tile(capability, shape.head_dim)
         self._dim_pad = max(16, triton.next_power_of_2(shape.head_dim))
-        # What both kernels of attention are compiled for.
+        # Compile-time constants of both attention kernels.
         self._constants = {
             "SCALE": shape.scale,
             "SOFT_CAP": shape.soft_cap,
@@ -73,7 +72,7 @@ class TritonAttention:
         """[layers, 2, slots, kv_heads, head_dim]."""
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """See Attention: nothing, what it takes is rehearsed."""
+        """See Attention: 0, because the rehearsal measures it."""
         return 0
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
@@ -119,7 +118,7 @@ class TritonAttention:
     def _attend(
         self, heads: Tensor, keys: Tensor, values: Tensor, window: int, rows: Prompts
     ) -> Tensor:
-        """Tokens of prompts [T, …] → [T, num_heads * head_dim]."""
+        """Prompt tokens [T, …] → [T, num_heads * head_dim]."""
         if self._takes_flash and rows.num_keys <= flash.MOST_TOKENS:
             return flash.attend(self._shape, heads, keys, values, window, rows)
         out = heads.new_empty(len(heads), self._shape.num_heads * self._shape.head_dim)
@@ -141,8 +140,8 @@ class TritonAttention:
     def store(
         self, heads: Tensor, keys: Tensor, values: Tensor, is_rotated: bool, plan: TritonPlan
     ) -> None:
-        """Rotate queries in place, and put keys and values [slots, kv_heads, head_dim] where the
-        plan says."""
+        """Rotate queries in place; rotate keys, and store keys and values [slots, kv_heads,
+        head_dim] in the plan's slots."""
         own, half = self._shape, plan.angles.table.shape[2] if is_rotated else 0
         launch(
             pointwise.rotate_and_store,

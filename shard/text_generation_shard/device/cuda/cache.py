@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiles, between starts."""
+"""The directory of Triton's compilation cache."""
 
 import logging
 import os
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 def choose_directory() -> None:
-    """Have Triton keep its files where TRITON_CACHE_DIR says, or in the home directory; where that
-    can not be written, or others may write there too, among the temporary files: what is read there
-    is run. OSError, with a sentence, if these can not be written either."""
+    """Set TRITON_CACHE_DIR: the user's value, else the home directory. If that is not writable, or
+    other users can write to it, a temporary folder: Triton runs the code it reads there. Raises
+    OSError with a sentence if no folder is writable."""
     path = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     if reason := _why_unusable(path):
         other = temporary_folder("pytgi-triton")
-        logger.warning("compiled kernels are not kept in %s but in %s: %s", path, other, reason)
+        logger.warning("compiled kernels are not cached in %s but in %s: %s", path, other, reason)
         path = other
     os.environ["TRITON_CACHE_DIR"] = str(path)
 

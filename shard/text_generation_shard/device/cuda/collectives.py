@@ -1,4 +1,4 @@
-"""What ranks compute together, each on its GPU, by NCCL."""
+"""Collective operations by NCCL; each rank has one GPU."""
 
 from datetime import timedelta
 from typing import Any
@@ -13,33 +13,38 @@ from text_generation_shard.meeting import Meeting, try_out
 
 
 class NcclCollectives:
-    """See `Collectives`. Owns a group of torch.distributed, and no global one.
+    """See `Collectives`. Owns a process group of torch.distributed; there is no global one.
 
-    Operations are put into the current stream, in which nobody waits for them: a CUDA graph may
-    record them. Sums are rounded to the tensors' own type between ranks; all ranks get the same
-    bits. An operation that does not end within the deadline is noticed by the group's own thread,
-    which ends this process; of one in a graph it knows nothing, and who waits for the step does.
+    Operations run in the current stream and do not block the host, so a CUDA graph may record them.
+    Ranks exchange sums rounded to the tensors' dtype; all ranks get the same bits. If an operation
+    exceeds the deadline, the group's watchdog thread ends this process. It does not see operations
+    inside a graph; there the step's own deadline applies.
     """
 
     name = "nccl"
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        """All ranks at once; device: this rank's."""
+        """All ranks call this at the same time. device: the GPU of this rank."""
         nccl: Any = _distributed_c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timedelta(seconds=meeting.deadline_s)
         self.rank, self.size, self._device = meeting.rank, meeting.size, device
         self._group: Any = nccl(meeting.store, meeting.rank, meeting.size, options)
         self._number = 0
-        # What rank 0 keeps for all is gone with its meeting.
+        self._deadline_s = meeting.deadline_s
+        # Rank 0 serves the store as long as its meeting exists.
         self._meeting = meeting
 
     @classmethod
     def meet(cls, meeting: Meeting, device: torch.device) -> "NcclCollectives":
-        """Of all ranks that meet; they have been tried out."""
+        """Connect all ranks of a meeting; returns after a successful trial operation."""
         found = cls(meeting, device)
         try_out(found, meeting, str(device))
         return found
+
+    def wait_at_most(self, seconds: float) -> float:
+        """See Collectives: the deadline of an NCCL group can not be changed."""
+        return self._deadline_s
 
     def begin(self, number: int) -> None:
         """See Collectives."""
@@ -66,25 +71,28 @@ class NcclCollectives:
         return values
 
     def fail(self, number: int) -> None:
-        """See Collectives; it is final for all: what is in a stream can not be taken back."""
+        """See Collectives; final for all ranks, because operations in a stream can not be
+        undone."""
         self.stop()
 
     def stop(self) -> None:
-        """See Collectives; what is under way ends."""
+        """See Collectives; operations in progress are aborted."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def _wait(self, operation: Any) -> None:
-        """Have the current stream wait for an operation of the group."""
+        """Start an operation of the group; the current stream waits for it, the host does not."""
         group = self._group
         if group is None:
-            raise RankError(f"this shard has given up (message {self._number})", is_final=True)
+            raise RankError(
+                f"this shard has left the group (message {self._number})", is_final=True
+            )
         try:
             operation(group).wait()
         except RuntimeError as error:
             raise RankError(
-                f"another shard has given up, or did not come (message {self._number}; "
+                f"another shard has failed or did not answer (message {self._number}; "
                 f"{str(error).splitlines()[0]})",
                 is_final=True,
             ) from error

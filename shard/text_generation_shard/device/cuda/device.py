@@ -1,4 +1,4 @@
-"""Opens an NVIDIA GPU. Imports what needs one only where there is one."""
+"""Opens an NVIDIA GPU. Imports GPU modules only if there is a GPU."""
 
 import logging
 
@@ -11,23 +11,23 @@ from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-# The first GPUs that compute in bfloat16: 10 * major + minor.
+# Least compute capability (10 * major + minor) for bfloat16.
 _FIRST_WITH_BFLOAT16 = 80
-# The first ones whose kernels can be compiled for a KV cache of this type.
+# Least compute capability for which our kernels compile with a KV cache of this type.
 FIRST_WITH_CACHE = {"fp8_e4m3fn": 89, "fp8_e5m2": 80}
 FIRST_WITH_FLOAT8 = 89
-"""The first ones that compute in fp8."""
+"""Least compute capability for products in fp8."""
 
 
 def open_device(options: DeviceOptions) -> Device:
-    """The GPU. ModelError if there is none, or it can not do what the options ask for."""
+    """Open the GPU. Raises ModelError if there is none or it does not support the options."""
     if not torch.cuda.is_available():
         if options.world_size > 1:
             raise ModelError(
                 f"shard {options.rank} of {options.world_size} has no GPU of its own: use as many "
                 "shards as there are GPUs, or --device cpu"
             )
-        raise ModelError("--device cuda was asked for, but torch finds no CUDA device; use cpu")
+        raise ModelError("--device cuda: torch finds no CUDA device; use --device cpu")
     choose_directory()
     from text_generation_shard.device.cuda.gpu import CudaDevice
 
@@ -40,7 +40,7 @@ def open_device(options: DeviceOptions) -> Device:
 
 
 def check_cache_dtype(options: DeviceOptions, capability: int) -> None:
-    """ModelError if no kernel of a GPU reads the KV cache that is asked for."""
+    """Raise ModelError if the GPU does not support the requested KV cache dtype."""
     first = FIRST_WITH_CACHE.get(options.kv_cache_dtype or "", 0)
     if capability < first:
         raise ModelError(
@@ -51,7 +51,7 @@ def check_cache_dtype(options: DeviceOptions, capability: int) -> None:
 
 
 def check_quantization(options: DeviceOptions, capability: int) -> None:
-    """ModelError if the GPU does not compute in what is asked for."""
+    """Raise ModelError if the GPU does not support the requested quantization."""
     if options.quantize == "fp8" and capability < FIRST_WITH_FLOAT8:
         raise ModelError(
             f"--quantize fp8 needs a GPU of compute capability {FIRST_WITH_FLOAT8 / 10} or newer, "
@@ -60,16 +60,16 @@ def check_quantization(options: DeviceOptions, capability: int) -> None:
 
 
 def dtype_of(options: DeviceOptions, capability: int) -> torch.dtype:
-    """What a GPU computes in: what is asked for; else the checkpoint's own type, if that has 16
-    bits; else bfloat16, because it has the range of float32 and a number above 65504 is infinite in
-    float16, which is left for GPUs without bfloat16."""
+    """The dtype of activations: the requested one; else the checkpoint's, if it has 16 bits; else
+    bfloat16, which has the range of float32, while values above 65504 overflow in float16. GPUs
+    without bfloat16 use float16."""
     if options.dtype is not None:
         return DTYPES[options.dtype]
     if options.checkpoint_dtype in ("float16", "bfloat16"):
         return DTYPES[options.checkpoint_dtype]
     name = "bfloat16" if capability >= _FIRST_WITH_BFLOAT16 else "float16"
     logger.info(
-        "the checkpoint is %s, weights become %s; --dtype float32 keeps all bits",
+        "the checkpoint is %s, weights are converted to %s; --dtype float32 keeps full precision",
         options.checkpoint_dtype,
         name,
     )

@@ -1,5 +1,5 @@
-"""Attention of prompts by torch's FlashAttention-2 (`varlen_attn`). It reads no block table: keys
-and values of the rows are gathered first."""
+"""Prompt attention by torch's FlashAttention-2 (`varlen_attn`). It does not read block tables, so
+keys and values are gathered first."""
 
 import inspect
 from typing import Any
@@ -13,20 +13,20 @@ from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape, Prompts
 
 MOST_TOKENS = 1 << 16
-"""Whose keys and values are gathered in a pass: bounds the memory."""
+"""Most tokens whose keys and values are gathered in a pass; bounds the memory."""
 
-# The first GPUs that it runs on.
+# Least compute capability.
 _CAPABILITY = 80
-# Of one program of `gather`: tokens, which is a block, and numbers of each.
+# Tile of one program of `gather`: tokens (one block) and features.
 _TILE, _PART = 16, 1024
-# torch 2.11 takes fewer KV heads without being told.
+# torch 2.11 has grouped KV heads without this argument.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 def suits(shape: HeadShape, dtype: torch.dtype, capability: int) -> bool:
-    """Whether it computes heads of this shape; slopes and sinks it has not."""
+    """Whether it supports heads of this shape. It supports no slopes and no sinks."""
     return (
         dtype in (torch.float16, torch.bfloat16)
         and capability >= _CAPABILITY
@@ -44,7 +44,8 @@ def attend(
     window: int,
     rows: Prompts,
 ) -> Tensor:
-    """See `prefill.attend_prompts`, whose arguments these are: [T, num_heads * head_dim]."""
+    """See `prefill.attend_prompts`, which has the same arguments. Returns [T, num_heads *
+    head_dim]."""
     gathered = heads.new_empty(2, rows.num_keys, shape.num_kv_heads, shape.head_dim)
     width = shape.num_kv_heads * shape.head_dim
     part = min(_PART, triton.next_power_of_2(width))
@@ -65,7 +66,7 @@ def attend(
         rows.longest,
         rows.longest_context,
         scale=shape.scale,
-        # A token sees itself, and this number of tokens before it.
+        # Visible tokens before the token itself; -1: all.
         window_size=(window - 1, 0),
         **_GROUPED,
     )

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: its memory, and which operators it has."""
+"""An NVIDIA GPU: its memory, stream and collectives."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -48,28 +48,28 @@ class CudaDevice(TritonDevice):
         return NcclCollectives.meet(meeting, self.torch_device)
 
     def weight_copies(self) -> AbstractContextManager[WeightCopies]:
-        """See Device. A matrix has the type it will be kept in, so that the GPU never holds more
-        than the weights; one that is quantised the checkpoint's, so that it is rounded once, and
-        until then the GPU holds it beside those that were."""
+        """See Device. A float matrix is loaded in its final dtype, so that the GPU never holds more
+        than the weights. A matrix to be quantized is loaded in the checkpoint's dtype, so that it
+        is rounded only once; until then it takes additional memory."""
         return pinned_copies(self.torch_device, None if self._is_quantized else self.dtype)
 
     def runner(self, model: Model) -> StreamRunner:
         """See Device."""
         found = super().runner(model)
-        # What it will record is part of the memory that is measured.
+        # `free_bytes` reserves memory for the graphs.
         self._graphs = found.graphs
         return found
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
-        """See Device. What the rehearsal took at its peak will be needed again; what will be
-        recorded is measured by two examples."""
+        """See Device. Reserves the peak of the rehearsal, and the memory of all graphs,
+        extrapolated from two."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         rehearse()
         held = torch.cuda.memory_allocated(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device) - held
         graphs = self._graphs.bytes_of_all(self._held)
         free, total = self._free_and_total()
-        # 5 % of slack for fragmentation and what libraries allocate on their own.
+        # 5 % reserve for fragmentation and allocations of libraries.
         kept = (1.0 - self._memory_fraction * 0.95) * total
         cache = max(0, int(free - peak - graphs - kept))
         return Room(cache, peak, graphs, self._graphs.note)
@@ -83,12 +83,11 @@ class CudaDevice(TritonDevice):
         torch.cuda.empty_cache()
 
     def _held(self) -> int:
-        """What is not free, in bytes."""
+        """Bytes in use."""
         free, total = self._free_and_total()
         return total - free
 
     def _free_and_total(self) -> tuple[int, int]:
-        """In bytes. torch keeps what was freed, for later; what of it can not be given back belongs
-        to recorded steps, or is in pieces."""
+        """Free and total bytes, after torch has released its cached memory."""
         self.release_memory()
         return torch.cuda.mem_get_info(self.torch_device)

@@ -1,9 +1,8 @@
-"""Passes of which every token is sampled after, recorded once for each of a few sizes: from then on
-a device gets all of such a pass in one piece.
+"""CUDA graphs of passes that sample after every token; one graph for each of a few sizes.
 
-A token is a row of its own here, so that rows that decode and guesses behind them are alike. A pass
-is filled up to its size with tokens of no request. What is not recorded yet is computed in the same
-way, operator after operator.
+Every token is a row of its own here, so that decoding rows and guessed tokens are treated alike. A
+pass is padded to its size with tokens of no request. A pass without a graph yet is computed in the
+same way, operator by operator.
 """
 
 import logging
@@ -22,29 +21,29 @@ from text_generation_shard.device.forward import ForwardBatch
 
 logger = logging.getLogger(__name__)
 
-# A size is recorded when it is asked for the fourth time: those that are asked for most come first.
+# A size is recorded at its fourth use, so that frequent sizes are recorded first.
 _ASKED = 4
-# Contexts, too, are recorded in a few sizes, each this number of times the previous size.
+# Context sizes: the smallest, and the ratio of each size to the previous one.
 _LEAST_CONTEXT, _CONTEXT_RATIO = 512, 4
-# Of one device: bounds what they take beside the memory that they compute in, which is one.
+# Most graphs of a device; bounds the memory that each takes beside the pool shared by all.
 _MOST_RECORDED = 128
-# Sizes, where none are given: these, and then every 8 up to the number of rows, or this number.
+# Default sizes: these, then multiples of 8 up to the number of rows or this maximum.
 _SMALL_SIZES, _LARGEST_SIZE = (1, 2, 4, 8), 512
-# Of each token: its row, id (-1: what the row got last), position, slot and context.
+# Inputs of each token: row, id (-1: the row's last token on the device), position, slot, context.
 _NUM_INPUTS = 5
 
 
 class Recorder(Protocol):
-    """Records what a device is given."""
+    """Records device operations."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What gives the device all of `work` at once, in the same memory. `work` was called
-        before; nothing of it need be computed now."""
+        """Returns a function that replays `work` on the same memory. `work` was called before;
+        recording need not compute it."""
 
 
 class CudaRecorder:
-    """See Recorder: CUDA graphs. Owns the memory that they compute in, the same for all: no two of
-    them compute at the same time, and nothing is left in it."""
+    """See Recorder: CUDA graphs. Owns the memory pool that all graphs share: they never run at the
+    same time, and keep no results in it."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -53,7 +52,7 @@ class CudaRecorder:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """See Recorder."""
         graph = torch.cuda.CUDAGraph()
-        # Another thread may wait for an event meanwhile.
+        # During the capture, another thread may wait for an event.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -62,7 +61,7 @@ class CudaRecorder:
 
 
 def sizes_of(asked: Sequence[int] | None, num_rows: int) -> tuple[int, ...]:
-    """In rising order: what was asked for, or the default for this number of rows."""
+    """Sizes in ascending order: the requested ones, or the default for this number of rows."""
     if asked is not None:
         return tuple(sorted(set(asked)))
     most = min(num_rows, _LARGEST_SIZE)
@@ -71,14 +70,14 @@ def sizes_of(asked: Sequence[int] | None, num_rows: int) -> tuple[int, ...]:
 
 
 class _Kind(NamedTuple):
-    """What a recorded pass has, at most: tokens, and the context of each."""
+    """The most tokens of a recorded pass, and the longest context of each."""
 
     size: int
     context: int
 
 
 class Graphs:
-    """Owns what was recorded, and the memory that it reads its inputs from and writes scores to."""
+    """Owns the recorded graphs, and the memory of their inputs and scores."""
 
     def __init__(
         self,
@@ -87,23 +86,23 @@ class Graphs:
         make_recorder: Callable[[], Recorder],
         upload: Upload,
     ) -> None:
-        """asked: numbers of tokens, see `sizes_of`; empty: nothing is recorded."""
+        """asked: requested sizes in tokens, see `sizes_of`; empty: nothing is recorded."""
         self._model, self._asked, self._upload = model, asked, upload
         self._make_recorder = make_recorder
-        # Where a length matters, angles are not in one table.
+        # Graphs read all angles from one table.
         self.are_used = model.length_rule is None and asked != ()
         self._sizes: tuple[int, ...] = ()
 
     def use(self, state: DeviceRows) -> None:
-        """Forget what was recorded for other rows, or another cache."""
+        """Discard all graphs, and use these rows from now on."""
         self._state, device = state, state.tables.device
         self._recorder = self._make_recorder()
-        # None: it could not be recorded.
+        # None: recording failed.
         self._recorded: dict[_Kind, Callable[[], None] | None] = {}
         self._num_asked: Counter[_Kind] = Counter()
         if self.are_used:
             self._sizes = sizes_of(self._asked, len(state.rows.num_blocks))
-            # It never grows again: what is recorded reads it.
+            # Graphs hold the table's address, so it must have its final size.
             self._model.angle_table(self._longest)
             count = _NUM_INPUTS * self._sizes[-1]
             self._given = torch.zeros(count, dtype=torch.int32, device=device)
@@ -111,19 +110,20 @@ class Graphs:
 
     @property
     def _longest(self) -> int:
-        """Of a context, the most tokens."""
+        """Most tokens of a context."""
         width: int = self._state.rows.block_tables.shape[1]
         return width * self._model.attention.block_size
 
     def suits(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> bool:
-        """Whether `scores` computes this pass."""
+        """Whether `scores` supports this pass."""
         if plan.wants_hidden or not self.are_used:
             return False
         is_sampled = scheduled.is_decode or bool((scheduled.num_sampled == scheduled.counts).all())
         return is_sampled and int(scheduled.counts.sum()) <= self._sizes[-1]
 
     def scores(self, scheduled: base.ScheduledTokens, waiting: Ints) -> Tensor:
-        """Of all tokens of a pass [T, vocab_size], until the next pass; waiting: StepPlan's."""
+        """Scores [T, vocab_size] of all tokens of a pass, valid until the next pass. waiting: see
+        StepPlan."""
         own, positions = scheduled.tokens()
         kind = self._kind(len(own), int(scheduled.ends.max()))
         self._fill(
@@ -147,8 +147,8 @@ class Graphs:
         return _Kind(size, min(context, self._longest))
 
     def _fill(self, size: int, own: Ints, positions: Ints, unknown: Ints) -> None:
-        """The inputs of a pass of these rows and positions [T], to where it is recorded to read
-        them; the ids of the tokens `unknown` [W] are what their rows got last."""
+        """Write the inputs of a pass of rows `own` and positions [T] to the graphs' input memory.
+        The tokens `unknown` [W] take their rows' last tokens on the device as ids."""
         rows, block_size = self._state.rows, self._model.attention.block_size
         capacity, count = len(rows.num_blocks), len(own)
         given: Tokens = np.zeros((_NUM_INPUTS, size), dtype=np.int32)
@@ -157,14 +157,14 @@ class Graphs:
         ids = rows.token_ids[own, positions]
         ids[unknown] = -1
         given[:, :count] = own, ids, positions, slots, positions + 1
-        # What fills up: one token in a block that no request has.
+        # Padding: one token in the spare block.
         spare = rows.num_cache_blocks * block_size
         given[:, count:] = np.array((capacity, 0, 0, spare, 1))[:, None]
         (sent,) = self._upload([given.reshape(-1)])
         self._given[: len(sent)].copy_(sent)
 
     def _compute(self, kind: _Kind) -> None:
-        """A pass, from the inputs that are there to the scores."""
+        """Compute a pass from the inputs in the input memory; write its scores."""
         size, context = kind
         model, state = self._model, self._state
         given = self._given[: _NUM_INPUTS * size].view(_NUM_INPUTS, size)
@@ -202,8 +202,8 @@ class Graphs:
 
     @torch.inference_mode()
     def bytes_of_all(self, held: Callable[[], int]) -> int:
-        """What all that may be recorded takes, by what two of them take, which are forgotten then.
-        `held` answers how much of the device's memory is taken."""
+        """Memory of all graphs, extrapolated from two that are recorded and discarded. `held`
+        returns the device memory in use."""
         if not self.are_used:
             return 0
         kinds = [_Kind(size, self._longest) for size in reversed(self._sizes)]
@@ -225,7 +225,7 @@ class Graphs:
 
     @property
     def note(self) -> str:
-        """Which steps are recorded, in words."""
+        """A text that describes the recorded steps."""
         if not self.are_used:
             return "steps are not recorded"
         return f"at most {self._most_recorded} steps of up to {self._sizes[-1]} tokens"

@@ -1,8 +1,8 @@
 """Weights in the forms that a GPU multiplies.
 
-Every form of few bits has `obstacle_of(weight)`, why it can not hold a weight (empty: it can), and
-is made with (weight, dtype of the activations, obstacle of the form that was asked for, whether one
-tile is used for every number of rows).
+Every quantized form has `obstacle_of(weight)`: why it can not store a weight (empty: it can). Its
+constructor takes (weight, dtype of the activations, obstacle of the requested form, whether one
+tile serves every number of rows).
 """
 
 from dataclasses import dataclass
@@ -23,28 +23,27 @@ from text_generation_shard.device.reference.quantized import (
     quantize_rows_float8,
 )
 
-# Numbers that are quantised together: bounds the copies in float32, and is enough for all threads
-# of a GPU.
+# Most values quantized at once: bounds the float32 copies, and is enough to occupy a GPU.
 _FITTED_NUMBERS = 2**22
-# Vectors of inputs begin where the widest loads do; torch's product in fp8 asks for it as well.
+# Input rows are aligned for the widest loads; torch's fp8 product requires it too.
 _STEP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What `product.multiply` is told of a weight [num_outputs, K]: how it lies in memory."""
+    """A weight [num_outputs, K] as `product.multiply` reads it."""
 
-    # See `product.multiply`; `bits` of a number of the weight.
+    # See `product.multiply`; `bits` per weight.
     weight: Tensor
     scales: Tensor | None
     num_outputs: int
     bits: int
-    # The same tile for every number of rows: a row gets the same bits however many there are.
+    # One tile serves every number of rows, so that a row's result does not depend on the others.
     has_one_tile: bool
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Size in bytes."""
         return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def __call__(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,8 +70,8 @@ class Product:
 
 
 class OneTileMatrix(FloatMatrix):
-    """A float weight whose product with a row has the same bits however many rows there are.
-    torch's operators promise no such thing."""
+    """A float weight whose product with a row is bit for bit independent of the number of rows,
+    which torch's operators do not guarantee."""
 
     def __init__(self, weight: Tensor, obstacle: str = "") -> None:
         super().__init__(weight.contiguous(), obstacle)
@@ -85,7 +84,7 @@ class OneTileMatrix(FloatMatrix):
 
 
 class Int8Matrix:
-    """A weight as `quantize_rows` says: see `Matrix`, and, of a vocabulary, `EmbeddingTable`."""
+    """A weight quantized by `quantize_rows`: see `Matrix` and `EmbeddingTable`."""
 
     kind = "int8"
 
@@ -112,7 +111,7 @@ class Int8Matrix:
     def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int8; empty when it can."""
         if weight.shape[1] % _STEP:
-            return f"{weight.shape[1]} inputs are no multiple of {_STEP}"
+            return f"{weight.shape[1]} inputs are not a multiple of {_STEP}"
         return ""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -130,7 +129,7 @@ class Int8Matrix:
 
 
 class Int4Matrix:
-    """A weight as `quantize_groups` says: see `Matrix`."""
+    """A weight quantized by `quantize_groups`: see `Matrix`."""
 
     kind = "int4"
 
@@ -153,7 +152,7 @@ class Int4Matrix:
     def obstacle_of(weight: Tensor) -> str:
         """Why the weight can not be int4; empty when it can."""
         if weight.shape[1] % GROUP:
-            return f"{weight.shape[1]} inputs are no multiple of {GROUP}"
+            return f"{weight.shape[1]} inputs are not a multiple of {GROUP}"
         return ""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -162,21 +161,21 @@ class Int4Matrix:
 
 
 def _packed(numbers: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """What `quantize_groups` answers, as `product.multiply` reads it."""
+    """The result of `quantize_groups` in the layout of `product.multiply`."""
     num_outputs, num_inputs = numbers.shape
     half = tiles.INT4_BLOCK // 2
     fill = -num_inputs % tiles.INT4_BLOCK
     low, high = F.pad(numbers, (0, fill)).view(num_outputs, -1, 2, half).unbind(2)
     both = F.pad(torch.stack((scales, zeros), dim=-1), (0, 0, 0, fill // GROUP))
-    # The groups of both halves side by side.
+    # Groups of both halves side by side.
     both = both.view(num_outputs, -1, 2, half // GROUP, 2).transpose(2, 3)
     return (low | high << 4).to(torch.uint8), both
 
 
 class Float8Matrix:
-    """A weight as `quantize_rows_float8` says, whose activations are quantised in the same way, a
-    row at a time: see `Matrix`. The product is torch's, and is rounded to bfloat16, in which
-    torch has it on every GPU that computes in fp8."""
+    """A weight quantized by `quantize_rows_float8`; activations are quantized in the same way, row
+    by row. See `Matrix`. torch computes the product in bfloat16, the output dtype that it supports
+    on every GPU with fp8."""
 
     kind = "fp8"
 
@@ -192,7 +191,7 @@ class Float8Matrix:
         assert not has_one_tile, "torch chooses its tiles by the number of rows"
         shape = weight[:, columns].shape
         self._numbers = weight.new_empty(shape, dtype=torch.float8_e4m3fn)
-        # [1, N], one for each column of what is multiplied with.
+        # [1, N]: one scale per column of the right operand.
         self._scales, first = weight.new_empty(1, len(weight), dtype=torch.float32), 0
         for part in parts_of(weight, _FITTED_NUMBERS):
             own = slice(first, first + len(part))
@@ -205,7 +204,7 @@ class Float8Matrix:
         """Why the weight can not be fp8; empty when it can."""
         for count, what in zip(weight.shape, ("outputs", "inputs"), strict=True):
             if count % _STEP:
-                return f"{count} {what} are no multiple of {_STEP}"
+                return f"{count} {what} are not a multiple of {_STEP}"
         return ""
 
     def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -218,14 +217,14 @@ class Float8Matrix:
             scale_b=self._scales,
             bias=None if bias is None else bias.bfloat16(),
             out_dtype=torch.bfloat16,
-            # Tensor cores keep the sums, with fewer bits than float32; not measured yet.
+            # Sums stay in tensor cores, with fewer bits than float32.
             use_fast_accum=True,
         )
         return out.to(hidden.dtype)
 
 
 def quantized_float8(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [T, K] as numbers [T, K] float8_e4m3fn and scales [T, 1] in float32."""
+    """Quantize hidden [T, K] to float8_e4m3fn values [T, K] and float32 scales [T, 1]."""
     num_rows, size = hidden.shape
     numbers = torch.empty_like(hidden, dtype=torch.float8_e4m3fn)
     scales = hidden.new_empty(num_rows, 1, dtype=torch.float32)
@@ -246,4 +245,5 @@ FORMS: dict[str | None, tuple[type[Int8Matrix | Int4Matrix | Float8Matrix], ...]
     "int4": (Int4Matrix, Int8Matrix),
     "fp8": (Float8Matrix,),
 }
-"""What is tried, in this order, for weights that are to be quantised, before they stay float."""
+"""The forms that are tried, in this order, for each value of --quantize. If none fits, the weight
+stays float."""

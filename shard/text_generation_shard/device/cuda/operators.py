@@ -1,4 +1,4 @@
-"""What a model asks of a device between its products, by our own Triton kernels."""
+"""A device with our Triton kernels: attention, norms, gates, and quantized products."""
 
 import logging
 from functools import partial
@@ -22,7 +22,7 @@ from text_generation_shard.device.cuda.matrices import (
     OneTileMatrix,
 )
 from text_generation_shard.device.cuda.rows import HeadShape
-from text_generation_shard.device.cuda.runner import Processor, Stream, StreamRunner
+from text_generation_shard.device.cuda.runner import Stream, StreamRunner, SynchronousStream
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
@@ -30,14 +30,14 @@ from text_generation_shard.device.reference.runner import EagerForward
 
 logger = logging.getLogger(__name__)
 
-# Numbers of a row that one program of `gate` takes.
+# Features per program of `gate`.
 _GATE_TILE = 1024
 
 
 class TritonDevice(TorchDevice):
-    """See `Device`. Products of floats, and in fp8, are torch's; those of int8 and int4, and with
-    --deterministic all, are one kernel, and what lies between them is one each. With
-    TRITON_INTERPRET=1 its tensors may lie on the processor."""
+    """See `Device`. Float and fp8 products are torch's; int8 and int4 products, and with
+    --deterministic all products, are one Triton kernel. Norm, rotation and gate are one kernel
+    each. With TRITON_INTERPRET=1 it also runs on CPU tensors."""
 
     capability = 0
     """See `tiles`."""
@@ -45,19 +45,18 @@ class TritonDevice(TorchDevice):
     cache_dtypes = MappingProxyType(
         {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     )
-    stream: Stream = Processor()
+    stream: Stream = SynchronousStream()
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
     ) -> None:
-        # In fp8 the products are torch's, whose sums may change with the number of rows.
+        # fp8 products are torch's, whose sums may depend on the number of rows.
         self.is_deterministic = options.deterministic and options.quantize != "fp8"
         super().__init__(torch_device, dtype, options)
         self._cuda_graphs = options.cuda_graphs
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device. What can not be int4 becomes int8, what can not be that, or fp8, stays
-        float."""
+        """See Device. Falls back from int4 to int8, and from int8 or fp8 to float."""
         obstacle, weight = "", torch.empty(shape, device="meta")
         for form in FORMS[quantize]:
             if not (found := form.obstacle_of(weight)):
@@ -85,8 +84,7 @@ class TritonDevice(TorchDevice):
         return by_row(weight, *given, columns)
 
     def embedding(self, weight: Tensor, quantize: str | None) -> base.EmbeddingTable:
-        """See Device. Quantised, it is int8 whatever was asked for: a tied head has its error in
-        the scores."""
+        """See Device. Always int8 if quantized: with a tied head, its error is in the scores."""
         obstacle = "" if quantize is None else Int8Matrix.obstacle_of(weight)
         if quantize is not None and not obstacle:
             return Int8Matrix(weight, self.dtype, "", self.is_deterministic)
@@ -151,13 +149,13 @@ class TritonDevice(TorchDevice):
 
 
 def _num_warps(size: int) -> int:
-    """Never more threads than a row has numbers: one that has another's number as well might load
-    it when the other has stored the sum."""
+    """Never more threads than features: two threads with the same feature would race, because one
+    may load it after the other has stored the sum."""
     return 8 if size >= 4096 else 4 if size >= 128 else 1
 
 
 class TritonGatedMatrix:
-    """See `Device.gated_matrix`: a product, and one kernel behind it."""
+    """See `Device.gated_matrix`: a product, followed by one kernel."""
 
     def __init__(self, matrix: base.Matrix, activation: base.Activation) -> None:
         self._matrix, self._activation = matrix, activation

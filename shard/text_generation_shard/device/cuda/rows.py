@@ -1,4 +1,4 @@
-"""What attention is told of the heads of a model and of the rows of a pass."""
+"""The inputs of attention: head shape and rows of a pass."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,29 +13,30 @@ from text_generation_shard.device.forward import ForwardBatch
 
 
 class HeadShape(NamedTuple):
-    """What the heads of a model have alike."""
+    """Shape and scale of a model's heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # Scores are multiplied by it, and then limited: cap * tanh(score / cap); 0: they are not.
+    # Scores are multiplied by `scale`, then limited: soft_cap * tanh(score / soft_cap); 0: no
+    # limit.
     scale: float
     soft_cap: float = 0.0
 
 
 class Rows(NamedTuple):
-    """Rows of one token each."""
+    """Rows with one token each."""
 
-    # [R, width] and [R], int32; lens: the tokens that each row sees, its own counted in.
+    # [R, width] and [R], int32; lens: tokens that each row sees, including its own.
     tables: Tensor
     lens: Tensor
     longest_context: int
-    # [R] int32: whose table each row has; None: its own.
+    # [R] int32: index of each row's block table; None: its own.
     owners: Tensor | None = None
 
     @classmethod
     def of_tokens(cls, upload: Upload, batch: ForwardBatch, tables: Tensor) -> Self:
-        """Each token of a pass as a row that ends with it, over the table of the token's row."""
+        """Each token of a pass as a row of its own, with the block table of the token's row."""
         if batch.is_decode:
             owners = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
         else:
@@ -45,7 +46,7 @@ class Rows(NamedTuple):
         return cls(tables, lens, max(batch.host_context_lens), owners)
 
     def part(self, some: slice) -> Self:
-        """Some of them."""
+        """A slice of the rows."""
         lens = self.lens[some]
         if self.owners is None:
             return self._replace(tables=self.tables[some], lens=lens)
@@ -53,15 +54,15 @@ class Rows(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Rows of several tokens, one row after another."""
+    """Rows with several tokens, one row after another."""
 
     # See Rows.
     tables: Tensor
     lens: Tensor
-    # [R + 1] int32: where the tokens of each row begin, and where its keys would.
+    # [R + 1] int32: offsets of each row's tokens, and of its keys if gathered.
     starts: Tensor
     key_starts: Tensor
-    # All keys, and the most tokens and keys of a row.
+    # Number of all keys; most tokens and most keys of a row.
     num_keys: int
     longest: int
     longest_context: int
@@ -75,7 +76,8 @@ class Prompts(NamedTuple):
         contexts: Sequence[int],
         counts: Sequence[int],
     ) -> Self:
-        """The same on the device and on the host: contexts are lens."""
+        """From block tables and lens on the device, and lens (`contexts`) and token counts on the
+        host."""
         both = [accumulate(values, initial=0) for values in (counts, contexts)]
         own, keys = upload([np.fromiter(values, np.int32) for values in both])
         return cls(tables, lens, own, keys, sum(contexts), max(counts), max(contexts))

@@ -1,4 +1,4 @@
-"""Steps on a stream: the host gives the GPU all of a step, and waits for its tokens only."""
+"""Steps on a stream: the host enqueues a whole step, and waits only for its tokens."""
 
 import time
 from collections.abc import Callable
@@ -20,27 +20,27 @@ from text_generation_shard.sampling.sampler import Choice, Sampler
 
 
 class Moment(Protocol):
-    """When a stream has done what it was given up to here."""
+    """A point in a stream."""
 
     def synchronize(self) -> None:
-        """Wait for it; raises what went wrong on the device."""
+        """Wait until the stream reaches it; raises errors of the device."""
 
 
 class Stream(Protocol):
-    """The order in which a device computes."""
+    """A queue of device operations."""
 
     def mark(self) -> Moment:
-        """The end of what it was given so far."""
+        """The point after all operations enqueued so far."""
 
     def fetch(self, found: Tensor) -> Tensor:
-        """Begin to copy to memory of the host, where it is at the next mark."""
+        """Start a copy to host memory, which completes before the next mark."""
 
     def recorder(self) -> Recorder:
-        """What records for it, with memory of its own."""
+        """A new recorder for this stream, with its own memory pool."""
 
 
-class Processor:
-    """See `Stream`: of tensors on the processor everything is computed at once."""
+class SynchronousStream:
+    """See `Stream`: CPU tensors, computed synchronously."""
 
     def mark(self) -> Moment:
         """See Stream."""
@@ -53,7 +53,7 @@ class Processor:
         """See Stream."""
         return found
 
-    def recorder(self) -> "Processor":
+    def recorder(self) -> "SynchronousStream":
         """See Stream."""
         return self
 
@@ -63,11 +63,11 @@ class Processor:
 
 
 class CudaStream:
-    """See `Stream`: the one in which this thread computes."""
+    """See `Stream`: the current CUDA stream."""
 
     def mark(self) -> Moment:
         """See Stream."""
-        # Who waits leaves the core to others.
+        # Waiting for a blocking event does not occupy a core.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         moment: Moment = event
@@ -84,8 +84,8 @@ class CudaStream:
 
 
 class StreamRunner:
-    """See `Runner`. Owns what the device knows of the rows: the tokens they got last are inputs of
-    a step that is launched before they are known here."""
+    """See `Runner`. Owns the row state on the device: a step launched before the host knows the
+    previous tokens reads them there."""
 
     def __init__(
         self,
@@ -96,17 +96,17 @@ class StreamRunner:
         make_rows: Callable[[base.Rows], DeviceRows],
         upload: Upload,
     ) -> None:
-        """`begin` gives the device the choice of a step's tokens: `sampler.begin`."""
+        """`begin` enqueues the choice of a step's tokens: `sampler.begin`."""
         self.graphs, self.stream, self.begin, self.upload = graphs, stream, begin, upload
         self._forward, self._make_rows = forward, make_rows
-        self.records_steps = graphs.are_used
+        self.records_steps, self.compiles_steps = graphs.are_used, True
         self._rows: DeviceRows | None = None
         self._last: StreamStep | None = None
 
     def rows(self, host: base.Rows) -> DeviceRows:
-        """The same on the device."""
+        """The row state on the device."""
         if self._rows is None or self._rows.rows is not host:
-            # Not two at once.
+            # Free the old state before allocating the new one.
             self._rows = None
             self._rows = self._make_rows(host)
             self.graphs.use(self._rows)
@@ -116,9 +116,9 @@ class StreamRunner:
     def launch(self, plan: base.StepPlan) -> "StreamStep":
         """See Runner."""
         if self._last is not None and self._last.plan is not plan:
-            # What it chooses may be the input of this step.
+            # Its tokens may be inputs of this step.
             self._last.choose()
-        # Of a step that is launched again nothing is held meanwhile.
+        # Release the memory of a step that is launched again.
         self._last = None
         rows = self.rows(plan.rows)
         scores = [self._scores(plan, scheduled, rows) for scheduled in plan.passes]
@@ -128,7 +128,7 @@ class StreamRunner:
         return self._last
 
     def forget(self, step: "StreamStep") -> None:
-        """Nothing of it is needed any more."""
+        """Drop the reference to a step."""
         if self._last is step:
             self._last = None
 
@@ -148,27 +148,27 @@ class StreamRunner:
     def _filled(
         self, batch: ForwardBatch, own: Ints, waiting: Ints, rows: DeviceRows
     ) -> ForwardBatch:
-        """With the tokens that the host does not know yet."""
+        """Fill in the tokens that the host does not know yet."""
         places, waits = self.upload([np.array(batch.cu_seqlens_q)[waiting], own[waiting]])
         last = rows.last_tokens.index_select(0, waits)
         return replace(batch, input_ids=batch.input_ids.index_copy(0, places, last.long()))
 
 
 class StreamStep:
-    """See `Launched`. Its tokens are chosen when they can be: at once, or before the next step is
-    launched, or when they are asked for."""
+    """See `Launched`. Its tokens are chosen at the latest before the next launch, or in
+    `result`."""
 
     def __init__(self, runner: StreamRunner, plan: base.StepPlan, scores: Tensor) -> None:
         self.plan = plan
         self._runner, self._scores = runner, scores
         self._moment = runner.stream.mark()
-        # What was chosen, or will be at the moment: [3, S], see `sampler.begin`.
+        # The chosen tokens, valid after the moment: [3, S], see `sampler.begin`.
         self._found: Tensor | None = None
         self._is_chosen = False
         self._error: Exception | None = None
 
     def choose(self) -> None:
-        """Give the device the choice, once; what goes wrong is raised by `result`."""
+        """Enqueue the choice, once; `result` raises its error."""
         if self._is_chosen:
             return
         self._is_chosen = True
@@ -188,7 +188,7 @@ class StreamStep:
 
     def wait(self) -> None:
         """See Launched."""
-        # Whatever it is, `result` raises it again.
+        # `result` raises the error again.
         with suppress(Exception):
             self._moment.synchronize()
 

@@ -1,4 +1,4 @@
-"""`sampling.sample` on a GPU, by our own Triton kernels."""
+"""`sampling.sample` by our Triton kernels."""
 
 import torch
 import triton
@@ -19,10 +19,10 @@ from text_generation_shard.sampling.table import (
     Watermark,
 )
 
-# What one program takes of all scores, and of biases.
+# Scores and biases per program.
 _TILE, _BIASES = 1024, 128
-# Of `choice.summarise`: scores of a program; of `choice.draw`: those looked at together, in a
-# search, and how many near the best one are remembered.
+# `choice.summarise`: scores per program. `choice.draw`: scores per tile, scores per tile of a
+# search, and capacity for scores near the best one.
 _PART = 8192
 _DRAW_TILE, _FEW, _CAPACITY = 2048, 1024, 1 << 15
 
@@ -36,9 +36,9 @@ def begin(
     watermark: Watermark,
     allowed: Allowed | None,
 ) -> Tensor:
-    """Give the device all that `sampling.sample` does, and wait for none of it. Answers [3, S]
-    float64: the tokens, their log-probabilities, and the best scores. What is chosen in a row
-    depends on that row alone, bit for bit."""
+    """Enqueue `sampling.sample` without waiting. Returns [3, S] float64: tokens, their
+    log-probabilities, and the best scores. The choice in a row is bit for bit independent of the
+    other rows."""
     own = torch.as_tensor(logits)
     assert own.dtype == torch.float32 and own.is_contiguous()
     columns = table.columns(history.rows, upload)
@@ -112,7 +112,7 @@ def _forbid(upload: Upload, own: Tensor, rows: Ints, token_ids: Ints) -> None:
 
 
 def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor:
-    """The last part of `begin`: what is best, and what is drawn. lens [S] int64, on the device: see
+    """The last part of `begin`: find the best tokens, and draw. lens [S] int64, on the device: see
     TokenHistory; None if nothing is drawn."""
     num_rows, vocab = own.shape
     num_parts = -(-vocab // _PART)
@@ -146,7 +146,8 @@ def choose(own: Tensor, columns: SamplingColumns, lens: Tensor | None) -> Tensor
             CAPACITY=_CAPACITY,
             TILE=tile,
             FEW=min(_FEW, tile),
-            # Never more threads than scores, which are changed in place: see `add_norm`.
+            # Never more threads than scores, which are changed in place: see
+            # `operators._num_warps`.
             num_warps=max(1, min(8, tile // 32)),
         )
     return out

@@ -1,4 +1,4 @@
-"""Weights from the pages of a file to a GPU: through a few buffers, by a few threads."""
+"""Copies weights from a mapped file to a GPU, by a few threads through pinned buffers."""
 
 import logging
 import time
@@ -17,53 +17,54 @@ from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-# One thread reads a few GB/s, and so four are as fast as the connection to most GPUs. Each has a
-# buffer to fill while another is copied from.
+# One thread does not saturate the connection to the GPU. Each thread fills one buffer while another
+# is copied.
 _NUM_THREADS = 4
 _NUM_BUFFERS = 2 * _NUM_THREADS
 _BUFFER_BYTES = 32 * 2**20
-# Copies and actions that wait, for each thread: matrices are not made long before they are filled.
+# Most pending copies and actions per thread, so that few matrices are allocated long before they
+# are filled.
 _STEPS_PER_THREAD = 4
 
 
 class Buffer(Protocol):
-    """Memory of the host that a device copies from. One thread at a time uses it."""
+    """Host memory that a device copies from. One thread at a time uses it."""
 
     # [bytes] in uint8.
     memory: Tensor
 
     def wait(self) -> None:
-        """Until what was sent has left the memory, which may then be written again."""
+        """Wait until the last copy is complete and the memory may be written again."""
 
     def send(self, staged: Tensor, target: Tensor) -> None:
-        """Begin to copy `staged`, which lies in the memory, to `target` on the device, of the same
-        shape and type. What the loading thread asks of the device later finds it there."""
+        """Start copying `staged`, a part of the memory, to `target` on the device; same shape and
+        dtype. Later device operations of the loading thread see the result."""
 
 
 class StagedCopies:
-    """See `WeightCopies`. Owns threads, from entering to leaving, and the buffers they share.
+    """See `WeightCopies`. Owns its threads, and the buffers that they share.
 
-    A thread reads a piece into the buffer that was sent the longest time ago, where it gets the
-    type of its target. Errors of the threads are raised in the order of the copies.
+    A thread reads a piece into the least recently used buffer, converted to the dtype of its
+    target. Errors are raised in the order of the copies.
     """
 
     def __init__(
         self, matrix_dtype: torch.dtype | None, buffers: Sequence[Buffer], num_threads: int
     ) -> None:
-        """At least as many buffers as threads, each with room for any number."""
+        """At least as many buffers as threads."""
         assert len(buffers) >= num_threads, "no thread waits for another one's buffer"
         self.matrix_dtype = matrix_dtype
         self.nbytes = 0
-        """What was read of the checkpoint."""
+        """Bytes read from the checkpoint."""
         self._buffer_bytes = min(len(buffer.memory) for buffer in buffers)
         self._buffers: SimpleQueue[Buffer] = SimpleQueue()
         for buffer in buffers:
             self._buffers.put(buffer)
-        # What the loading thread does later: wait for a copy, or call an action.
+        # Pending work of the loading thread: wait for a copy, or call an action.
         self._steps: deque[Callable[[], object]] = deque()
         self._most_steps = _STEPS_PER_THREAD * num_threads
         self._torch_threads = torch.get_num_threads()
-        # torch would give each of them a pool of threads of its own.
+        # Otherwise torch creates a thread pool for each of them.
         self._threads = ThreadPoolExecutor(
             num_threads, "weights", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -77,13 +78,14 @@ class StagedCopies:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Without an error: do what is left to do. Then end the threads and give the buffers up."""
+        """Complete pending work, unless there is an error; then end the threads and release the
+        buffers."""
         try:
             self._finish_steps(0 if error is None else len(self._steps))
         finally:
             self._steps.clear()
             self._threads.shutdown(cancel_futures=True)
-            # The number is kept for later threads too.
+            # The number set in the workers also applies to threads started later.
             torch.set_num_threads(self._torch_threads)
             while not self._buffers.empty():
                 self._buffers.get().wait()
@@ -105,7 +107,7 @@ class StagedCopies:
             self._steps.popleft()()
 
     def _send(self, target: Tensor, source: Tensor) -> None:
-        """What a thread does for a piece."""
+        """Copy one piece; runs in a worker thread."""
         buffer = self._buffers.get()
         try:
             buffer.wait()
@@ -117,7 +119,7 @@ class StagedCopies:
 
 
 def _pieces(target: Tensor, source: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of two tensors of one shape, with `most` numbers or less."""
+    """Split two tensors of one shape into matching parts of at most `most` values."""
     if source.numel() <= most:
         yield target, source
     elif rows := most // source[0].numel():
@@ -128,10 +130,10 @@ def _pieces(target: Tensor, source: Tensor, most: int) -> Iterator[tuple[Tensor,
 
 
 class PinnedBuffer:
-    """See `Buffer`. Memory that the GPU reads by itself, while the host goes on."""
+    """See `Buffer`. Pinned memory, which the GPU reads asynchronously."""
 
     def __init__(self, nbytes: int, stream: torch.cuda.Stream) -> None:
-        """`stream`: in which the loading thread computes, and so sees what was sent."""
+        """`stream`: the current stream of the loading thread."""
         self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._stream = stream
         self._sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -151,13 +153,14 @@ class PinnedBuffer:
 def pinned_copies(
     torch_device: torch.device, matrix_dtype: torch.dtype | None
 ) -> Iterator[StagedCopies]:
-    """Copies to a GPU. ModelError if there is no memory for the buffers; none of it is kept."""
+    """Copies to a GPU. Raises ModelError if the buffers can not be allocated. Leaving the context
+    releases them."""
     began, stream = time.monotonic(), torch.cuda.current_stream(torch_device)
     try:
         with StagedCopies(matrix_dtype, _pinned_buffers(stream), _NUM_THREADS) as copies:
             yield copies
     finally:
-        # torch keeps pinned memory that was freed, and has no public way to give it back in 2.11.
+        # torch caches freed pinned memory, and 2.11 has no public function to release it.
         torch._C._host_emptyCache()
     seconds, size = time.monotonic() - began, copies.nbytes / 1e9
     logger.info(
@@ -170,6 +173,6 @@ def _pinned_buffers(stream: torch.cuda.Stream) -> list[PinnedBuffer]:
         return [PinnedBuffer(_BUFFER_BYTES, stream) for _ in range(_NUM_BUFFERS)]
     except RuntimeError as error:
         raise ModelError(
-            f"the host gives no {_NUM_BUFFERS * _BUFFER_BYTES >> 20} MiB of pinned memory, through "
-            f"which weights go to the GPU ({str(error).splitlines()[0]}); free memory of the host"
+            f"the host can not allocate {_NUM_BUFFERS * _BUFFER_BYTES >> 20} MiB of pinned memory "
+            f"to copy weights to the GPU ({str(error).splitlines()[0]}); free host memory"
         ) from error

@@ -1,4 +1,4 @@
-"""Small arrays of the host to a GPU, without waiting for what it computes."""
+"""Copies small host arrays to a GPU without waiting for its computations."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,19 +9,19 @@ from torch import Tensor
 from text_generation_shard.arrays import Array
 from text_generation_shard.device.cuda.staging import Buffer
 
-# Where an array begins in a buffer: any kernel may load it by its widest instructions.
+# Alignment of arrays in a buffer, for the widest loads of a kernel.
 _ALIGNMENT = 16
-# A copy waits in the stream for the kernels before it: more buffers than two steps have arrays to
-# send, or the host would wait for a step while it launches the next.
+# A copy waits in the stream for the kernels before it. There are more buffers than two steps have
+# uploads, so that the host does not wait for a step while it launches the next one.
 _NUM_BUFFERS = 32
 _LEAST_BYTES = 1 << 16
 
 
 class Uploads:
-    """Owns a ring of pinned buffers. A buffer is written again when its last copy has left it."""
+    """Owns a ring of pinned buffers. A buffer is reused after its last copy is complete."""
 
     def __init__(self, torch_device: torch.device, make_buffer: Callable[[int], Buffer]) -> None:
-        """`make_buffer` makes one of the size it is given, in bytes."""
+        """`make_buffer` returns a buffer of the given size in bytes."""
         self._device, self._make_buffer = torch_device, make_buffer
         self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_BUFFERS)]
         self._turn = 0

@@ -1,4 +1,4 @@
-"""The reference attention: plain torch, any device, the specification of every faster one."""
+"""The reference attention: plain torch on any device. The specification of the faster ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from text_generation_shard.device.forward import Angles, AttentionPlan, CacheSha
 from text_generation_shard.device.reference.kv_cache import KVCache
 from text_generation_shard.device.reference.rotation import TorchRotation
 
-# Cached tokens that are copied at once, for keys and again for values.
+# Most cached tokens gathered at once, for keys and again for values.
 MAX_GATHER_TOKENS = 1 << 17
 
-# Rows with at most so many tokens in a pass are attended in groups, the others one by one.
+# Rows with at most this number of tokens in a pass are computed in groups, longer rows one by one.
 _MOST_GROUPED = 16
-# Rows of a group have at most as many tokens as one of these: fewer are padded.
+# Token counts that rows of a group are padded to.
 _GROUP_LENGTHS = (1, 2, 4, 8, _MOST_GROUPED)
 
 
@@ -25,37 +25,32 @@ _GROUP_LENGTHS = (1, 2, 4, 8, _MOST_GROUPED)
 class RowGroup:
     """Rows of similar context with at most `length` tokens each, padded to that."""
 
-    # [rows * length] which tokens of the pass; None: all of them, in order.
+    # [rows * length] indices of tokens of the pass; None: all tokens, in order.
     tokens: Tensor | None
     length: int
-    # [rows, length] how many tokens of its row each sees.
+    # [rows, length] number of tokens that each token sees.
     seen: Tensor
     block_index: Tensor
-    # By window size; the same in all layers.
+    # By window size; shared by all layers.
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class TorchPlan:
-    """Indices into the cache for one pass."""
+    """Cache indices for one pass."""
 
     batch: ForwardBatch
     rotation: TorchRotation
     slot_index: Tensor
     groups: list[RowGroup]
-    # Rows that are attended one by one.
+    # Rows that are computed one by one.
     long_rows: list[int]
     # Masks of continued prompts by (row, window).
     prefill_masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
 
 class TorchAttention:
-    """Few tokens: two batched matrix products over (kv head × row). Many: one SDPA call a row.
-
-    The batched products beat SDPA in decode because the query heads that share a KV head, and the
-    tokens of one row, become the rows of one matrix, so each block is read once for all of them
-    (measured in MEASUREMENTS: 0.20 against 0.35 ms a layer at 32 rows).
-    """
+    """Few tokens: two batched matrix products over (KV head × row). Many: one SDPA call per row."""
 
     name = "torch"
     block_size = 16
@@ -63,7 +58,7 @@ class TorchAttention:
     heaviest_keys: int | None = None
 
     def __init__(self, scale: float, make_zeros: Callable[[int, int, int], Tensor]) -> None:
-        """scale: of queries. `make_zeros`: see KVCache."""
+        """Queries are multiplied by `scale`. `make_zeros`: see KVCache."""
         self._scale, self._make_zeros = scale, make_zeros
         self._cache: KVCache | None = None
 
@@ -103,8 +98,8 @@ class TorchAttention:
     def _groups(
         self, cache: KVCache, batch: ForwardBatch, rows: list[int], length: int
     ) -> list[RowGroup]:
-        """Rows are padded to the longest of their group only: one long row beside 31 short ones
-        cost 132 ms a layer in one group, and 1.7 ms in two."""
+        """Rows are padded only to the longest row of their group, so that one long row does not
+        make all short ones expensive."""
         groups = []
         contexts = [batch.host_context_lens[row] for row in rows]
         steps = torch.arange(length)
@@ -118,7 +113,7 @@ class TorchAttention:
                 tables = batch.block_tables[torch.tensor(members, device=device)]
                 offsets = torch.tensor(batch.cu_seqlens_q)
                 starts, ends = offsets[members][:, None], offsets[1:][members][:, None]
-                # A row's last token fills it up.
+                # Padding repeats the row's last token.
                 index = torch.minimum(starts + steps, ends - 1)
                 context_lens = torch.tensor(batch.host_context_lens)[members][:, None]
                 seen = (context_lens - (ends - 1 - index)).to(device)
@@ -136,7 +131,7 @@ class TorchAttention:
         query, key_value = heads.tensor_split((-2 * num_kv_heads,), dim=1)
         num_heads = query.shape[1]
         if is_rotated:
-            # Queries and keys are rotated by the same angles: one call for both.
+            # Queries and keys have the same angles: one call rotates both.
             plan.rotation.rotate_(heads, num_heads + num_kv_heads, num_heads, self._scale)
         else:
             query.mul_(self._scale)
@@ -146,7 +141,7 @@ class TorchAttention:
         out = torch.empty_like(query).flatten(1)
         for group in plan.groups:
             assert group.tokens is not None, "only a single group holds all tokens in order"
-            # Padding writes once more what the token it repeats writes.
+            # Padding repeats a token, and so writes the same values again.
             out[group.tokens] = self._grouped(
                 self._cache, query[group.tokens], layer, window, group
             )
@@ -165,10 +160,11 @@ class TorchAttention:
         keys, values = cache.gather(layer, group.block_index, rows)
         if window not in group.masks:
             group.masks[window] = _group_mask(group.seen, keys.shape[1], kv_heads, window)
-        # The tokens of a row, and the heads that share a KV head, are the rows of one matrix.
+        # The tokens of a row and the query heads that share a KV head form one matrix: each block
+        # is read once for all of them.
         grouped = query.view(rows, length, kv_heads, -1, head_dim).permute(2, 0, 1, 3, 4)
         products = torch.bmm(grouped.reshape(kv_heads * rows, -1, head_dim), keys.transpose(1, 2))
-        # The softmax is in float32, whatever the cache holds.
+        # The softmax is computed in float32 for every cache dtype.
         scores = torch.add(
             group.masks[window], products.view(kv_heads * rows, length, -1, keys.shape[1])
         )
@@ -188,12 +184,12 @@ class TorchAttention:
         row: int,
         out: Tensor,
     ) -> None:
-        """Attend with the tokens of one row; `out` is [T, heads * head_dim]."""
+        """Attention of the tokens of one row; `out` is [T, heads * head_dim]."""
         batch = plan.batch
         start, end = batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1]
         context, length = batch.host_context_lens[row], end - start
         if context == length:
-            # Nothing came before: what this pass computed is all there is to see.
+            # The whole context is in this pass: the cache is not read.
             passed = key_value[start:end].view(length, 2, -1, query.shape[2])
             keys, values = passed.permute(1, 2, 0, 3).unbind()
         else:
@@ -218,9 +214,9 @@ class TorchAttention:
 
 
 def group_by_length(context_lens: Sequence[int], length: int = 1) -> list[list[int]]:
-    """Rows in groups whose longest is at most about twice the shortest, and whose padded blocks
-    stay within MAX_GATHER_TOKENS, or fewer so that the scores of `length` tokens a row take no more
-    memory; rows that are alike stay together and keep their order."""
+    """Group rows so that the longest context of a group is at most about twice the shortest, and
+    the padded tokens of a group are at most MAX_GATHER_TOKENS / `length`. If one group suffices, it
+    keeps the order of the rows."""
     most = MAX_GATHER_TOKENS // length
     longest, shortest = max(context_lens), min(context_lens)
     if longest <= 2 * shortest + 64 and len(context_lens) * longest <= most:
@@ -239,7 +235,7 @@ def group_by_length(context_lens: Sequence[int], length: int = 1) -> list[list[i
 
 
 def _group_mask(seen: Tensor, width: int, kv_heads: int, window: int | None) -> Tensor:
-    """0 where a token sees, -inf where it does not: [kv_heads * rows, length, 1, width] float32."""
+    """0 where a token is seen, else -inf: [kv_heads * rows, length, 1, width] float32."""
     positions = torch.arange(width, device=seen.device)
     hidden = positions >= seen[..., None]
     if window is not None:
@@ -249,8 +245,9 @@ def _group_mask(seen: Tensor, width: int, kv_heads: int, window: int | None) -> 
 
 
 def _prefill_mask(length: int, context: int, window: int | None, query: Tensor) -> Tensor:
-    """0 where the last `length` of `context` tokens see, -inf where not: [length, context], in the
-    query's type: SDPA would make that of a mask of bools in every layer anew."""
+    """The mask of the last `length` of `context` tokens: 0 where a token is seen, else -inf;
+    [length, context] in the dtype of the queries, because SDPA converts a bool mask in every
+    layer."""
     last = torch.arange(context - length, context, device=query.device)[:, None]
     seen = torch.arange(context, device=query.device)[None]
     hidden = seen > last

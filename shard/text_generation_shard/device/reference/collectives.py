@@ -1,9 +1,10 @@
-"""What ranks compute together, by torch.distributed: the specification of all others."""
+"""Collective operations by torch.distributed: the specification of the other ones."""
 
 from datetime import timedelta
 from typing import Any
 
 import torch
+from text_generation_process.defaults import MASTER_ADDR
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
@@ -14,15 +15,15 @@ from text_generation_shard.meeting import JOIN_S, Meeting, try_out
 
 
 class GlooCollectives:
-    """See `Collectives`. Owns a group of torch.distributed, and no global one. Whatever fails in it
-    is final: what is under way between two processes can not be taken back."""
+    """See `Collectives`. Owns a process group of torch.distributed; there is no global one. Every
+    failure is final, because an operation between two processes can not be undone."""
 
     name = "gloo"
 
     def __init__(
-        self, store: Store, rank: int, size: int, deadline_s: float, address: str = "localhost"
+        self, store: Store, rank: int, size: int, deadline_s: float, address: str = MASTER_ADDR
     ) -> None:
-        """All ranks at once. address: of this machine, through which the others come."""
+        """All ranks call this at the same time. address: where this rank listens for the others."""
         gloo: Any = _distributed_c10d.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
@@ -34,19 +35,20 @@ class GlooCollectives:
 
     @classmethod
     def meet(cls, meeting: Meeting) -> "GlooCollectives":
-        """Of all ranks that meet; they have been tried out."""
+        """Connect all ranks of a meeting; returns after a successful trial operation."""
         deadline_s = min(JOIN_S, meeting.deadline_s)
         found = cls(meeting.store, meeting.rank, meeting.size, deadline_s, meeting.address)
-        # What rank 0 keeps for all is gone with its meeting.
+        # Rank 0 serves the store as long as its meeting exists.
         found._meeting = meeting
         try_out(found, meeting)
         found.wait_at_most(meeting.deadline_s)
         return found
 
-    def wait_at_most(self, seconds: float) -> None:
-        """The deadline of operations from here on."""
+    def wait_at_most(self, seconds: float) -> float:
+        """See Collectives."""
         self.deadline_s = seconds
         self._group.set_timeout(timedelta(seconds=seconds))
+        return seconds
 
     def begin(self, number: int) -> None:
         """See Collectives."""
@@ -70,7 +72,7 @@ class GlooCollectives:
         return values
 
     def fail(self, number: int) -> None:
-        """See Collectives; this rank leaves all others."""
+        """See Collectives: this rank leaves the group."""
         self.stop()
 
     def stop(self) -> None:
@@ -80,17 +82,19 @@ class GlooCollectives:
             group.abort()
 
     def _parts_of(self, part: Tensor) -> list[Tensor]:
-        """All ranks' tensors."""
+        """The tensors of all ranks."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         group = self._group
         if group is None:
-            raise RankError(f"this shard has given up (message {self._number})", is_final=True)
+            raise RankError(
+                f"this shard has left the group (message {self._number})", is_final=True
+            )
         try:
             group.allgather([parts], [part]).wait()
         except RuntimeError as error:
             raise RankError(
-                f"another shard has given up, or did not come within {self.deadline_s:g} s "
+                f"another shard has failed or did not answer within {self.deadline_s:g} s "
                 f"(message {self._number}; {str(error).splitlines()[0]})",
                 is_final=True,
             ) from error

@@ -1,4 +1,4 @@
-"""Weights to a device by plain copies."""
+"""Synchronous copies of weights to a device."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class PlainCopies:
-    """See `WeightCopies`: everything is done at once, by torch, in the thread that asks."""
+    """See `WeightCopies`: copies and actions run at once, in the calling thread."""
 
     matrix_dtype = None
 

@@ -1,4 +1,4 @@
-"""Any device that torch knows, by torch's own operators: the specification of all others."""
+"""Any torch device, with torch's operators: the specification of the other devices."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,17 +23,17 @@ from text_generation_shard.errors import ModelError
 from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
 
-# The reference is used in tests only: its cache is as large as they need.
+# The reference is used in tests only; their caches fit into this.
 _REFERENCE_CACHE_BYTES = 2**28
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def refuse_determinism(device: base.Device, what: str) -> ModelError:
-    """What is said where --deterministic can not be kept because of `what`."""
+    """The error for --deterministic with something that does not support it."""
     return ModelError(
-        f"--deterministic can not be kept with {what} on this {device.name}; leave one out, or use "
-        "--device cpu with --dtype float32 or bfloat16"
+        f"--deterministic is not supported with {what} on {device.name}; remove one of them, or "
+        "use --device cpu with --dtype float32 or bfloat16"
     )
 
 
@@ -46,7 +46,7 @@ class TorchDevice:
     spares_core = True
     num_spare_blocks = 0
     cache_dtypes: Mapping[str, torch.dtype] = {}
-    """--kv-cache-dtype → the type in which keys and values can be kept, beside the device's own."""
+    """Value of --kv-cache-dtype → dtype of keys and values."""
 
     def __init__(
         self, torch_device: torch.device, dtype: torch.dtype, options: base.DeviceOptions
@@ -74,14 +74,14 @@ class TorchDevice:
         return self.cache_dtypes[name]
 
     def check_room(self, nbytes: int, kind: str) -> None:
-        """See Device: they fit."""
+        """See Device: no check."""
 
     def weight_copies(self) -> AbstractContextManager[base.WeightCopies]:
-        """See Device: plain, in the checkpoint's own type, so that quantising rounds once."""
+        """See Device: in the checkpoint's dtype, so that quantization rounds only once."""
         return nullcontext(PlainCopies())
 
     def quantized_form(self, shape: tuple[int, int], quantize: str | None) -> base.Form:
-        """See Device; nothing is quantised."""
+        """See Device; nothing is quantized."""
         return base.Form(None, "")
 
     def matrix(
@@ -91,7 +91,7 @@ class TorchDevice:
         columns: slice = base.ALL,
         part: int | None = None,
     ) -> base.Matrix:
-        """See Device; nothing is quantised."""
+        """See Device; nothing is quantized."""
         return FloatMatrix(weight[:, columns].to(self.dtype).contiguous())
 
     def gated_matrix(
@@ -111,7 +111,7 @@ class TorchDevice:
     def add_norm(
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
     ) -> Tensor:
-        """See Device. One copy in float32, all else in place."""
+        """See Device. Makes one float32 copy; everything else is in place."""
         if delta is not None:
             hidden.add_(delta, alpha=multiplier)
         wide = hidden.to(torch.float32, copy=True)
@@ -135,7 +135,7 @@ class TorchDevice:
         return TorchRunner(EagerForward(model))
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
-        """See Device: enough for what is asked for with its numbers."""
+        """See Device: a fixed size."""
         return base.Room(_REFERENCE_CACHE_BYTES, step_bytes)
 
     def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
@@ -147,7 +147,7 @@ class TorchDevice:
         return GlooCollectives.meet(meeting)
 
     def release_memory(self) -> None:
-        """See Device: nothing is kept."""
+        """See Device: nothing is cached."""
 
     def serve(self) -> None:
         """See Device: nothing."""

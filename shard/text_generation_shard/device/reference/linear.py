@@ -1,4 +1,4 @@
-"""Weights as they are, multiplied by torch."""
+"""Float weights, multiplied by torch."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16 …"""
+    """For example float32 or bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -35,7 +35,7 @@ class FloatMatrix:
 
 
 class GatedMatrix:
-    """Any form of a weight [2 * N, K] whose product [T, 2 * N] is activation(gate) * up."""
+    """A gated weight [2 * N, K] in any form; its result [T, N] is activation(gate) * up."""
 
     def __init__(self, matrix: Matrix, activation: Activation) -> None:
         self._matrix, self._activation = matrix, _ACTIVATIONS[activation]
@@ -53,7 +53,7 @@ class FloatTable:
     def __init__(
         self, weight: Tensor, to_matrix: Callable[[Tensor], Matrix], obstacle: str = ""
     ) -> None:
-        """`to_matrix`: what makes a matrix of the table."""
+        """`to_matrix` makes a matrix from the table."""
         self.weight, self._to_matrix = weight.contiguous(), to_matrix
         self.kind, self.nbytes, self.obstacle = dtype_name(weight.dtype), weight.nbytes, obstacle
 
@@ -64,5 +64,5 @@ class FloatTable:
     def as_matrix(self) -> tuple[Matrix, int]:
         """See EmbeddingTable."""
         matrix = self._to_matrix(self.weight)
-        # A float matrix is the table itself.
+        # A float matrix shares the memory of the table.
         return matrix, 0 if isinstance(matrix, FloatMatrix) else matrix.nbytes

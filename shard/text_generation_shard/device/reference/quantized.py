@@ -1,8 +1,7 @@
-"""How weights are quantised: the numbers that stand for them in 8 or 4 bits.
+"""How weights are quantized to 8 or 4 bits.
 
-In int8 and int4 only weights are quantised: activations and sums keep their type. In fp8 both
-operands of a product are.
-"""
+int8 and int4 quantize only weights; activations and sums keep their dtype. fp8 quantizes both
+operands of a product."""
 
 import torch
 from torch import Tensor
@@ -12,25 +11,25 @@ from text_generation_shard.device.base import ALL
 GROUP: int = 32
 """Inputs that share a scale and a zero in int4, as in llama.cpp's Q4_0."""
 
-# Rows of a part are whole panels of so many, and as many as have so many numbers at most: what is
-# computed of them stays in the second-level cache.
+# A part consists of whole panels of this number of rows, and has at most this number of values, so
+# that its intermediate results stay in the second-level cache.
 _PANEL = 64
 _FITTED_NUMBERS = 2**18
-# Passes over a group that fit scale and zero to the whole numbers and these to those.
+# Iterations that alternately fit scale and zero to the quantized values, and the values to these.
 _INT4_FITS = 2
 
 
 def parts_of(weight: Tensor, most: int = _FITTED_NUMBERS) -> tuple[Tensor, ...]:
-    """The weight in parts of whole panels, of about `most` numbers, so that all that is computed of
-    one stays in the cache, and that no copy in float32 of a large matrix is ever made."""
+    """Split a weight into parts of whole panels, of about `most` values each. So no large matrix is
+    ever copied to float32 as a whole."""
     return torch.split(weight, max(1, most // weight.shape[1] // _PANEL) * _PANEL)
 
 
 def quantize_rows(
     weight: Tensor, dtype: torch.dtype, columns: slice = ALL
 ) -> tuple[Tensor, Tensor]:
-    """Numbers int8 [N, K] and scale [N] of type `dtype`. Numbers of these columns alone, by the
-    scales of whole rows."""
+    """Quantize rows to int8 values [N, K] and a scale [N] of type `dtype`. Only values of `columns`
+    are returned; scales are those of whole rows."""
     wide = weight.float()
     scale = _rounded_scale(wide.abs().amax(dim=1) / 127, dtype).to(dtype)
     wide = wide[:, columns]
@@ -38,8 +37,8 @@ def quantize_rows(
 
 
 def quantize_rows_float8(weight: Tensor, columns: slice = ALL) -> tuple[Tensor, Tensor]:
-    """Numbers float8_e4m3fn [N, K] and scale [N] in float32: the largest of a row becomes the
-    largest number there is (Micikevicius et al. 2022). columns: see `quantize_rows`."""
+    """Quantize rows to float8_e4m3fn values [N, K] and a float32 scale [N]: the largest value of a
+    row becomes the largest float8 (Micikevicius et al. 2022). columns: see `quantize_rows`."""
     wide = weight.float()
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale = wide.abs().amax(dim=1).clamp_min_(1e-30) / largest
@@ -48,11 +47,12 @@ def quantize_rows_float8(weight: Tensor, columns: slice = ALL) -> tuple[Tensor, 
 
 
 def quantize_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers int32 [N, K], scale and zero [N, K / 32] of type `dtype` with a small squared error.
+    """Quantize groups to int32 values [N, K] from 0 to 15, and scale and zero [N, K / 32] of type
+    `dtype`, with a small squared error.
 
-    Starts from the least and the largest of each group, then alternates: scale and zero by least
-    squares for the numbers, the nearest numbers for these. Each uses scale and zero as they
-    are kept, so rounding them is part of what is fitted.
+    Starts from the minimum and maximum of each group, then alternates: least squares for scale and
+    zero, then the nearest values. Both use the rounded scale and zero, so the fit includes their
+    rounding.
     """
     groups = weight.float().view(len(weight), -1, GROUP)
     low, high = groups.aminmax(dim=-1)
@@ -64,7 +64,7 @@ def quantize_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
         average = numbers.mean(dim=-1)
         spread = numbers.square().mean(dim=-1) - average.square()
         together = (numbers * groups).mean(dim=-1) - average * middle
-        # A group of equal numbers says nothing about the scale.
+        # A group of equal values keeps its scale.
         scale = _rounded_scale(torch.where(spread > 0, together / spread, scale), dtype)
         zero = _rounded(middle - scale * average, dtype)
         numbers = _nearest(groups, scale, zero)
@@ -72,7 +72,7 @@ def quantize_groups(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 def _rounded_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """As it is kept, and never 0: it is divided by."""
+    """The scale as it is stored; never 0, because it is a divisor."""
     kept, wide = torch.finfo(dtype), torch.finfo(torch.float32)
     return _rounded(scale.clamp_min(max(kept.tiny * kept.eps, wide.tiny)), dtype)
 
@@ -82,5 +82,5 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _nearest(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The numbers from -8 to 7 that stand for the weights best."""
+    """The nearest quantized values, from -8 to 7."""
     return ((groups - zero[..., None]) / scale[..., None]).round_().clamp_(-8, 7)

@@ -1,4 +1,4 @@
-"""Steps by torch: pass after pass, then a token for each position that gets one."""
+"""Steps in torch: all passes in order, then the choice of tokens."""
 
 import time
 from typing import Protocol
@@ -11,17 +11,17 @@ from text_generation_shard.device.forward import ForwardBatch
 
 
 class Forward(Protocol):
-    """What computes a pass."""
+    """Computes a pass."""
 
     def hidden(self, batch: ForwardBatch) -> Tensor:
-        """The last hidden states [T, hidden_size] of all tokens."""
+        """Last hidden states [T, hidden_size] of all tokens."""
 
     def scores(self, batch: ForwardBatch) -> Tensor:
-        """Those of the tokens whose logits are wanted [S, vocab_size]."""
+        """Logits [S, vocab_size] of the tokens in `batch.logits_indices`."""
 
 
 class EagerForward:
-    """The model's own layers, one operator after another."""
+    """Runs the model's layers operator by operator."""
 
     def __init__(self, model: base.Model) -> None:
         self._model = model
@@ -39,16 +39,17 @@ class EagerForward:
 def pass_scores(
     forward: Forward, plan: base.StepPlan, scheduled: base.ScheduledTokens, batch: ForwardBatch
 ) -> Tensor:
-    """Of the tokens of a pass after which one is sampled [S, vocab_size]."""
+    """Scores [S, vocab_size] of the sampled positions of a pass."""
     if plan.wants_hidden:
         return plan.scores(scheduled, batch, forward.hidden(batch))
     return forward.scores(batch)
 
 
 class TorchRunner:
-    """Computes a step while it is launched."""
+    """Computes a step during `launch`."""
 
     records_steps = False
+    compiles_steps = False
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward

@@ -1,8 +1,8 @@
-"""Languages as expressions: what may follow a symbol, and the shortest text.
+"""Grammars as expressions: what may follow a symbol, and the shortest text.
 
-What cannot be said exactly is described by more than there is, never by less; see `places`.
+An expression has all texts of its grammar, and may have more; see `places`.
 
-Symbols are characters, and the numbers of tokens that are no text.
+Symbols are characters, and the ids of special tokens.
 """
 
 import math
@@ -18,25 +18,24 @@ import regex
 Symbol = str | int
 _Key = TypeVar("_Key")
 _State = TypeVar("_State")
-# What stands for a class of characters: the first of these that is in it.
+# The example of a character class is the first of these that is in it.
 _EXAMPLES = "0aA1-_.:/" + "".join(map(chr, range(33, 127))) + " \t\n\r"
-# Where parts of Unicode begin; most classes have a character in the first.
+# Ranges of Unicode; most classes have a character in the first.
 _PARTS = (0x80, 0x1000, 0x10000, 0x20000, 0x110000)
-# What may follow a symbol in a rule: more ways are not followed.
+# Most ways to go on after a symbol of a rule; others are ignored.
 _MOST_WAYS = 1000
-# States of one expression that are known at once.
+# Most cached states of one expression.
 _MOST_KNOWN = 20_000
-# Parts in a row that need not be there and are passed over at once. What has more is followed as if
-# the others had to be there.
+# Most consecutive optional parts that are skipped; further ones count as required.
 MOST_SKIPPED = 30
 
 
 class TooLargeError(ValueError):
-    """What is too large to be described; a few words."""
+    """Part of a grammar is too large for an expression; the message names it."""
 
 
 class Expression(ABC):
-    """A set of texts. Compared by identity; what `after` gives again is the same object."""
+    """A set of texts. Compared by identity: `after` returns the same object for equal states."""
 
     _length: float | None = None
 
@@ -49,16 +48,21 @@ class Expression(ABC):
 
     @abstractmethod
     def measure(self) -> float:
-        """`length`, found out anew: only asked for itself until all references are settled."""
+        """Compute `length`; called directly only until all references are settled."""
 
     def rank(self) -> int:
-        """Above those of the references in a text of `length` symbols. Of choices of the same
-        length that of the lowest rank is taken, so that no shortest text holds itself."""
+        """Greater than the ranks of the references in a text of `length` symbols. Of choices of
+        equal length the lowest rank is taken, so that no shortest text contains itself."""
         return 0
 
     @abstractmethod
     def after(self, symbol: Symbol) -> Iterable[tuple["Expression", ...]]:
-        """What may follow once the first symbol is read: sequences of expressions."""
+        """What may follow after the first symbol: sequences of expressions."""
+
+    def after_text(self, text: str, *, is_last: bool) -> "Expression | None":
+        """What follows after all characters of a text, if that is one expression that needs no
+        search; else None. `is_last`: nothing follows this expression."""
+        return None
 
     @abstractmethod
     def shortest(self) -> list[Symbol]:
@@ -66,20 +70,24 @@ class Expression(ABC):
 
     @abstractmethod
     def firsts(self) -> Iterable[Symbol]:
-        """Symbols to begin with: one, at least, for each way to go on."""
+        """First symbols: at least one for each way to go on."""
 
 
 class Characters(Expression):
     """One character of a class."""
 
     def __init__(self, source: str, flags: str = "") -> None:
-        """`source`: as the package `regex` writes a class. ValueError if it is none."""
+        """`source`: a class in the syntax of the package `regex`. ValueError if it is invalid."""
         try:
             self._matches = _matcher(source, flags)
         except regex.error as error:
             raise ValueError(str(error)) from error
         self._source, self._flags = source, flags
         self._firsts: list[Symbol] = []
+
+    def has_all(self, text: str) -> bool:
+        """Whether all characters of a text are in the class."""
+        return all(map(self._matches, text))
 
     def measure(self) -> float:
         return 1 if _example(self._source, self._flags) else math.inf
@@ -92,7 +100,7 @@ class Characters(Expression):
 
     def firsts(self) -> Iterable[Symbol]:
         if not self._firsts:
-            # Where classes of ranges meet, there is an end of one of the ranges.
+            # If ranges of two classes overlap, the overlap contains an end of one of them.
             others = filter(self._matches, _EXAMPLES + self._source)
             self._firsts = list(dict.fromkeys([*self.shortest(), *others]))
         return self._firsts
@@ -112,7 +120,7 @@ def _matcher(source: str, flags: str) -> Callable[[str], bool]:
 
 @lru_cache(1024)
 def _example(source: str, flags: str) -> str:
-    """A character of a class: one that is written in it, or any; empty if there is none."""
+    """A character of a class, preferably one written in its source; empty: the class is empty."""
     if found := next(filter(_matcher(source, flags), _EXAMPLES + source), ""):
         return found
     for part in range(len(_PARTS) - 1):
@@ -123,13 +131,13 @@ def _example(source: str, flags: str) -> str:
 
 @lru_cache
 def _characters(part: int) -> str:
-    """The characters of a part of Unicode."""
+    """The characters of a range of Unicode, without surrogates."""
     codes = range(_PARTS[part], _PARTS[part + 1])
     return "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
 
 
 def remembered(known: "dict[_Key, _State]", key: "_Key", make: "Callable[[], _State]") -> "_State":
-    """The state of an expression behind what `key` says: the same one, as long as it is known."""
+    """The cached state of an expression for `key`, or a new one."""
     if (found := known.get(key)) is None:
         if len(known) >= _MOST_KNOWN:
             known.clear()
@@ -138,7 +146,7 @@ def remembered(known: "dict[_Key, _State]", key: "_Key", make: "Callable[[], _St
 
 
 class Tokens(Expression):
-    """One of several tokens by their numbers."""
+    """One of several tokens, by id."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = dict.fromkeys(numbers)
@@ -157,7 +165,7 @@ class Tokens(Expression):
 
 
 class Text(Expression):
-    """One text, of which what comes before a place is read."""
+    """One text from a place on."""
 
     def __init__(self, text: Sequence[Symbol], place: int = 0) -> None:
         self._text, self._place = text, place
@@ -165,7 +173,7 @@ class Text(Expression):
 
     @property
     def text(self) -> str | None:
-        """What is left of it; None if tokens by their numbers are in it."""
+        """The rest of the text; None if it contains token ids."""
         return self._text[self._place :] if isinstance(self._text, str) else None
 
     def measure(self) -> float:
@@ -188,11 +196,11 @@ class Text(Expression):
 
 
 class Texts(Expression):
-    """One of several texts: of those from `first` to `end` what comes before a place is read, which
-    they have in common. However many they are, there is one way to go on."""
+    """One of the texts [first, end), which are equal before `place`. There is one way to go on,
+    however many texts there are."""
 
     def __init__(self, texts: Sequence[str], first: int, end: int, place: int = 0) -> None:
-        """`texts` are in order."""
+        """`texts` are sorted."""
         self._texts, self._first, self._end, self._place = texts, first, end, place
         self._next: dict[Symbol, tuple[Expression, ...]] = {}
 
@@ -224,7 +232,7 @@ class Texts(Expression):
 
 
 class Sequence_(Expression):
-    """One after another."""
+    """Expressions one after another."""
 
     def __init__(self, parts: Sequence[Expression]) -> None:
         self.parts = tuple(parts)
@@ -253,7 +261,7 @@ class Sequence_(Expression):
 
 
 class Choice(Expression):
-    """One of several."""
+    """One of several expressions."""
 
     def __init__(self, parts: Sequence[Expression]) -> None:
         self.parts = tuple(parts)
@@ -280,7 +288,7 @@ class Choice(Expression):
 
 
 def one_of(parts: Sequence[Expression]) -> Expression:
-    """One of the expressions; those that are texts are read together."""
+    """One of the expressions; texts are combined."""
     texts = [text for part in parts if isinstance(part, Text) and (text := part.text) is not None]
     if len(texts) < 2:
         return parts[0] if len(parts) == 1 else Choice(parts)
@@ -291,11 +299,17 @@ def one_of(parts: Sequence[Expression]) -> Expression:
 
 
 class Repeat(Expression):
-    """The same several times; `most` is inf if there is no limit."""
+    """An expression repeated `least` to `most` times; `most` can be inf."""
 
-    def __init__(self, part: Expression, least: int = 0, most: float = math.inf) -> None:
+    def __init__(
+        self,
+        part: Expression,
+        least: int = 0,
+        most: float = math.inf,
+        known: "dict[tuple[int, float], Repeat] | None" = None,
+    ) -> None:
         self.part, self.least, self.most = part, least, most
-        self._next: Repeat | None = None
+        self._known = {(least, most): self} if known is None else known
 
     def measure(self) -> float:
         return self.least * self.part.measure() if self.least else 0
@@ -306,12 +320,24 @@ class Repeat(Expression):
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
         if not self.most:
             return
-        if self._next is None:
-            is_same = not self.least and self.most == math.inf
-            next_ = Repeat(self.part, max(0, self.least - 1), self.most - 1)
-            self._next = self if is_same else next_
+        following = self._behind(1)
         for rest in self.part.after(symbol):
-            yield (*rest, self._next) if self._next.most else rest
+            yield (*rest, following) if following.most else rest
+
+    def after_text(self, text: str, *, is_last: bool) -> Expression | None:
+        """See Expression."""
+        count = len(text)
+        is_only = is_last or self.least >= count
+        if not is_only or self.most <= count or not isinstance(self.part, Characters):
+            return None
+        return self._behind(count) if self.part.has_all(text) else None
+
+    def _behind(self, count: int) -> "Repeat":
+        """The repeats left after `count` parts."""
+        key = max(0, self.least - count), self.most - count
+        if key == (self.least, self.most):
+            return self
+        return remembered(self._known, key, lambda: Repeat(self.part, *key, self._known))
 
     def shortest(self) -> list[Symbol]:
         return self.part.shortest() * self.least if self.least and self.part.length else []
@@ -321,15 +347,15 @@ class Repeat(Expression):
 
 
 class Reference(Expression):
-    """An expression that is known later, and may hold this reference. `settle` gives lengths."""
+    """An expression that is set later, and may contain this reference. `settle` sets lengths."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.target: Expression | None = None
         self.least, self.own_rank = math.inf, 0
         self._is_read = False
-        # The last symbol that was read, and what may follow it: rules that hold one another several
-        # times ask for the same as often as there are ways through them.
+        # A cache for the last symbol: rules that contain each other several times look up the same
+        # symbol once for each way through them.
         self._last: tuple[Symbol, Sequence[tuple[Expression, ...]]] | None = None
         self._firsts: list[Symbol] | None = None
 
@@ -340,14 +366,14 @@ class Reference(Expression):
         return self.own_rank
 
     def after(self, symbol: Symbol) -> Iterable[tuple[Expression, ...]]:
-        # A rule that begins with itself is written without that; see `lark`.
+        # Left recursion was removed; see `lark`.
         if self._last is not None and self._last[0] == symbol:
             return self._last[1]
         if self._is_read or self.target is None:
             return ()
         self._is_read = True
         try:
-            # One after another, so that not more are made than are taken.
+            # A generator: only the ways that are taken are built.
             ways = dict.fromkeys(islice(self.target.after(symbol), _MOST_WAYS))
         finally:
             self._is_read = False
@@ -372,7 +398,7 @@ class Reference(Expression):
 
 
 def settle(references: Sequence[Reference]) -> None:
-    """Find the lengths of references that hold one another: the least ones there are."""
+    """Compute the lengths of references that contain each other: the least fixed point."""
     has_changed = True
     while has_changed:
         has_changed = False

@@ -9,9 +9,9 @@ from text_generation_shard.grammars.language.schema import schema_expression
 
 
 def grammar_expression(text: str, special: Callable[[str], int | None]) -> Expression | None:
-    """The texts of a grammar; None: there is something in it that is not read here.
+    """The texts of a grammar; None: the grammar uses something unsupported.
 
-    `special` knows the tokens that are no text.
+    `special`: the id of a special token by its name.
     """
     try:
         if not text.lstrip().startswith("{"):
@@ -20,6 +20,6 @@ def grammar_expression(text: str, special: Callable[[str], int | None]) -> Expre
         if "json_schema" in grammar:
             return schema_expression(grammar["json_schema"])
         return lark_expression(grammar["lark_grammar"], special)
-    # What llguidance says about a grammar that is none is told by it, not here.
+    # llguidance itself reports invalid grammars.
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError):
         return None

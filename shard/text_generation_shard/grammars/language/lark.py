@@ -1,7 +1,7 @@
 """Grammars in llguidance's Lark as expressions.
 
-Rules are references, names in capitals are put where they stand. What is forbidden with `~` is left
-out, so that an expression may have more texts than its grammar.
+Rules become references; terminals (names in capitals) are inlined. Negations (`~`) are ignored, so
+that an expression may have more texts than its grammar.
 """
 
 import json
@@ -40,25 +40,25 @@ _TOKEN = re.compile(
     |(?P<sign>->|[:|*+?()\[\]~&{},.=])""",
     re.X | re.S,
 )
-# Parts of a grammar where all names in capitals are put where they stand.
+# Most parts of a grammar with inlined terminals.
 _MOST_PARTS = 100_000
 _MANY = {"*": (0, float("inf")), "+": (1, float("inf")), "?": (0, 1)}
 
 
 def lark_expression(source: str, special: Callable[[str], int | None]) -> Expression:
-    """The texts of `start`. `special` knows the tokens that are no text. ValueError: there is
-    something in the grammar that this does not read."""
+    """The texts of `start`. `special`: the id of a special token by its name. ValueError: the
+    grammar uses something unsupported."""
     reader = _Reader(source)
     reader.read()
     return _Builder(reader, special).start()
 
 
-# Choices of sequences of items; an item is a kind, its value, and how often it stands.
+# An item: its kind, its value, and its least and most repeats.
 _Item = tuple[str, Any, int, float]
 
 
 class _Reader:
-    """Owns the tokens of a source, and the rules made of them."""
+    """Owns the tokens of a source, and parses them into rules: choices of sequences of items."""
 
     def __init__(self, source: str) -> None:
         self._tokens = list(_tokens(source))
@@ -67,7 +67,7 @@ class _Reader:
         self.ignored: list[list[list[_Item]]] = []
 
     def read(self) -> None:
-        """All rules. ValueError."""
+        """Parse all rules. ValueError: unsupported or invalid syntax."""
         while self._at < len(self._tokens):
             kind, value = self._take()
             if kind == "line":
@@ -97,7 +97,7 @@ class _Reader:
         return token
 
     def _is(self, sign: str) -> bool:
-        """Whether the sign is next, which is then taken."""
+        """Take the sign if it is next; whether it was."""
         if self._peek() == ("sign", sign):
             self._at += 1
             return True
@@ -120,7 +120,7 @@ class _Reader:
         return choices
 
     def _all_of(self) -> list[_Item]:
-        """One way, or several that must hold at once."""
+        """A sequence, or an intersection of several."""
         ways = [self._items()]
         while self._is("&"):
             ways.append(self._items())
@@ -161,7 +161,7 @@ class _Reader:
         if sign in _MANY and self._is(str(sign)):
             many, limit = _MANY[str(sign)]
             return kind, value, min(many, least), limit
-        # `a ~ 2..3`; a tilde in front of a name belongs to that.
+        # `a ~ 2..3`; a tilde before a name negates the name.
         following = self._tokens[self._at + 1][0] if self._at + 1 < len(self._tokens) else ""
         if sign == "~" and following == "number":
             self._at += 1
@@ -207,7 +207,7 @@ class _Builder:
         self._rules, self._special = reader.rules, special
         self._references: dict[str, Reference] = {}
         self._terminals: dict[str, Expression | None] = {}
-        # Parts of those, and of what is built now.
+        # Parts of each terminal, and of the rule or terminal being built.
         self._sizes: dict[str, int] = {}
         self._size = 0
         self._ignored: Expression | None = None
@@ -216,7 +216,7 @@ class _Builder:
             self._ignored = Repeat(Choice(ignored))
 
     def start(self) -> Expression:
-        """Of the rule `start`."""
+        """The expression of the rule `start`."""
         found = self._named("start")
         settle(list(self._references.values()))
         return found
@@ -232,7 +232,7 @@ class _Builder:
         return self._references[name]
 
     def _terminal(self, name: str) -> Expression:
-        """What is put where a name in capitals stands. ValueError: that would be too much."""
+        """The expression of a terminal. ValueError: it contains itself, or is too large."""
         if name not in self._terminals:
             self._terminals[name] = None
             outside, self._size = self._size, 0
@@ -246,7 +246,7 @@ class _Builder:
         return found
 
     def _rule(self, name: str) -> Expression:
-        """A rule that begins with itself is what else it begins with, and then its ends."""
+        """The expression of a rule; left recursion becomes a repeat."""
         choices = self._rules[name]
         ends = [way[1:] for way in choices if way and way[0][:3] == ("name", name, 1)]
         if not ends:

@@ -1,4 +1,4 @@
-"""The members of a JSON object in their order, without the brackets."""
+"""The members of a JSON object in order, without the braces."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,25 +8,25 @@ from text_generation_shard.grammars.language.expressions import Expression, Symb
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """What an object may have. Owns the expressions of its rests, by place and what was before."""
+    """The members of an object. Owns the expressions of its rests, by place and `is_first`."""
 
-    # Each with whether it must be there.
+    # Each with whether it is required.
     named: Sequence[tuple[bool, Expression]]
     comma: Expression
-    # What may follow the named ones: where nothing was written yet, and behind something.
+    # What may follow the named ones: as the first member, and after another member.
     first: Expression
     more: Expression
     rests: "dict[tuple[int, bool], Members]" = field(default_factory=dict)
 
 
 class Members(Expression):
-    """The members from a place on."""
+    """The members from a place on. `is_first`: no member was written yet."""
 
     def __init__(self, pairs: Pairs, place: int = 0, *, is_first: bool = True) -> None:
         self._pairs, self._place, self._is_first = pairs, place, is_first
 
     def _ways(self) -> Iterator[tuple[tuple[Expression, ...], Expression | None]]:
-        """What may come next, and what then follows."""
+        """The possible next parts, and the members after them."""
         pairs = self._pairs
         for place in range(self._place, len(pairs.named)):
             is_required, pair = pairs.named[place]
@@ -47,9 +47,9 @@ class Members(Expression):
         return parts[1:] if self._is_first else parts
 
     def _shortest_way(self) -> list[Expression]:
-        """With the required ones alone, or if nothing else is allowed to be first, with one more.
+        """The required members alone; without any, the shortest allowed first member.
 
-        A named one may be a shorter beginning than another one that must follow.
+        An optional named member can be shorter than a required unnamed one.
         """
         pairs, required = self._pairs, self._required()
         if required or not self._is_first:

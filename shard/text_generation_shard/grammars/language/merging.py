@@ -1,4 +1,4 @@
-"""Two JSON schemas without combining keywords that must hold at once, as one."""
+"""Merges two JSON schemas without combining keywords into one that requires both."""
 
 import math
 from collections.abc import Mapping
@@ -7,16 +7,16 @@ from typing import Any
 
 TYPES = ["null", "boolean", "number", "string", "array", "object"]
 NOTHING: Mapping[str, Any] = {"enum": []}
-"""The schema that no value has."""
+"""The schema without values."""
 _LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-# What says something about values of one type alone.
+# Keywords that become lists.
 _WRITTEN = {"pattern": "patterns", "format": "formats"}
 
 
 def merged(one: Mapping[str, Any], two: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Both. Patterns and formats become the lists `patterns` and `formats`, a `const` an `enum`,
-    `multipleOf` a Fraction."""
+    """The intersection. Patterns and formats become the lists `patterns` and `formats`, a `const`
+    an `enum`, `multipleOf` a Fraction."""
     if one is NOTHING or two is NOTHING:
         return NOTHING
     one, two = _plain(one), _plain(two)
@@ -89,7 +89,7 @@ def _properties(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, Any
     def of(schema: Mapping[str, Any], name: str) -> Any:
         if name in schema.get("properties", {}):
             return schema["properties"][name]
-        # Patterns may name it, which is not looked at.
+        # A pattern may match the name; patterns are not evaluated here.
         return True if schema.get("patternProperties") else schema.get("additionalProperties", True)
 
     names = dict.fromkeys([*one.get("properties", {}), *two.get("properties", {})])

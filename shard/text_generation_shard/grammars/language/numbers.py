@@ -1,4 +1,4 @@
-"""Numbers of JSON within bounds. What is left to write is found by arithmetic."""
+"""JSON numbers within bounds. The shortest rest of a number is found by arithmetic."""
 
 import math
 import re
@@ -8,15 +8,14 @@ from fractions import Fraction
 
 from text_generation_shard.grammars.language.expressions import Expression, Symbol, remembered
 
-# Digits that are written at most, before the point and behind it.
+# Most digits before and after the point.
 _MOST_DIGITS, _MOST_DECIMALS = 24, 24
 _BEGINNING = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Which numbers: both bounds belong to them unless open; multiples of one number, of all of
-    them if that is 0."""
+    """The allowed numbers. Bounds are inclusive unless open; `multiple` 0: no restriction."""
 
     is_integer: bool = False
     low: Fraction | None = None
@@ -26,16 +25,15 @@ class Bounds:
     multiple: Fraction = Fraction(0)
 
     def smallest(self, first: int, last: int, decimals: int, is_negative: bool) -> int | None:
-        """The number nearest to 0 among so many tenths, hundredths, … that is in the bounds.
-
-        `first` and `last` are digits without the sign, and so is what is found.
+        """The number nearest to 0 within the bounds and [first, last], in units of
+        10 ** -decimals, without sign.
         """
         scale = 10**decimals
         low, high, opens = self.low, self.high, (self.low_is_open, self.high_is_open)
         if is_negative:
             low, high = (None if end is None else -end for end in (self.high, self.low))
             opens = self.high_is_open, self.low_is_open
-            # There is no -0 within bounds.
+            # -0 is not allowed.
             first = max(first, 1)
         if low is not None:
             least = math.ceil(low * scale)
@@ -50,7 +48,7 @@ class Bounds:
 
 
 class Number(Expression):
-    """Numbers that begin with what was written of them."""
+    """The rest of a number after its written characters."""
 
     def __init__(
         self, bounds: Bounds, written: str = "", known: "dict[str, Number] | None" = None
@@ -76,7 +74,7 @@ class Number(Expression):
 
     def firsts(self) -> Iterable[Symbol]:
         rest = self._find()
-        # Any digit may be what is asked for by a bound that is not known here.
+        # An intersection may require any digit.
         return dict.fromkeys([*(rest or "")[:1], *"0123456789-."])
 
     def _find(self) -> str | None:
@@ -96,7 +94,7 @@ class Number(Expression):
         return None if rest is None else "-" + rest
 
     def _rests(self, written: str) -> Iterator[str]:
-        """What makes a number of the bounds of it, the shortest first."""
+        """Rests that complete a number within the bounds, shortest first."""
         is_negative, digits = written.startswith("-"), written.lstrip("-")
         whole, point, decimals = digits.partition(".")
         if point:
@@ -119,7 +117,7 @@ class Number(Expression):
         is_negative: bool,
         point: str,
     ) -> Iterator[str]:
-        """So many more digits in front of the point and behind it."""
+        """The rest with this many more digits before and after the point."""
         if not whole + "0" * more or (whole == "0" and more):
             return
         num_decimals = len(decimals) + more_decimals

@@ -1,14 +1,13 @@
-"""Places in a text of an expression: what may follow, and the shortest of it.
+"""Places in a text of an expression: what may follow, and the shortest rest.
 
-A `Place` is what must still be written: an expression, then the place behind it. After a character
-there is a place for each way to read it (Antimirov's partial derivatives). So two texts are in the
-same state exactly if they have the same places, and the distance to the end of the text is a sum:
-no automaton has to be made before, and a repetition that overlaps what follows it is one place
-more.
+A `Place` is what must still be written: an expression, then another place. After a symbol there is
+a place for each way to read it (Antimirov's partial derivatives). Two texts are in the same state
+if they have the same places. The distance to the end of a text is a sum. No automaton is built in
+advance.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
@@ -21,26 +20,25 @@ from text_generation_shard.grammars.language.expressions import (
 )
 
 _PRINTABLE = [chr(code) for code in range(32, 127)]
-# Places of one text at most.
+# Most places of one text.
 _MOST_PLACES = 1000
-# States of an intersection that are looked at: from where it begins, and behind each symbol of it.
+# Most states in a search of an intersection: from its start, and after each symbol.
 _MOST_STATES, _MOST_STATES_BEHIND = 3000, 300
-# Steps behind one symbol: ways to read it, and what each of them leaves.
+# Most steps to read one symbol.
 _MOST_STEPS = 50_000
-# What all places of a grammar remember at most, each less than a kilobyte.
+# Most cached entries in all places of a grammar.
 _MOST_REMEMBERED = 20_000
 
 
 class _Remembered:
-    """Owns the list of places of one root that remember others; they forget all when it is too
-    much: numbers, for one, have as many states as there are numbers."""
+    """Owns the list of a root's places with cached entries; clears all caches at the limit."""
 
     def __init__(self) -> None:
         self._places: dict[Place, None] = {}
         self._count = 0
 
     def note(self, place: "Place") -> None:
-        """The place is about to remember one thing more."""
+        """Count one more entry, which the place is about to cache."""
         if self._count >= _MOST_REMEMBERED:
             for other in self._places:
                 other.forget()
@@ -51,13 +49,13 @@ class _Remembered:
 
 
 class Place:
-    """What must still be written. Owns the places that lie before it: those of one root that have
-    the same to write are one object, as long as they are remembered."""
+    """What must still be written: an expression, then another place. Owns the places before it:
+    equal places of one root are one object while they are cached."""
 
     __slots__ = ("_after", "_before", "_remembered", "expression", "length", "rest")
 
     def __init__(self, expression: Expression | None = None, rest: "Place | None" = None) -> None:
-        """Without an expression: nothing need follow."""
+        """Without an expression: the end of the text."""
         self.expression, self.rest = expression, rest
         self.length: float = 0
         if expression is not None and rest is not None:
@@ -67,12 +65,12 @@ class Place:
         self._remembered: _Remembered = _Remembered() if rest is None else rest._remembered
 
     def forget(self) -> None:
-        """Let go of what can be found again."""
+        """Clear the caches."""
         self._before.clear()
         self._after.clear()
 
     def before(self, expressions: Sequence[Expression]) -> "Place":
-        """The place where `expressions` stand before this one."""
+        """The place with `expressions` in front of this one."""
         place, todo = self, list(expressions)
         while todo:
             expression = todo.pop()
@@ -87,8 +85,7 @@ class Place:
         return place
 
     def after(self, symbol: Symbol, most: int) -> "tuple[list[Place], int]":
-        """The places behind one symbol, found with at most so many steps; and how many were
-        taken."""
+        """The places after one symbol, found in at most `most` steps, and the steps taken."""
         known = self._after.get(symbol)
         if known is not None:
             return known, 1 + len(known)
@@ -111,8 +108,16 @@ class Place:
         self._after[symbol] = places
         return places, steps
 
+    def after_text(self, text: str) -> "Place | None":
+        """The only place after a text, if it needs no search; else None."""
+        if self.expression is None or self.rest is None:
+            return None
+        is_last = self.rest.expression is None
+        following = self.expression.after_text(text, is_last=is_last)
+        return None if following is None else self.rest.before([following])
+
     def shortest(self) -> list[Symbol]:
-        """The shortest text that ends here."""
+        """The shortest rest of the text."""
         symbols: list[Symbol] = []
         place: Place = self
         while place.expression is not None and place.rest is not None:
@@ -122,7 +127,7 @@ class Place:
         return symbols
 
     def firsts(self) -> Iterable[Symbol]:
-        """Symbols to go on with."""
+        """Symbols that may follow: at least one for each way to go on."""
         place: Place = self
         while place.expression is not None and place.rest is not None:
             yield from place.expression.firsts()
@@ -135,13 +140,15 @@ Places = tuple[Place, ...]
 
 
 def start(expression: Expression) -> Places:
-    """Where a text begins."""
+    """The places at the start of a text; none if there is no text."""
     place = Place().before([expression])
     return (place,) if place.length < math.inf else ()
 
 
 def after(places: Places, symbol: Symbol) -> Places:
-    """The places of a text behind one symbol more; none if it does not follow."""
+    """The places after one more symbol; none if it can not follow."""
+    if len(places) == 1:
+        return _nearest(places[0].after(symbol, _MOST_STEPS)[0])
     all_found: dict[Place, None] = {}
     left = _MOST_STEPS
     for place in places:
@@ -150,20 +157,35 @@ def after(places: Places, symbol: Symbol) -> Places:
         left -= steps
         if left <= 0:
             break
-    # What is followed is less than there is, then.
-    if len(all_found) > _MOST_PLACES:
-        return tuple(sorted(all_found, key=lambda place: place.length)[:_MOST_PLACES])
-    return tuple(all_found)
+    return _nearest(all_found)
+
+
+def _nearest(places: Collection[Place]) -> Places:
+    """At most _MOST_PLACES places: those nearest to their ends."""
+    if len(places) > _MOST_PLACES:
+        return tuple(sorted(places, key=lambda place: place.length)[:_MOST_PLACES])
+    return tuple(places)
+
+
+def after_text(places: Places, text: str) -> Places:
+    """The places after all characters of a text."""
+    if len(places) == 1 and len(text) > 1:
+        following = places[0].after_text(text)
+        if following is not None:
+            return (following,)
+    for character in text:
+        places = after(places, character)
+    return places
 
 
 def distance(places: Places) -> float:
-    """Symbols that must follow at least."""
+    """The least number of symbols that must follow; inf without places."""
     return min((place.length for place in places), default=math.inf)
 
 
 class Both(Expression):
-    """Texts that several expressions have in common. Its length is found by a search; where that
-    has a limit, it is the least it could be."""
+    """The intersection of several expressions. Its length is found by a search; a lower bound if
+    the search reaches its limit."""
 
     def __init__(
         self, parts: Sequence[Places], known: "dict[tuple[Places, ...], Both] | None" = None
@@ -192,7 +214,7 @@ class Both(Expression):
     def _search(self) -> float:
         order = count()
         heap: list[tuple[float, int, Both]] = [(self._least, 0, self)]
-        # How far each state is, and from where and with what it was come to.
+        # Each state's distance, predecessor and symbol.
         came: dict[Both, tuple[int, Both, Symbol]] = {self: (0, self, "")}
         while heap and len(came) < self._most_states:
             _, _, state = heappop(heap)
@@ -205,12 +227,13 @@ class Both(Expression):
                 steps = came[state][0] + 1
                 came[following] = steps, state, symbol
                 rest = following._least if following._found is None else len(following._found)
-                # Among equals the one that is nearer to its end.
+                # Of equal prices the newest is first: it is nearer to its end.
                 heappush(heap, (steps + rest, -next(order), following))
         return max(self._least, 1)
 
     def _keep(self, end: "Both", came: "dict[Both, tuple[int, Both, Symbol]]") -> float:
-        """Remember what was found at all states that lead to `end`; the length from here."""
+        """Store the shortest text at all states on the way to `end`; returns the length from
+        here."""
         rest, state = end._found or [], end
         while state is not self:
             _, before, symbol = came[state]

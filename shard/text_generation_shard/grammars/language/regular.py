@@ -1,4 +1,4 @@
-"""Regular expressions as llguidance reads them (Rust's), as expressions."""
+"""Regular expressions in llguidance's syntax (Rust's) as expressions."""
 
 import math
 import re
@@ -17,8 +17,8 @@ _COUNT = re.compile(r"\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
 _GROUP = re.compile(r"\(\?(?:P?<[^>]*>|([a-zA-Z]*)(?:-([a-zA-Z]*))?([:)]))")
 _NAMED = re.compile(r"\\[pP](?:\{[^}]*\}|.)", re.S)
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|[xuU]\{(\w+)\})")
-# Of a class what the package `regex` reads in another way than Rust: there `|` is a character, and
-# a class with a name has characters of ASCII alone.
+# Parts of a class in which the package `regex` differs from Rust: in Rust `|` is a character, and
+# named classes contain ASCII only.
 _IN_CLASS = re.compile(rf"{_CODE.pattern}|\\.|\[:(\^?)([a-z]+):\]|\|", re.S)
 _ASCII = {
     "alnum": "0-9A-Za-z",
@@ -36,41 +36,40 @@ _ASCII = {
     "word": "0-9A-Za-z_",
     "xdigit": "0-9A-Fa-f",
 }
-# Parts of a sequence that need not be there: each is another way to go on.
+# Most optional parts of a sequence: each is another way to go on.
 _MOST_OPTIONAL = 300
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 
 
 def parse(source: str) -> Expression:
-    """The expression of a regular expression. ValueError: it is none that this reads."""
-    parser = _Parser(source)
-    found = parser.choice("")
-    if parser.at < len(source):
-        raise ValueError(f"unexpected `{source[parser.at]}`")
-    return found
+    """The expression of a regular expression. ValueError: it is invalid or unsupported."""
+    return _Parser(source).whole()
 
 
 def parse_search(source: str) -> Expression:
-    """Texts of which a part matches: all of it only where anchors say so."""
-    parser = _Parser(source, Repeat(Characters(".", "s")))
-    found = parser.choice("")
-    if parser.at < len(source):
-        raise ValueError(f"unexpected `{source[parser.at]}`")
-    return found
+    """Texts that contain a match; anchors bind it to the start or end of the text."""
+    return _Parser(source, Repeat(Characters(".", "s"))).whole()
 
 
 class _Parser:
-    """Owns the place in a source; see `parse`. Flags are letters of `imsx` that hold there."""
+    """Owns the position in a source; see `parse`. Flags are the active letters of `imsx`."""
 
     def __init__(self, source: str, around: Expression | None = None) -> None:
-        """`around`: what may stand beside each choice that has no anchor on that side."""
+        """`around`: allowed on each side of a choice that has no anchor."""
         self.source = source
         self.at = 0
         self._around = around
         self._depth = 0
 
-    def choice(self, flags: str) -> Expression:
-        """Up to the bracket that closes it."""
+    def whole(self) -> Expression:
+        """The expression of the whole source."""
+        found = self._choice("")
+        if self.at < len(self.source):
+            raise ValueError(f"unexpected `{self.source[self.at]}`")
+        return found
+
+    def _choice(self, flags: str) -> Expression:
+        """Parse alternatives up to a closing bracket."""
         parts: list[Expression] = []
         items: list[Expression] = []
         around = self._around if not self._depth else None
@@ -92,7 +91,7 @@ class _Parser:
         return one_of(parts)
 
     def _flags(self, flags: str) -> str | None:
-        """The flags behind `(?i)`."""
+        """The flags after `(?i)`; None: not at such a group."""
         found = _GROUP.match(self.source, self.at)
         if found is None or found[3] != ")":
             return None
@@ -100,7 +99,7 @@ class _Parser:
         return _changed(flags, found)
 
     def _item(self, flags: str) -> Expression | None:
-        """One character, class or group; None: nothing that is written."""
+        """One character, class or group; None: an anchor, space or comment."""
         sign = self.source[self.at]
         if "x" in flags and sign.isspace():
             self.at += 1
@@ -130,7 +129,7 @@ class _Parser:
             raise ValueError("look-around and the like")
         self.at = found.end() if found else self.at + 1
         self._depth += 1
-        inner = self.choice(_changed(flags, found) if found and found[3] else flags)
+        inner = self._choice(_changed(flags, found) if found and found[3] else flags)
         self._depth -= 1
         if not self.source.startswith(")", self.at):
             raise ValueError("missing `)`")
@@ -150,7 +149,7 @@ class _Parser:
                 most = int(found[3]) if found[3] else math.inf if found[2] else least
             if least < 0:
                 break
-            # Lazy or not: what is written is the same.
+            # Lazy repeats have the same texts.
             self.at = end + self.source.startswith("?", end)
             item = Repeat(item, least, most)
         return item
@@ -176,7 +175,7 @@ class _Parser:
         return _character(_CONTROL.get(sign, sign), flags)
 
     def _class(self) -> str:
-        """The source of a class, which ends with the bracket that closes its first one."""
+        """The source of a class, up to its closing bracket."""
         start, depth = self.at, 0
         while self.at < len(self.source):
             sign = self.source[self.at]
@@ -184,7 +183,7 @@ class _Parser:
                 self.at += 1
             elif sign == "[":
                 depth += 1
-                # A bracket that comes first is one of the class.
+                # A closing bracket at the beginning is a member of the class.
                 after = self.at + 1 + self.source.startswith("^", self.at + 1)
                 if self.source.startswith("]", after):
                     self.at = after
@@ -226,7 +225,7 @@ def _joined(items: list[Expression]) -> Expression:
 def _surrounded(
     items: list[Expression], before: Expression | None, after: Expression | None
 ) -> Expression:
-    """The items with what may stand beside them; literals next to one another are one."""
+    """The items with the expressions around them; adjacent literals are joined."""
     merged: list[Expression] = []
     for item in items:
         if merged and isinstance(item, Text) and isinstance(merged[-1], Text):

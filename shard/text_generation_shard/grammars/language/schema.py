@@ -1,7 +1,7 @@
-"""JSON schemas as expressions, as llguidance means them: properties stand in their order.
+"""JSON schemas as expressions, with llguidance's meaning: properties are written in order.
 
-Schemas that must hold at once are made one before. A keyword that is not known here is left out:
-the expression then has more texts than the schema.
+Schemas that must hold together are merged first. Unknown keywords are ignored: the expression then
+has more texts than the schema.
 """
 
 import json
@@ -29,7 +29,7 @@ from text_generation_shard.grammars.language.places import Both, start
 from text_generation_shard.grammars.language.regular import parse, parse_search
 from text_generation_shard.grammars.language.strings import quoted, string
 
-# Ways in which schemas with `anyOf` can hold at once.
+# Most combinations of alternatives when schemas with `anyOf` are merged.
 _MOST_WAYS = 512
 _COMBINING = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 _KEYWORDS = frozenset(
@@ -58,7 +58,7 @@ _FORMATS = {
 
 
 def schema_expression(schema: Any) -> Expression:
-    """The values of a schema as JSON. ValueError: it is none that this reads."""
+    """The values of a schema as JSON. ValueError: the schema is invalid or unsupported."""
     builder = _Builder(schema)
     found = builder.expression(schema)
     builder.settle()
@@ -78,12 +78,12 @@ class _Builder:
         self._character = Characters(".", "s")
 
     def settle(self) -> None:
-        """Find the lengths of what holds itself."""
+        """Set the lengths of all references."""
         own = [self._any] if self._any is not None else []
         settle([*self._references.values(), *own])
 
     def expression(self, schema: Any) -> Expression:
-        """Of any schema."""
+        """The expression of a schema."""
         if schema is False:
             return Choice([])
         used = schema.keys() & (_KEYWORDS | _COMBINING) if isinstance(schema, Mapping) else set()
@@ -120,7 +120,7 @@ class _Builder:
         return part if name == "#" or name.startswith("#/") else True
 
     def _ways(self, schema: Any, names: tuple[str, ...]) -> list[Mapping[str, Any]]:
-        """Schemas without combining keywords, of which one holds."""
+        """Alternative schemas without combining keywords."""
         if schema is False:
             return [NOTHING]
         if not isinstance(schema, Mapping):
@@ -202,7 +202,7 @@ class _Builder:
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems", math.inf)
         prefix = [self.expression(item) for item in schema.get("prefixItems", ())]
         more = self.expression(schema.get("items", True))
-        # Behind at least one: what may follow, from the last to the first.
+        # What may follow after the first item, built from the last to the first.
         known = len(prefix)
         rest: Expression = Repeat(
             Sequence_([self._comma, more]), max(0, least - max(known, 1)), most - max(known, 1)
@@ -252,12 +252,12 @@ class _Builder:
 
 
 def _name(value: str) -> Expression:
-    """The name of a property, which is written in one way."""
+    """The name of a property, in its only spelling."""
     return Text(json.dumps(value, ensure_ascii=False))
 
 
 def _word(value: str) -> Expression:
-    """One string; what is escaped can be written in several ways."""
+    """One string; escaped characters have several spellings."""
     written = quoted(value)
     return Text(written) if written == f'"{value}"' else string(start(Text(value)))
 

@@ -1,6 +1,5 @@
-"""The processor's own kernels: compiled by numba from Python, for what torch is slow at there.
-
-`are_used` says for which models; `compile.prepare` comes before all else.
+"""CPU kernels, compiled by numba from Python. `are_used` selects the models that they serve;
+`compile.prepare` must be called first.
 """
 
 from typing import Any, NamedTuple
@@ -10,13 +9,12 @@ import torch
 from text_generation_shard.device.cpu.kernels.processor import are_vectors_wide as are_vectors_wide
 
 MAX_HEAD_DIM = 256
-"""Features of a head at most, for `attention`."""
+"""Most features of a head in `attention`."""
 
 
 class WeightAddress(NamedTuple):
-    """Where a packed weight lies: what kind its numbers are (a marker of `vector`), its address and
-    that of its scales (0: it has none), how many bytes it takes without them, and in how many parts
-    its sums are taken."""
+    """A packed weight: its kind (a marker of `vector`), its address and that of its scales (0:
+    none), its bytes without scales, and the number of parts of its sums."""
 
     kind: Any
     weight: int
@@ -26,5 +24,5 @@ class WeightAddress(NamedTuple):
 
 
 def are_used(dtype: torch.dtype) -> bool:
-    """Whether models of this kind are computed by these kernels, not by torch's operators."""
+    """Whether these kernels compute models of this dtype."""
     return dtype in (torch.bfloat16, torch.float32)

@@ -1,13 +1,13 @@
-"""Attention over paged keys and values, for every query of a step at once.
+"""Paged attention, for all queries of a pass.
 
-The layout makes both products those of `tile`: a block holds 16 tokens, and its keys lie with the
-tokens side by side (scores need no sum across a vector), its values with 16 features side by side.
-Blocks are read where they lie; nothing is gathered.
+The layout makes both products those of `tile`. A block holds 16 tokens. The lanes of a vector of
+keys are the 16 tokens, so that scores need no sum across a vector; those of values are 16 features.
+Blocks are read in place, without gathering.
 
-Softmax goes along (Milakov & Gimelshein 2018) in chunks of 64 tokens that begin at multiples of 64
-of the sequence. So a query's sums are taken in an order that depends on its position alone: not on
-how the prompt was cut, what was cached, or who else is in the batch. Tokens that a query does not
-see count exactly 0.
+The softmax is computed online (Milakov & Gimelshein 2018), in chunks of 64 tokens that begin at
+multiples of 64 of the sequence. So the order of a query's sums depends only on its position, and
+not on how the prompt was split, what was cached, or the rest of the batch. Masked tokens count
+exactly 0.
 """
 
 from typing import Any, Final, NamedTuple
@@ -34,32 +34,33 @@ from text_generation_shard.device.cpu.kernels.tile import Pages, paged_tile, til
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32, STEP_BYTES, inlined
 
 BLOCK_SIZE: Final = LANES
-# Query vectors of one task; those that share a KV head are read against each block together.
+# Most query vectors of one task; those that share a KV head are multiplied with each block
+# together.
 TASK_ROWS: Final = 8
 _CHUNK: Final = CHUNK
 _CHUNK_BLOCKS: Final = _CHUNK // BLOCK_SIZE
-# Vectors of a task's queries, sums (float32 at most) and scores.
+# Vectors of a task's queries or sums (float32 at most), and of its scores.
 _HEAD_VECTORS: Final = TASK_ROWS * MAX_HEAD_DIM // LANES
 _CHUNK_VECTORS: Final = TASK_ROWS * _CHUNK_BLOCKS
-# Tokens whose keys and values one thread stores sooner than two.
+# Up to this number of tokens, one thread stores keys and values faster than several.
 _FEW_TOKENS: Final = 16
 _NOTHING: Final = np.float32(NOTHING)
 
 
 class Attention(NamedTuple):
-    """What one layer's attention reads and writes."""
+    """The memory of one layer's attention."""
 
-    # [T, num_heads + 2 * num_kv_heads, head_dim]: queries, scaled already, then keys, then values.
+    # [T, num_heads + 2 * num_kv_heads, head_dim]: scaled queries, then keys, then values.
     heads: Address
-    # [T, num_heads * head_dim]: what queries gather.
+    # [T, num_heads * head_dim]: the result.
     out: Address
-    # [num_kv_heads, num_blocks] blocks of the layer, keys before values in each.
+    # [num_kv_heads, num_blocks]: the layer's blocks, each with keys before values.
     blocks: Address
     num_blocks: Count
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    # Tokens that a query sees, itself counted in; 0: all.
+    # Tokens that a query sees, including itself; 0: all.
     window: Count
 
 
@@ -68,7 +69,7 @@ ATTENTION: Final = struct_type(Attention)
 
 @njit(nogil=True, cache=True)
 def store_token(kind: Any, layer: Attention, token: int, slot: int) -> None:
-    """`store` for one token of several."""
+    """`store` for one token."""
     num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
     numbers = array_at(kind, layer.heads)
     per_step = STEP_BYTES // itemsize(kind)
@@ -97,8 +98,8 @@ def _store_many(kind: Any, layer: Attention, slots: Any) -> None:
 
 @njit(nogil=True, cache=True)
 def store(kind: Any, layer: Attention, slots: Any) -> None:
-    """Write the keys and values of T tokens into a layer's blocks at `slots` [T]. What is not
-    finite is written as 0, so that a slot nobody sees can be multiplied by 0."""
+    """Write the keys and values of T tokens to `slots` [T] of a layer. Values that are not finite
+    are written as 0, so that a masked slot can be multiplied by 0."""
     if len(slots) > _FEW_TOKENS:
         _store_many(kind, layer, slots)
     else:
@@ -114,23 +115,23 @@ def _finite(kind: Any, number: Any) -> Any:
 
 
 def task_signature(kind: Any) -> tuple[Any, ...]:
-    """What `attend_task` takes, for numbers of this type."""
+    """Signature of `attend_task` for rows of this type."""
     return kind, ATTENTION, int64, int64[::1], int64[::1]
 
 
 def task_code(kind: Any) -> int:
-    """Where `attend_task` lies."""
+    """Address of `attend_task`."""
     return address_of(attend_task, task_signature(kind))
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def attend(kind: Any, code: int, layer: Attention, block_tables: Any, tasks: Any) -> None:
-    """Each task's queries against the tokens they see.
+    """Compute all tasks.
 
-    code: where `attend_task` lies for this kind, see `llvm.call`. block_tables [R, width]. tasks
+    code: address of `attend_task` for this kind, see `llvm.call`. block_tables [R, width]. tasks
     [N, 5]: row, first token of the row in this pass and its position, first query vector of the
-    task and number of query vectors of the row; a token's query vectors are those that share a KV
-    head.
+    task, and number of query vectors of the row. The query vectors of a token are those that share
+    a KV head.
     """
     for index in prange(len(tasks) * layer.num_kv_heads):
         task, head = index // layer.num_kv_heads, np.int64(index % layer.num_kv_heads)
@@ -138,13 +139,13 @@ def attend(kind: Any, code: int, layer: Attention, block_tables: Any, tasks: Any
 
 
 class _State(NamedTuple):
-    """Addresses of what a task computes with, row by row; uninitialized on entry."""
+    """Addresses of a task's buffers, row by row; uninitialized on entry."""
 
-    # Query vectors, side by side.
+    # Query vectors, contiguous.
     queries: Address
-    # [rows, head_dim] float32: values gathered so far, each times its token's weight.
+    # [rows, head_dim] float32: sums of weighted values.
     sums: Address
-    # [rows, 64]: of the tokens of a chunk, scores in float32 and what they weigh.
+    # [rows, 64]: scores (float32) and weights of the tokens of a chunk.
     scores: Address
     weights: Address
     # [rows] and [rows, 16] float32: see `softmax_step`.
@@ -152,13 +153,13 @@ class _State(NamedTuple):
     totals: Address
     # [rows] int64: positions.
     positions: Address
-    # Of each block of a chunk, where its values lie.
+    # Addresses of the values of each block of a chunk.
     pages: Address
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def attend_task(kind: Any, layer: Attention, head: int, table: Any, task: Any) -> None:
-    """`attend` for one task and one of the KV heads; table: the row's of block_tables."""
+    """`attend` for one task and one KV head; table: the row's block table."""
     state = _State(
         scratch(_HEAD_VECTORS),
         scratch(_HEAD_VECTORS),
@@ -197,8 +198,8 @@ def attend_task(kind: Any, layer: Attention, head: int, table: Any, task: Any) -
 
 @njit(inline="always")
 def _begin(kind: Any, layer: Attention, head: int, task: Any, state: _State, count: int) -> None:
-    """Of so many query vectors, copies and positions; nothing is gathered yet. Vectors that only
-    fill up a tile are whatever was here; their results are not used."""
+    """Copy `count` query vectors, compute their positions, and clear the sums. The padding vectors
+    of a tile stay uninitialized; their results are not used."""
     best, totals = array_at(FLOAT32, state.best), array_at(FLOAT32, state.totals)
     sums, positions = array_at(FLOAT32, state.sums), array_at(ADDRESS, state.positions)
     group, width = layer.num_heads // layer.num_kv_heads, layer.num_heads + 2 * layer.num_kv_heads
@@ -219,7 +220,7 @@ def _begin(kind: Any, layer: Attention, head: int, task: Any, state: _State, cou
 
 @njit(inline="always")
 def _softmax_rows(kind: Any, layer: Attention, state: _State, count: int, start: int) -> None:
-    """The scores of a chunk of tokens, of which the first is at `start`, become weights."""
+    """Convert the scores of a chunk, whose first token is at `start`, to weights."""
     sums, positions = array_at(FLOAT32, state.sums), array_at(ADDRESS, state.positions)
     for row in range(count):
         position = positions[row]
@@ -240,7 +241,7 @@ def _softmax_rows(kind: Any, layer: Attention, state: _State, count: int, start:
 
 @njit(inline="always")
 def _end(kind: Any, layer: Attention, head: int, task: Any, state: _State, count: int) -> None:
-    """What was gathered, over what it weighs."""
+    """Divide the sums by the total weights, and store the result."""
     sums, totals = array_at(FLOAT32, state.sums), array_at(FLOAT32, state.totals)
     group, target = layer.num_heads // layer.num_kv_heads, array_at(kind, layer.out)
     for row in range(count):
@@ -264,7 +265,7 @@ _TILE_1, _TILE_4, _TILE_8 = tile(1, 4), tile(4, 4), tile(8, 2)
 
 @njit(inline="always")
 def _score(kind: Any, rows: int, keys: Any, queries: int, stride: int, scores: int) -> None:
-    """Scores [rows, 64] of the queries against the keys of four blocks."""
+    """Compute scores [rows, 64] of the queries with the keys of four blocks."""
     steps, width = stride // STEP_BYTES, _CHUNK * 4
     if rows == 8:
         left, right, behind = (keys[0], keys[1]), (keys[2], keys[3]), scores + 2 * VECTOR_BYTES
@@ -308,19 +309,19 @@ def _collect(
 
 
 PLANNED: Final = (int64[::1], int64[::1], int32[:, ::1], int64[:, ::1], int64, int64)
-"""What `plan_rows` takes."""
+"""Signature of `plan_rows`."""
 
 
 @njit(cache=True, boundscheck=False)
 def plan_rows(
     rows: Any, starts: Any, token_ids: Any, block_tables: Any, group: int, num_threads: int
 ) -> Any:
-    """Of the tokens at `starts` [R] of rows [R] of the table: ids [R], slots [R], and the tasks
-    [N, 5] of `attend`, whose rows are those of block_tables; group: query heads of a KV head.
+    """Plan a decode pass of the tokens at `starts` [R] of `rows` [R]: ids [R], slots [R], and tasks
+    [N, 5] of `attend`, whose rows are those of block_tables; group: query heads per KV head.
 
-    Why it is fast: between two steps nothing is in the caches any more, and the two dozen
-    operations of numpy that this takes come to 0.14 ms, one call of compiled code to 0.04. It keeps
-    the interpreter's lock: the event loop, once it has it, keeps it for half a millisecond.
+    Why it is fast: between two steps the caches are cold, and one compiled call replaces two dozen
+    numpy operations. It holds the GIL, because the event loop would keep it for longer than this
+    takes.
     """
     input_ids, slots = np.empty_like(rows), np.empty_like(rows)
     for index in range(len(rows)):
@@ -330,7 +331,7 @@ def plan_rows(
         slots[index] = block * BLOCK_SIZE + start % BLOCK_SIZE
     parts = -(-group // TASK_ROWS)
     tasks = np.empty((len(rows) * parts, 5), np.int64)
-    # Dealt to the threads from the longest on, who get a part each.
+    # From the longest, the tasks are dealt to the threads' contiguous parts in turn.
     order = np.argsort(-starts, kind="mergesort")
     count = 0
     for thread in range(num_threads):

@@ -1,14 +1,14 @@
-"""Weights of bfloat16 in 12 bits, without loss: their exponents take 4 bits instead of 8.
+"""bfloat16 weights in 12 bits, without loss: their exponents take 4 bits instead of 8.
 
-Why it is fast: a decode step is the reading of all weights, and this is three quarters of it. The
-exponents of a trained weight carry under 3 bits (Zhang et al. 2025, DFloat11, who write them in
-codes of many lengths); of one output's weights nearly all lie among the 15 below its largest. So
-codes of one length do, from which a table of 16 makes exponents: two instructions for 32 weights.
+Why it is fast: a decode step reads all weights, and this is three quarters of the bytes. The
+exponents of trained weights have an entropy below 3 bits (Zhang et al. 2025, DFloat11, with codes
+of variable length). Nearly all exponents of one output are among the 15 values up to its largest.
+So codes of one length suffice, and a table of 16 decodes them: two instructions for 32 weights.
 
-Each output's weights are multiplied by a power of two, exactly, so that one table does for all;
-sums are multiplied by its inverse. What is smaller than all codes is 0 there, and an exception: a
-step that is added behind all others, in bfloat16. The result is that of bfloat16, but for where in
-the sum an exception stands.
+Each output's weights are multiplied by a power of two, exactly, so that one table serves all; sums
+are multiplied by its inverse. A smaller weight has code 0, and is an exception: a step in bfloat16
+that is added after all others. The result is that of bfloat16, except for the position of
+exceptions in the sum.
 """
 
 from typing import Any, Final, NamedTuple
@@ -45,31 +45,32 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 
 STEPS: Final = 4
-"""Steps that lie together: a vector of their codes, and two of signs and mantissas, each of two."""
+"""Steps stored together: a vector of codes, then two vectors of signs and mantissas of two steps
+each."""
 STEP_BYTES: Final = 3 * VECTOR_BYTES // STEPS
 
 _BITS: Final = 4
 _NUM_CODES: Final = 2**_BITS
-# The exponent that each output's largest weight gets: far enough above 0 for all that an output's
-# weights may differ by, and far enough below 255 for sums.
+# The exponent of each output's largest weight after scaling: far enough above 0 for the range of an
+# output's weights, and far enough below 255 for sums.
 _TOP: Final = 160
-# The largest exponent that a weight is taken to have at least: its power of two is a float32.
+# Least value of an output's largest exponent, so that its power of two is a float32.
 _LEAST: Final = 40
 _INFINITE: Final = 255
-# Of a bfloat16.
+# Fields of a bfloat16.
 _SIGN_AND_MANTISSA: Final = 0x807F
 _EXPONENT_AT: Final = 7
-# Code 0 is the number 0. Of an index into 32 numbers 5 bits count: a code, and one bit of its
-# neighbour that may be anything.
+# Code 0 is the number 0. A table lookup uses 5 bits of an index: a code, and an arbitrary bit of
+# the next code. So the table holds each exponent twice.
 _EXPONENTS: Final = [0] + [_TOP - _NUM_CODES + 1 + code for code in range(1, _NUM_CODES)]
 _TABLE: Final = Table(WORDS, [number << _EXPONENT_AT for number in _EXPONENTS] * 2)
-# int64 to a vector.
+# int64 per vector.
 _LINE: Final = VECTOR_BYTES // 8
 
 
 @inlined
 def decoded(address: int) -> Any:
-    """The four vectors of pairs of bfloat16 that lie at an address."""
+    """Decode the four steps at an address to vectors of pairs of bfloat16."""
     codes, words = load(WORDS, address), load(WORDS, address + VECTOR_BYTES)
     others = load(WORDS, address + 2 * VECTOR_BYTES)
     return (
@@ -89,9 +90,9 @@ def _numbers(codes: Any, words: Any) -> Any:
 def add_exceptions(
     beside: int, panels: Any, inputs: int, row_bytes: int, rows: int, sums: Any
 ) -> None:
-    """Sums of some rows grow by the exceptions of some panels. beside: the address of what a
-    `Narrowed` has beside it. panels: the first, how many, and of how many at all. inputs: the
-    address of the rows. sums: that of sums, and the bytes of a row of them."""
+    """Add the exceptions of some panels to the sums of some rows. beside: address of
+    `Narrowed.beside`. panels: the first, their number, and the number of all panels. inputs:
+    address of the rows. sums: address, and bytes per row of sums."""
     first, count, all_panels = panels
     sums_at, sums_stride = sums
     firsts_at = beside + all_panels * VECTOR_BYTES
@@ -118,29 +119,29 @@ def _load_step(kind: Any, start: int) -> Any:
 
 
 class Narrowed(NamedTuple):
-    """A weight in 12 bits: int8 [panels, bytes]. Beside it, at a multiple of 64 bytes: float32
-    [panels, 16], what sums are multiplied by; int64 [panels + 1], each panel's first exception;
-    the step of each exception, int64; and, at the next multiple of 64 bytes, their vectors."""
+    """A weight in 12 bits: int8 [panels, bytes]. `beside` is 64-byte aligned: scales of sums,
+    float32 [panels, 16]; each panel's first exception, int64 [panels + 1]; the step of each
+    exception, int64; and, at the next multiple of 64 bytes, the vectors of the exceptions."""
 
     numbers: Tensor
     beside: Tensor
 
 
 class Panels(NamedTuple):
-    """Panels of a packed weight, and what is made of each."""
+    """Panels of a packed weight, and the results for each."""
 
     # [panels, steps, 16, 2] bfloat16.
     packed: Address
     steps: Count
-    # [panels, 16, 2] int16: exponents of each output's largest weight.
+    # [panels, 16, 2] int16: largest exponent of each output.
     highest: Address
-    # As in `Narrowed`: numbers; what sums are multiplied by; each panel's first exception.
+    # As in `Narrowed`: numbers, scales of sums, each panel's first exception.
     numbers: Address
     scales: Address
     firsts: Address
-    # [panels] int64: in how many steps there are exceptions.
+    # [panels] int64: number of steps with exceptions.
     counts: Address
-    # Of each exception its step, int64, and its vector.
+    # Step (int64) and vector of each exception.
     exception_steps: Address
     vectors: Address
 
@@ -149,9 +150,9 @@ PANELS: Final = struct_type(Panels)
 
 
 def narrow(packed: Tensor) -> Narrowed:
-    """A weight [panels, steps, 16, 2] of bfloat16, as `linear.pack` makes it, in 12 bits; steps a
-    multiple of 4. Of an output with weights of 2 ** 34 and more, those may be lost that are
-    2 ** -158 times the largest; of any, what is smaller than a normal number."""
+    """Convert a bfloat16 weight [panels, steps, 16, 2] of `linear.pack` to 12 bits; steps is a
+    multiple of 4. Subnormal weights become 0; and in an output with weights of 2 ** 34 or more,
+    weights below 2 ** -158 times the largest may become 0."""
     count, steps = packed.shape[:2]
     numbers = aligned(count * steps * STEP_BYTES, torch.int8).view(count, -1)
     scales, highest = torch.empty(count, LANES), aligned(count * 2 * LANES, torch.int16)
@@ -183,14 +184,14 @@ def narrow(packed: Tensor) -> Narrowed:
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def narrow_panels(panels: Panels, count: int) -> None:
-    """All but the exceptions, which are counted."""
+    """Convert the panels, and count their exceptions."""
     for panel in prange(count):
         _narrow_panel(panels, panel)
 
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def list_exceptions(panels: Panels, count: int) -> None:
-    """Which steps have exceptions, and their vectors."""
+    """Write the steps and vectors of exceptions."""
     for panel in prange(count):
         _list_panel(panels, panel)
 
@@ -211,14 +212,14 @@ def _narrow_panel(panels: Panels, panel: int) -> None:
     for output in range(LANES):
         base = max(exponents[2 * output], exponents[2 * output + 1])
         exponents[2 * output] = exponents[2 * output + 1] = base
-        # A float32 that is a power of two.
+        # A power of two as float32.
         bits[output] = (np.int32(base) - _TOP + 127) << 23
     highest = load(WORDS, bases)
     count, unused = 0, scratch(1)
     for step in range(0, steps, STEPS):
-        if _put_codes(source + step * VECTOR_BYTES, highest, target + step * STEP_BYTES):
+        if _store_codes(source + step * VECTOR_BYTES, highest, target + step * STEP_BYTES):
             for one in range(step, step + STEPS):
-                count += _put_exceptions(source + one * VECTOR_BYTES, highest, unused)
+                count += _store_exceptions(source + one * VECTOR_BYTES, highest, unused)
     array_at(ADDRESS, panels.counts)[panel] = count
 
 
@@ -230,7 +231,7 @@ def _list_panel(panels: Panels, panel: int) -> None:
     index, step = firsts[panel], 0
     while index < firsts[panel + 1]:
         to = panels.vectors + index * VECTOR_BYTES
-        if _put_exceptions(source + step * VECTOR_BYTES, highest, to):
+        if _store_exceptions(source + step * VECTOR_BYTES, highest, to):
             array_at(ADDRESS, panels.exception_steps)[index] = step
             index += 1
         step += 1
@@ -243,10 +244,10 @@ def _exponents(words: Any) -> Any:
 
 @inlined
 def _code(words: Any, highest: Any) -> Any:
-    """Codes of a vector; where they are some; and where there is a number without one."""
+    """Codes of a vector; a mask of valid codes; a mask of exceptions."""
     exponents = _exponents(words)
     code = exponents - highest + (_NUM_CODES - 1)
-    # Beside numbers too small to have an exponent.
+    # Not for subnormal numbers.
     is_number = exponents != 0
     is_coded = is_number & (code >= 1) & (code < _NUM_CODES)
     return code, is_coded, is_number & ((code < 1) | (code >= _NUM_CODES))
@@ -254,8 +255,8 @@ def _code(words: Any, highest: Any) -> Any:
 
 @inlined
 def _coded(address: int, highest: Any) -> Any:
-    """Codes of the vector at an address, 0 where they are none; its signs and mantissas; and where
-    there are exceptions."""
+    """Codes of the vector at an address, 0 where invalid; its signs and mantissas; and a mask of
+    exceptions."""
     words = load(WORDS, address)
     code, is_coded, is_exception = _code(words, highest)
     kept = chosen(is_coded, words & _SIGN_AND_MANTISSA, 0)
@@ -263,8 +264,8 @@ def _coded(address: int, highest: Any) -> Any:
 
 
 @inlined
-def _put_codes(vectors: int, highest: Any, target: int) -> Any:
-    """Four steps at an address become 12 bits at another; whether there are exceptions."""
+def _store_codes(vectors: int, highest: Any, target: int) -> Any:
+    """Encode four steps at `vectors` to `target`; whether there are exceptions."""
     code_0, kept_0, is_0 = _coded(vectors, highest)
     code_1, kept_1, is_1 = _coded(vectors + VECTOR_BYTES, highest)
     code_2, kept_2, is_2 = _coded(vectors + 2 * VECTOR_BYTES, highest)
@@ -277,9 +278,9 @@ def _put_codes(vectors: int, highest: Any, target: int) -> Any:
 
 
 @inlined
-def _put_exceptions(vector: int, highest: Any, target: int) -> Any:
-    """What of a vector has no code, multiplied by the power of two of its output; whether there is
-    any."""
+def _store_exceptions(vector: int, highest: Any, target: int) -> Any:
+    """Store the exceptions of a vector, multiplied by the power of two of their outputs; whether
+    there are any."""
     words = load(WORDS, vector)
     code, _, is_exception = _code(words, highest)
     exponents = code + (_TOP - _NUM_CODES + 1)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept between starts."""
+"""The directory of compiled kernels."""
 
 import atexit
 import errno
@@ -22,20 +22,19 @@ from text_generation_shard.trusted_folders import temporary_folder, why_untruste
 
 logger = logging.getLogger(__name__)
 
-# Another server may be compiling; a little longer than that takes on a slow machine.
+# Longest wait for another server that compiles; longer than compiling takes on a slow machine.
 _PATIENCE_S = 120.0
 _POLL_S = 0.1
-# What all kernels of one model take is a tenth of it.
+# Free space required of a directory; the kernels of one model take much less.
 _ROOM_BYTES = 16 * 2**20
 
 
 def choose_directory() -> None:
-    """Have numba keep what it compiles in a directory for exactly this version of the kernels.
+    """Set numba's cache to a directory for exactly this version of the kernels.
 
-    numba looks at the file of the function alone when it asks whether code is stale; ours is made
-    of several. NUMBA_CACHE_DIR is where to, if it is set; else beside the source, or in the home
-    directory, or among the temporary files, whichever can be written first, by us and nobody else:
-    what is read there is run.
+    numba checks only a function's own file for changes, but kernels consist of several files. The
+    directory is in NUMBA_CACHE_DIR if set; else beside the source, in the home directory, or in a
+    temporary folder: the first that only this user can write, because code in it is executed.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -45,11 +44,11 @@ def choose_directory() -> None:
         try:
             _prepare(path)
         except _UnusableError as error:
-            logger.warning("compiled kernels are not kept in %s: %s", path, error)
+            logger.warning("compiled kernels are not cached in %s: %s", path, error)
         except OSError as error:
-            # Elsewhere than asked for nobody has promised that it can be written.
+            # A warning only for the requested directory; the others may be read-only.
             if directory == asked:
-                logger.warning("compiled kernels are not kept in %s: %s", path, error.strerror)
+                logger.warning("compiled kernels are not cached in %s: %s", path, error.strerror)
         else:
             config.CACHE_DIR = str(path)
             return
@@ -57,7 +56,7 @@ def choose_directory() -> None:
 
 
 class _UnusableError(Exception):
-    """Why a directory that can be written is not used."""
+    """Why a writable directory is not used."""
 
 
 def _candidates() -> Iterator[Path]:
@@ -84,31 +83,32 @@ def _prepare(path: Path) -> None:
 
 
 def _fresh_directory() -> str:
-    """For this process alone."""
+    """A directory for this process only."""
     try:
         path = tempfile.mkdtemp(prefix="pytgi-kernels-")
     except OSError as error:
         raise OSError(
-            "no folder for compiled kernels can be written: set NUMBA_CACHE_DIR, or TMPDIR, to one "
-            f"that can ({error.strerror})"
+            "no folder for compiled kernels is writable: set NUMBA_CACHE_DIR or TMPDIR to a "
+            f"writable one ({error.strerror})"
         ) from error
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     logger.warning(
-        "compiled kernels can not be kept for the next start; set NUMBA_CACHE_DIR to a directory "
-        "that can be written"
+        "compiled kernels can not be cached for the next start; set NUMBA_CACHE_DIR to a writable "
+        "directory"
     )
     return path
 
 
 @contextmanager
 def filling(content: str) -> Iterator[bool]:
-    """Around reading, or compiling, what `content` names. Whether it has to be compiled: no block
-    like this has ended on such a machine. Meanwhile no other process fills the directory.
+    """Enter before loading or compiling the kernels `content`. Yields whether they are expected to
+    need compiling: no such block has ended on this kind of machine. Holds a lock, so that no other
+    process fills the directory meanwhile.
 
-    Only an expectation: numba itself looks, and compiles what is missing.
+    Only an expectation: numba compiles what is missing.
     """
     directory = Path(config.CACHE_DIR)
-    # As numba's index has it: what another version or processor compiled does not count.
+    # Like numba's index: code of another version or processor does not count.
     target = hashlib.sha256("\0".join(processor.target()).encode()).hexdigest()[:8]
     machine = f"{sys.implementation.cache_tag}-{target}"
     filled = directory / f"filled-{numba.__version__}-{machine}-{content}"
@@ -118,15 +118,16 @@ def filling(content: str) -> Iterator[bool]:
     with _alone(directory / "lock"):
         is_empty = not filled.exists()
         yield is_empty
-        # The directory may have become one that can not be written.
+        # The directory may no longer be writable.
         with suppress(OSError):
             filled.touch()
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While no other process is here: two servers that start at the same time would compile all
-    twice. Where there are no locks, or another process keeps this one for too long, it goes on."""
+    """Hold an exclusive file lock, so that two servers that start at the same time do not both
+    compile everything. Continues without it if the file system has no locks, or after
+    `_PATIENCE_S`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
@@ -138,14 +139,14 @@ def _alone(path: Path) -> Iterator[None]:
             time.sleep(_POLL_S)
         yield
     finally:
-        # Processes forked meanwhile hold it, too.
+        # Forked child processes also hold the lock.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Whether the lock is ours, or there can be none."""
+    """Whether this process has the lock, or locks are not supported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Short-lived copies of this process that work off a list of jobs, one core each.
+"""Forked child processes that work through a list of jobs in parallel.
 
-For what lasts beyond a process: here, kernels in a cache. Copies, because they begin with all that
-is imported, which takes longer than most jobs.
+For jobs with lasting results: here, kernels in a cache. Children are forked, because they then
+share all imported modules; importing takes longer than most jobs.
 """
 
 import os
@@ -14,26 +14,26 @@ from types import TracebackType
 
 
 class Children:
-    """Owns the processes that do the jobs, each of them once, in order.
+    """Owns the child processes. Each job is started once, in order.
 
-    Promises nothing but what `wait` says: a child may be killed or hang, and its job is left to
-    whoever needs it done. At the end of the block no child is left.
+    A child may be killed or hang; then its job is not done, and `wait` returns False. At the end of
+    the block no child is left.
     """
 
     def __init__(self, jobs: Sequence[Callable[[], object]], count: int, patience_s: float) -> None:
-        """At most 256 jobs for `count` processes. If none of them finishes a job in `patience_s`,
-        all are given up. Call it while no other thread of this process computes."""
+        """At most 256 jobs for `count` processes. `wait` returns False if no job finishes within
+        `patience_s`. Call it while no other thread of this process computes."""
         self._num_jobs, self._patience_s = len(jobs), patience_s
         self._done: set[int] = set()
-        # Children take the numbers of their jobs from a pipe and put them into another one. Its end
-        # is that of the last child, since nobody else holds it open.
+        # Children read job numbers from one pipe, and write finished ones to another. That one
+        # reaches its end when the last child exits, because only children hold its write end.
         todo, into_todo = os.pipe()
         self._reports, into_reports = os.pipe()
         os.write(into_todo, bytes(range(len(jobs))))
         os.close(into_todo)
         self._processes = []
         with suppress(OSError):
-            # No memory or no process left: those that were started do more.
+            # Too little memory or too many processes: fewer children do all jobs.
             for _ in range(count):
                 self._processes.append(_fork(jobs, todo, into_reports))
         os.close(todo)
@@ -49,7 +49,7 @@ class Children:
         traceback: TracebackType | None,
     ) -> None:
         for process in self._processes:
-            # Where SIGCHLD is ignored, those that have ended are gone already.
+            # If SIGCHLD is ignored, ended children are already reaped.
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
@@ -57,7 +57,7 @@ class Children:
         os.close(self._reports)
 
     def wait(self) -> bool:
-        """Until all is done, which it says, or will not be."""
+        """Wait until all jobs are done, or can no longer be; whether they are."""
         while len(self._done) < self._num_jobs:
             if not select.select([self._reports], [], [], self._patience_s)[0]:
                 return False
@@ -70,14 +70,14 @@ class Children:
 
 def _fork(jobs: Sequence[Callable[[], object]], todo: int, reports: int) -> int:
     with warnings.catch_warnings():
-        # Python warns of locks that other threads hold at this moment. See `Children`.
+        # Python warns about forking with threads. See `Children`.
         warnings.simplefilter("ignore", DeprecationWarning)
         parent, process = os.getpid(), os.fork()
     if process == 0:
-        # Whatever happens, nothing of what the parent would do at its end is done here. What fails
-        # says so when the parent does it.
+        # Skip the parent's exit handlers in any case. An error is raised again when the parent does
+        # the job.
         try:
-            # Nobody else would end it if the parent is killed.
+            # End the child if the parent is killed.
             while os.getppid() == parent and (number := os.read(todo, 1)):
                 jobs[number[0]]()
                 os.write(reports, number)

@@ -1,4 +1,4 @@
-"""Time in compiled code: a clock, sleep, and a sum that several threads add to."""
+"""Time in compiled code: a clock, sleep, and an atomic sum."""
 
 from typing import Any, Final
 
@@ -12,13 +12,13 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     pointer_to,
 )
 
-# Linux's number of the clock that nobody sets.
+# CLOCK_MONOTONIC of Linux.
 _MONOTONIC: Final = 1
 
 
 @instruction(types.int64)
 def now_ns(builder: Any, kinds: Any) -> Any:
-    """Nanoseconds of a clock that nobody sets, as time.monotonic_ns()."""
+    """Monotonic time in nanoseconds, as time.monotonic_ns()."""
     with builder.goto_entry_block():
         times = builder.alloca(INT64, size=INT32(2))
     call_llvm(builder, "clock_gettime", INT32, INT32(_MONOTONIC), times)
@@ -29,11 +29,11 @@ def now_ns(builder: Any, kinds: Any) -> Any:
 
 @instruction(types.void)
 def sleep(builder: Any, kinds: Any, microseconds: Any) -> None:
-    """Leave the core for so long, or a little longer."""
+    """Sleep for at least this number of microseconds."""
     call_llvm(builder, "usleep", INT32, builder.trunc(microseconds, INT32))
 
 
 @instruction(types.void)
 def add_to_word(builder: Any, kinds: Any, address: Any, value: Any) -> None:
-    """Add to the word at an address; of several that add at once, none is lost."""
+    """Atomically add to the word at an address."""
     builder.atomic_rmw("add", pointer_to(builder, address, INT64), value, "monotonic")

@@ -1,4 +1,4 @@
-"""Compiling every kernel before the first request needs one."""
+"""Compiles all kernels before the first request."""
 
 import logging
 import time
@@ -30,38 +30,39 @@ from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 
 logger = logging.getLogger(__name__)
 
-# Reading what was compiled before takes less.
+# Loading cached kernels takes less.
 _COMPILED_S = 2.0
-# What a process that compiles takes beside what it shares with the one that started it.
+# Memory of a compiling child process that it does not share with its parent.
 _CHILD_BYTES = 256 * 2**20
-# Of more there is too little to do.
+# More child processes have too few jobs.
 _MOST_CHILDREN = 4
-# No kernel takes so long to compile, even with a tenth of a core.
+# Longer than any kernel takes to compile on a slow machine.
 _PATIENCE_S = 120.0
 
 
 class Kernel(NamedTuple):
-    """A function, and the arguments it is compiled for."""
+    """A function and the signatures to compile it for."""
 
     function: Any
     signatures: list[tuple[Any, ...]]
 
     def compile(self) -> None:
-        """Or read it from the cache. OSError if it is compiled, and could not be kept."""
+        """Compile it or load it from the cache. Raises OSError if it is compiled but could not be
+        cached."""
         failure: OSError | None = None
         for signature in self.signatures:
             try:
                 self.function.compile(signature)
-            except OSError as error:  # numba writes it down when it is in use already
+            except OSError as error:  # numba saves the code after it is ready for use
                 failure = error
         if failure is not None:
             raise failure
 
 
 class Wanted(NamedTuple):
-    """Which kernels a model runs."""
+    """The kernels that a model needs."""
 
-    # Of rows and of weights.
+    # Dtype of rows, and quantization of weights.
     dtype: torch.dtype
     quantize: str | None
     # See `layers.codes`.
@@ -70,31 +71,31 @@ class Wanted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of what the cache is filled with."""
+        """The content name for `cache.filling`."""
         parts = "-parts" if self.has_parts else ""
         return f"{self.dtype}-{self.quantize}{parts}{'-ranks' if self.has_ranks else ''}"
 
 
 def prepare(wanted: Wanted, num_threads: int, free_bytes: int) -> None:
-    """Have every kernel ready; those that the calling thread starts use so many threads, or as many
-    as the process has cores if that is less. free_bytes: memory that processes may take which help
-    compiling."""
+    """Compile or load all kernels, and set the number of threads for kernels that this thread runs:
+    `num_threads`, at most numba's thread count. free_bytes: memory for compiling child
+    processes."""
     num_threads = min(num_threads, numba.config.NUMBA_NUM_THREADS)
-    # Processes are copied there, which those that have threads for kernels survive as copies only.
+    # First, because `compile_all` forks, and children of a process with kernel threads can not run
+    # kernels.
     seconds = compile_all(wanted, num_threads, free_bytes)
     numba.set_num_threads(num_threads)
     if seconds > _COMPILED_S:
         logger.info(
-            "compiled the kernels for this processor in %.0f s; they are kept for the next start",
+            "compiled the kernels for this processor in %.0f s; they are cached for the next start",
             seconds,
         )
 
 
 def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
-    """Compile what models of this type run, or read it from the cache of an earlier start (numba's,
-    beside the source or in NUMBA_CACHE_DIR). Returns the seconds it took.
+    """Compile all kernels, or load them from the cache. Returns the time in seconds.
 
-    The first time on a machine other processes help, as many as asked for, if there is memory.
+    If the cache is empty, up to `num_processes` child processes help, as far as memory allows.
     """
     start = time.monotonic()
     kernels = list(_kernels(wanted))
@@ -102,13 +103,13 @@ def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
     try:
         with cache.filling(wanted.name) as is_empty:
             if is_empty:
-                logger.info("compiling the kernels for this processor, once")
+                logger.info("compiling the kernels for this processor (first start only)")
             if is_empty and count > 1:
                 _fill_cache(kernels, count)
             _compile(kernels)
     except OSError as error:
         logger.warning(
-            "compiled kernels can not be kept in %s: %s; they are compiled at each start: make "
+            "compiled kernels can not be cached in %s: %s; every start compiles them again: make "
             "room there or set NUMBA_CACHE_DIR to another directory",
             *(config.CACHE_DIR, error.strerror),
         )
@@ -116,7 +117,7 @@ def compile_all(wanted: Wanted, num_processes: int, free_bytes: int) -> float:
 
 
 def _compile(kernels: list[Kernel]) -> None:
-    """Raises OSError when all are compiled, if one of them could not be kept."""
+    """Raises OSError after compiling all kernels, if one could not be cached."""
     failure: OSError | None = None
     for kernel in kernels:
         try:
@@ -128,7 +129,7 @@ def _compile(kernels: list[Kernel]) -> None:
 
 
 def _fill_cache(kernels: list[Kernel], count: int) -> None:
-    # What numba does before it can compile anything, the children need not do again.
+    # Initialize numba's compiler once, so that the children share it.
     njit(_nothing).compile(())
     with Children([kernel.compile for kernel in kernels], count, _PATIENCE_S) as children:
         children.wait()
@@ -139,27 +140,26 @@ def _nothing() -> None:
 
 
 def _kernels(models: Wanted) -> Iterator[Kernel]:
-    """What takes longest first. A function in all its forms is one kernel: numba's cache has one
-    index of them, which two processes must not write at the same time."""
+    """Slowest to compile first. A function with all its signatures is one kernel: numba's cache has
+    one index per function, which two processes must not write at the same time."""
     yield Kernel(choice.choose_one, [choice.TAKEN])
     kind = typeof(marker(models.dtype))
     quantize = models.quantize
     forms = {"int8": int8, "int4": uint8} if are_vectors_wide() else {}
     plain = typeof(weights_marker(models.dtype))
     weight_kind = plain if quantize is None else forms.get(quantize, plain)
-    # Some weights are not quantised, and of a model in 4 bits some have 8.
+    # Some weights are not quantized, and an int4 model has some int8 weights.
     weight_kinds = dict.fromkeys((weight_kind, plain, *(() if quantize is None else (int8,))))
     signatures: dict[Any, dict[tuple[Any, ...], None]] = {}
     for form in weight_kinds:
-        # Others are sums in parts of few models; these compile when they are loaded.
+        # Few models need sums in parts with other forms; those compile while weights are loaded.
         has_parts = models.has_parts and form == weight_kind
         own = layers.kernels(form, kind, has_parts).values()
         for function, signature in (*own, _product(form, kind)):
             signatures.setdefault(function, {})[signature] = None
-    # Of what a model of several kinds of weights runs instead, all else is compiled by the passes
-    # that warm it up.
+    # For a model with several kinds of weights; the warm-up passes compile its other kernels.
     signatures[normalize] = {(kind, NORM, int64): None}
-    # The head's weights are quantised to 8 bits or not at all.
+    # The head is int8 or not quantized.
     kinds = weight_kind, int8 if weight_kind == uint8 else weight_kind, kind
     yield Kernel(layers.run_layers, [layers.signature(*kinds)])
     for function, wanted in signatures.items():
@@ -169,7 +169,7 @@ def _kernels(models: Wanted) -> Iterator[Kernel]:
     if models.has_ranks:
         yield Kernel(rank_steps.compute_rank_item, [item])
         yield Kernel(rank_steps.write_rank_phases, [item[:2]])
-        for function in (exchange.exchange_word, exchange.give_up_message):
+        for function in (exchange.exchange_word, exchange.abort_message):
             yield Kernel(function, [(exchange.EXCHANGES, int64)])
     if plain == typeof(BFLOAT12):
         yield Kernel(bfloat12.narrow_panels, [(bfloat12.PANELS, int64)])
@@ -179,7 +179,7 @@ def _kernels(models: Wanted) -> Iterator[Kernel]:
 
 
 def _product(weight_kind: Any, kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What multiplies with such weights outside the layers, and what it takes."""
+    """The product with such weights outside the layers, and its signature."""
     if weight_kind == uint8:
         return multiply_grouped, (int64, PRODUCT)
     return multiply, (int64, weight_kind, kind, PRODUCT)

@@ -1,15 +1,15 @@
-"""What ranks tell each other through memory that their processes share, in compiled code.
+"""Exchange between ranks through shared memory, in compiled code.
 
-The memory has, after `HEAD_BYTES`, two cache lines for each rank (`BYTES_OF_RANK`), and behind all
-of those two slots for each rank. Of a rank's lines the first holds its word: the operation whose
-part it has put last. The second holds messages that it has given up.
+After `HEAD_BYTES`, the memory has two cache lines for each rank (`BYTES_OF_RANK`), then two slots
+for each rank. A rank's first line holds its word: the last operation whose part it has published.
+The second line holds the messages that it has aborted.
 
-An operation's word is its message's number and, in the lowest `COUNT_BITS`, which operation of the
-message it is: 0 is only that a rank has begun the message, and no rank puts anything for a message
-before all have. Each rank puts its part into its slot for that operation (`slot`: odd and even ones
-take turns), then its word (`publish`); then it may read the others' slots, each after `await_rank`.
-So a slot is written again when all ranks have put their words of the operation after it, and with
-them say that they have read it.
+The word of an operation is its message's number and, in the lowest `COUNT_BITS`, the number of the
+operation within the message. Operation 0 only means that the rank has begun the message; no rank
+writes a slot for a message before all ranks have begun it. Each rank writes its part to its slot
+for that operation (`slot`: even and odd operations alternate), then its word (`publish`). Then it
+may read the slots of other ranks, each after `await_rank`. A slot is reused only after all ranks
+have published the next operation, and so have read the slot.
 """
 
 from typing import Any, Final
@@ -20,37 +20,36 @@ from numba import from_dtype, njit
 from text_generation_shard.device.cpu.kernels import clock, llvm
 
 COUNT_BITS: Final = 24
-"""Of an operation's word, those that count within a message."""
+"""Bits of a word that number the operations of a message."""
 
 FIELDS: Final = {
-    "lines": "address: of rank 0's lines; 64-byte aligned, as `slots`",
-    "slots": "address: of rank 0's first slot",
-    "slot_bytes": "of a slot, a multiple of 64",
-    "rank": "of this process",
-    "size": "how many ranks there are",
-    "deadline_ns": "how long one is waited for",
-    "stop": "address: of this process's own word; not 0: nobody is waited for any longer",
-    "waited": "address: of this process's own word, to which nanoseconds are added that threads "
-    "waited",
+    "lines": "address of rank 0's lines; 64-byte aligned, like `slots`",
+    "slots": "address of rank 0's first slot",
+    "slot_bytes": "bytes of a slot, a multiple of 64",
+    "rank": "rank of this process",
+    "size": "number of ranks",
+    "deadline_ns": "longest wait for a rank",
+    "stop": "address of a word of this process; not 0: stop waiting for ranks",
+    "waited": "address of a word of this process: total nanoseconds that its threads have waited",
 }
 EXCHANGE: Final = np.dtype([(name, np.int64) for name in FIELDS])
-"""What a rank knows of the memory; it does not change."""
+"""A rank's constants for the exchange."""
 EXCHANGES: Final = from_dtype(EXCHANGE)[::1]
 
 ARRIVED: Final = 0
-GAVE_UP: Final = 1
+ABORTED: Final = 1
 LATE: Final = 2
 STOPPED: Final = 3
-"""How waiting ended, in the lowest two bits of a status; above them is the rank that was waited
-for."""
+"""The result of waiting, in the lowest two bits of a status; the higher bits are the awaited
+rank."""
 
 HEAD_BYTES: Final = 64
 LINE: Final = 64
 BYTES_OF_RANK: Final = 2 * LINE
-# Of messages that a rank has given up, each lies where its number says.
+# Entries for aborted messages; a message's number determines its entry.
 _PLACES: Final = 8
-# Looks at a word between two at all else, and nanoseconds after which a core is left to others,
-# each time for some microseconds: who waits so long does not wait for a part of the same step.
+# Polls of a word between checks of the other conditions; and the nanoseconds after which a waiting
+# thread sleeps between polls, because it then does not wait within a step.
 _LOOKS: Final = 1000
 _LONG_NS: Final = 2_000_000
 _NAP_US: Final = 50
@@ -58,46 +57,45 @@ _NAP_US: Final = 50
 
 @njit(inline="always")
 def slot(exchange: Any, rank: Any, word: Any) -> Any:
-    """The address of a rank's slot for an operation."""
+    """Address of a rank's slot for an operation."""
     return exchange.slots + (2 * rank + (word & 1)) * exchange.slot_bytes
 
 
 @njit(inline="always")
 def publish(exchange: Any, word: Any) -> None:
-    """This rank's part of an operation is in its slot: all that this thread wrote, and all that
-    others wrote and it knows of."""
-    llvm.put_word(_line(exchange, exchange.rank), word)
+    """Publish this rank's part of an operation, with release order."""
+    llvm.store_word(_line(exchange, exchange.rank), word)
 
 
 @njit(inline="always")
-def give_up(exchange: Any, number: Any) -> None:
-    """This rank computes nothing more of a message."""
-    # Of memory that nobody has written yet no message was given up.
-    llvm.put_word(_given_up(exchange, exchange.rank, number), number + 1)
+def abort(exchange: Any, number: Any) -> None:
+    """Abort a message on this rank."""
+    # The number plus 1: in unwritten memory, which is 0, no message is aborted.
+    llvm.store_word(_abort_entry(exchange, exchange.rank, number), number + 1)
 
 
 @njit(nogil=True, boundscheck=False, error_model="numpy")
 def await_rank(exchange: Any, rank: int, word: int) -> Any:
-    """Wait until a rank's part of an operation is in its slot; a status: ARRIVED, which is 0, or
-    why it will not be there. Any threads may wait at once, for the same or for different ones."""
+    """Wait for a rank's part of an operation. Returns a status: ARRIVED (0), or why the part will
+    not come. Several threads may wait at the same time."""
     line = _line(exchange, rank)
-    if llvm.get_word(line) >= word:
+    if llvm.load_word(line) >= word:
         return _arrived(exchange, rank, word)
     began = now = clock.now_ns()
     status = -1
     while status < 0:
         if _is_there(line, word):
             status = _arrived(exchange, rank, word)
-        elif _has_given_up(exchange, rank, word):
-            status = GAVE_UP + 4 * rank
-        elif llvm.get_word(exchange.stop) != 0:
+        elif _has_aborted(exchange, rank, word):
+            status = ABORTED + 4 * rank
+        elif llvm.load_word(exchange.stop) != 0:
             status = STOPPED + 4 * rank
         elif now - began > exchange.deadline_ns:
             status = LATE + 4 * rank
         elif now - began > _LONG_NS:
             clock.sleep(np.int64(_NAP_US))
         else:
-            llvm.give_way()
+            llvm.yield_core()
         now = clock.now_ns()
     clock.add_to_word(exchange.waited, now - began)
     return status
@@ -105,8 +103,8 @@ def await_rank(exchange: Any, rank: int, word: int) -> Any:
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def exchange_word(exchange: Any, word: int) -> Any:
-    """`publish`, and `await_rank` of all; the first status that is not ARRIVED. exchange: of one
-    element."""
+    """`publish`, then `await_rank` for all ranks; returns the first status that is not ARRIVED.
+    exchange: [1]."""
     publish(exchange[0], word)
     for rank in range(exchange[0].size):
         status = await_rank(exchange[0], rank, word)
@@ -116,9 +114,9 @@ def exchange_word(exchange: Any, word: int) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def give_up_message(exchange: Any, number: int) -> None:
-    """`give_up`; exchange: of one element."""
-    give_up(exchange[0], number)
+def abort_message(exchange: Any, number: int) -> None:
+    """`abort`; exchange: [1]."""
+    abort(exchange[0], number)
 
 
 @njit(inline="always")
@@ -127,33 +125,33 @@ def _line(exchange: Any, rank: Any) -> Any:
 
 
 @njit(inline="always")
-def _given_up(exchange: Any, rank: Any, number: Any) -> Any:
-    """Where a rank notes that it has given up a message. What is noted is overwritten a few
-    messages later: those are not begun before the others' answers to this one are known."""
+def _abort_entry(exchange: Any, rank: Any, number: Any) -> Any:
+    """Address of a rank's entry for an aborted message. Entries are reused a few messages later;
+    those do not begin before all ranks have answered this one."""
     return _line(exchange, rank) + LINE + number % _PLACES * 8
 
 
 @njit(inline="always")
-def _has_given_up(exchange: Any, rank: Any, word: Any) -> Any:
+def _has_aborted(exchange: Any, rank: Any, word: Any) -> Any:
     number = word >> COUNT_BITS
-    return llvm.get_word(_given_up(exchange, rank, number)) == number + 1
+    return llvm.load_word(_abort_entry(exchange, rank, number)) == number + 1
 
 
 @njit(inline="always")
 def _arrived(exchange: Any, rank: Any, word: Any) -> Any:
-    """The status when a rank's word is this one, or a later one, as after a message that it gave
-    up."""
-    is_in_message = llvm.get_word(_line(exchange, rank)) >> COUNT_BITS == word >> COUNT_BITS
-    if is_in_message or not _has_given_up(exchange, rank, word):
+    """The status if a rank's word is at least `word`. It may be of a later message, if the rank has
+    aborted this one."""
+    is_in_message = llvm.load_word(_line(exchange, rank)) >> COUNT_BITS == word >> COUNT_BITS
+    if is_in_message or not _has_aborted(exchange, rank, word):
         return ARRIVED
-    return GAVE_UP + 4 * rank
+    return ABORTED + 4 * rank
 
 
 @njit(inline="always")
 def _is_there(line: Any, word: Any) -> bool:
-    """Whether a rank's word comes while it is looked at for some microseconds."""
+    """Poll a rank's word for a short time; whether it arrived."""
     for _ in range(_LOOKS):
-        if llvm.get_word(line) >= word:
+        if llvm.load_word(line) >= word:
             return True
         llvm.pause()
     return False

@@ -1,11 +1,11 @@
-"""Products with weights of 4 bits: `linear` with a scale and a zero for each group of 32 inputs.
+"""Products with int4 weights: `linear` with a scale and a zero for each group of 32 inputs.
 
-16 outputs of two groups are a block: a vector of zeros, one of scales, and of each group four
-vectors of numbers, four in each 16 bits. A number becomes a bfloat16 by a table of 16, which takes
-one shift and one permutation for 32 of them; all that is needed of a block lies side by side.
+A block has two groups of 16 outputs: a vector of zeros, a vector of scales, and for each group four
+vectors of numbers, four numbers per 16 bits. A table of 16 converts numbers to bfloat16, with one
+shift and one permutation for 32 numbers. A block is contiguous.
 
-What the zeros contribute is a product of pairs as well, with the sums of two groups of inputs.
-These are rounded to bfloat16 like the inputs themselves: that matters as little as it does there.
+The contribution of the zeros is also a product of pairs: with the input sums of two groups. These
+sums are rounded to bfloat16, like the inputs.
 """
 
 from collections.abc import Callable
@@ -46,12 +46,13 @@ from text_generation_shard.device.cpu.kernels.product import (
     SUMS_WIDTH,
     TILE_ROWS,
     Product,
-    put_rows,
+    store_rows,
 )
-from text_generation_shard.device.cpu.kernels.thread_pool import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_store
 from text_generation_shard.device.cpu.kernels.vector import (
     BFLOAT16,
     INT4,
+    INTERNAL,
     STEP_BYTES,
     aligned,
     inlined,
@@ -61,46 +62,47 @@ from text_generation_shard.device.cpu.kernels.vector import (
 GROUP: Final = 32
 """Inputs that share a scale and a zero."""
 STEPS: Final = GROUP // 2
-"""Pairs of inputs of a group."""
+"""Pairs of inputs per group."""
 NUMBERS_PER_WORD: Final = 4
-"""Numbers in 16 bits: those of as many steps, the first of them lowest."""
+"""Numbers per 16 bits: one of each of four steps, the first step in the lowest bits."""
 VECTORS: Final = STEPS // NUMBERS_PER_WORD
-"""Of the numbers of a group."""
+"""Vectors of numbers per group."""
 BLOCK_BYTES: Final = 2 * (1 + VECTORS) * VECTOR_BYTES
 
-# In a block, and of a group in it.
+# Offsets and sizes within a block.
 _SCALES_AT: Final = VECTOR_BYTES
 _NUMBERS_AT: Final = 2 * VECTOR_BYTES
 _SCALE_BYTES: Final = LANES * 2
 _NUMBER_BYTES: Final = VECTORS * VECTOR_BYTES
 _BITS: Final = 4
 
-# Of each 16 bits the lowest 5 count: a number, and one bit of its neighbour that may be anything.
+# A lookup uses 5 bits: a number, and an arbitrary bit of the next number. So the table holds each
+# number twice.
 _NUMBERS: Final = np.tile(np.arange(-8, 8, dtype=np.float32), 2).view(np.uint32) >> 16
 _TABLE: Final = Table(WORDS, _NUMBERS.tolist())
 
-# Rows whose groups are summed by all threads.
+# From this number of rows, all threads compute the input sums.
 _SHARED_ROWS: Final = 8
-# Rows of a tile if there are so many; else 8, 4, 2 or 1.
+# Rows of the largest tile; the others have 8, 4, 2 or 1.
 _MANY_ROWS: Final = 12
-# Panels of an item of few rows, and bytes of weights that are enough for one.
+# For few rows: most panels of an item, and bytes of weights that suffice for an item.
 _MOST_PANELS: Final = 4
 _ITEM_BYTES: Final = 20 * 1024
 _SUMS_VECTORS: Final = max(_MANY_ROWS, _MOST_PANELS * TILE_ROWS) * SUMS_WIDTH
 
 
 class GroupedWeight:
-    """Owns a weight [N, K] of 4 bits in packed form: w = scale * number + zero, by group."""
+    """Owns a packed int4 weight [N, K]: w = scale * number + zero, by group."""
 
     _num_parts = 1
 
     def __init__(
         self, numbers: Tensor, scale: Tensor, zero: Tensor, is_gated: bool = False
     ) -> None:
-        """numbers [N, K] from 0 to 15, int8, which stand for -8 to 7; scale and zero [N, K / 32]
-        bfloat16; N a multiple of 16, K of 32.
+        """numbers [N, K] from 0 to 15, int8, which represent -8 to 7; scale and zero [N, K / 32]
+        bfloat16; N is a multiple of 16, K of 32.
 
-        `is_gated`: see GatedWeight; N is a multiple of 32, and half as many come out."""
+        `is_gated`: see GatedWeight; N is a multiple of 32, and the product has N / 2 outputs."""
         outputs, inputs = numbers.shape
         panels, groups = outputs // LANES, inputs // GROUP
         if is_gated:
@@ -108,7 +110,7 @@ class GroupedWeight:
                 part.view(2, -1, LANES, part.shape[1]).transpose(0, 1).flatten(0, 2)
                 for part in (numbers, scale, zero)
             )
-        # Behind an odd number of groups, one more of zeros; of its numbers nothing is kept.
+        # An odd number of groups is padded with zeros; the numbers of the padding are not stored.
         pairs, extra = -(-groups // 2), -groups % 2
         self._packed = aligned(panels * panel_bytes.py_func(groups), torch.uint8)
         rows = torch.zeros(panels, pairs * BLOCK_BYTES // 2, dtype=torch.int16)
@@ -136,13 +138,13 @@ class GroupedWeight:
 
     @property
     def address(self) -> WeightAddress:
-        """For `kernels.layers`."""
+        """Address for `kernels.layers`."""
         place = self._packed.data_ptr()
         return WeightAddress(INT4, place, 0, self._packed.nbytes, self._num_parts)
 
     @staticmethod
     def _item() -> Any:
-        """The kernel that computes items of its products."""
+        """The kernel that computes an item of a product."""
         return multiply_grouped_item
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class GroupedWeight:
 
 @inlined
 def _sum_group(inputs: int) -> Any:
-    """The sum of the 32 bfloat16 at an address, always in the same order."""
+    """The sum of the 32 bfloat16 at an address, in a fixed order."""
     pairs = load(INTS, inputs)
     # A bfloat16 is the upper half of a float32.
     lower, upper = reinterpreted(FLOATS, pairs << 16), reinterpreted(FLOATS, pairs & -(2**16))
@@ -177,15 +179,14 @@ def _sum_group(inputs: int) -> Any:
 
 
 def _tile(rows: int) -> Any:
-    """The function of `tile` of one column, of so many rows, for blocks of 4 bits: w = scale *
-    number + zero. source: address and stride of the inputs, then of the sums of their groups.
+    """`tile` of one column for int4 blocks: w = scale * number + zero. source: address and stride
+    of the inputs, then of their group sums.
 
-    Products of a group and sums are both kept in registers, and so of many rows only one column is
-    computed at a time: with 12 rows, making bfloat16 of the numbers takes no longer than the
-    products beside it.
+    The products of a group and the totals are both in registers, so a tile has only one column.
+    With 12 rows, the conversion to bfloat16 is hidden behind the products.
     """
 
-    @njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    @njit(**INTERNAL)
     def multiply_blocks(blocks: int, source: Any, groups: int, sums: int) -> None:
         inputs, stride, input_sums, input_sums_stride = source
         totals = vector_code.no_sums(rows, 1)
@@ -193,7 +194,7 @@ def _tile(rows: int) -> Any:
             pair, member = group >> 1, group & 1
             block = blocks + pair * BLOCK_BYTES
             if member == 0:
-                # With the first of two groups, what the zeros of both contribute.
+                # The first of two groups adds the zeros of both.
                 at = input_sums + pair * STEP_BYTES
                 zeros = (block,)
                 totals = vector_code.add_steps(
@@ -222,7 +223,7 @@ def _load_step(kind: Any, start: int) -> Any:
 
 @inlined
 def _look_up(kind: Any, numbers: int, vector: int, shift: int) -> Any:
-    """The numbers of one step of a group, as pairs of bfloat16."""
+    """The numbers of one step as pairs of bfloat16."""
     words = load(WORDS, numbers + vector * VECTOR_BYTES)
     return (reinterpreted(INTS, vector_code.look_up(_TABLE, words >> shift)),)
 
@@ -232,7 +233,7 @@ _TILE_1, _TILE_2, _TILE_4, _TILE_8, _TILE_12 = _tile(1), _tile(2), _tile(4), _ti
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
-    """The sums of a row's groups as bfloat16, in pairs, for `multiply_grouped_item`."""
+    """Write the input sums of a row's groups as pairs of bfloat16, for `multiply_grouped_item`."""
     width = groups + groups % 2
     sums = array_at(BFLOAT16, input_sums + row * width * 2)
     sums[width - 1] = BFLOAT16
@@ -243,8 +244,8 @@ def sum_groups(inputs: int, input_sums: int, row: int, groups: int) -> None:
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply_grouped(code: int, product: Product) -> None:
-    """`multiply` for numbers of 4 bits with bfloat16 rows, whose sums of groups it writes; code:
-    where `multiply_grouped_item` lies."""
+    """`multiply` for int4 weights and bfloat16 rows; also writes the input sums. code: address of
+    `multiply_grouped_item`."""
     groups = product.steps // STEPS
     if product.num_rows < _SHARED_ROWS:
         for row in range(product.num_rows):
@@ -277,7 +278,7 @@ def multiply_grouped_item(
                 product.beside + row * sums_bytes(groups),
                 sums_bytes(groups),
             )
-            # Of few rows all sums are there before the first result is put.
+            # For few rows, all sums are complete before the first result is stored.
             at = sums
             if ticket:
                 at += ((panel - panels.start) * TILE_ROWS + row) * SUMS_BYTES
@@ -285,11 +286,11 @@ def multiply_grouped_item(
                 blocks = product.weights + (halves * panel + half) * panel_bytes(groups)
                 multiply_grouped_tile(tile_rows, blocks, source, groups, at + half * VECTOR_BYTES)
             if not ticket:
-                put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, row, tile_rows)
-    if ticket and may_put(ticket):
+                store_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, row, tile_rows)
+    if ticket and may_store(ticket):
         for panel in panels:
             at = sums + (panel - panels.start) * TILE_ROWS * SUMS_BYTES
-            put_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, 0, num_rows)
+            store_rows(BFLOAT16, BFLOAT16, product, panel, 1, at, 0, num_rows)
 
 
 @inlined
@@ -299,14 +300,14 @@ def _num_items(product: Product) -> Any:
 
 @inlined
 def panels_of_item(product: Product) -> Any:
-    # To take an item takes as long as to read a kilobyte.
+    # Taking an item has a cost, so small panels are combined.
     size = (2 if product.is_gated else 1) * panel_bytes(product.steps // STEPS)
     return max(1, min(_MOST_PANELS, _ITEM_BYTES // size)) if product.num_rows <= TILE_ROWS else 1
 
 
 @inlined
 def rows_of_tile(num_rows: int) -> int:
-    # More rows to a tile take a sixteenth less, but some may be computed twice.
+    # Larger tiles are faster, but the last one may compute some rows twice.
     are_many = num_rows >= _MANY_ROWS and (
         -num_rows % _MANY_ROWS <= -num_rows % TILE_ROWS + num_rows // 16
     )
@@ -318,13 +319,13 @@ def rows_of_tile(num_rows: int) -> int:
 
 @inlined
 def sums_bytes(groups: int) -> int:
-    """What the sums of a row's groups take."""
+    """Bytes of the input sums of a row."""
     return -(-groups // 2) * STEP_BYTES
 
 
 @inlined
 def panel_bytes(groups: int) -> int:
-    """What a panel of so many groups takes."""
+    """Bytes of a panel with this number of groups."""
     return groups // 2 * BLOCK_BYTES + groups % 2 * (BLOCK_BYTES - VECTORS * VECTOR_BYTES)
 
 
@@ -342,10 +343,10 @@ def multiply_grouped_tile(rows: int, blocks: int, source: Any, groups: int, sums
         outlined(_TILE_1, (blocks, source, groups, sums))
 
 
-# A name for compiled code: numba puts what `overload` returns in its place.
+# A declaration: compiled code calls the function that `overload` returns.
 def cost_of_items(weight_kind: Any, product: Product) -> tuple[int, int]:
-    """How many items a product of ROWS_AT_ONCE rows at most has, and of how many bytes of weights,
-    which lie one behind the other. For compiled code."""
+    """Number of items of a product of at most ROWS_AT_ONCE rows, and bytes of weights per item;
+    items' weights are contiguous. For compiled code."""
     raise NotImplementedError
 
 

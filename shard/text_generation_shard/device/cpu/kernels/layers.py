@@ -1,9 +1,8 @@
-"""All layers of a model in one call: a program of phases that a pool of threads goes through.
+"""All layers of a model in one call: a program of phases for a thread pool.
 
-Why it is fast: called one after another from Python, the kernels of a layer and the allocations
-between them cost 1.3 to 1.8 ms of a decode step of the 125 M checkpoint; from here they cost next
-to nothing, and the interpreter is free for other threads meanwhile. What lies between two phases:
-see `thread_pool`. The kernels are the same as elsewhere, and so are the numbers.
+Why it is fast: it avoids the calls from Python and the allocations between kernels, and other
+threads can use the interpreter meanwhile. See `thread_pool` for the transition between phases. The
+kernels, and so the results, are the same as in calls from Python.
 """
 
 from typing import Annotated, Any, Final, NamedTuple
@@ -36,37 +35,37 @@ from text_generation_shard.device.cpu.kernels.structs import (
     RealRows,
     struct_type,
 )
-from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, go_through
+from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, run_phases
 
 FIELDS: Final = {
     "attention_norm": "address: weights of the norm before attention, [hidden_size] float32",
-    "qkv": "address: packed weight of queries, keys and values, one behind the other",
-    "qkv_scales": "address: what is beside that weight, see Product; 0: nothing",
-    "qkv_bias": "address: what is added to its products, in the kind of the rows; 0: nothing",
-    "query_norm": "address: weights of the norm of each query, [head_dim] float32; 0: it has none",
-    "key_norm": "address: likewise of each key",
-    "out": "address: packed weight behind attention",
+    "qkv": "address: packed weight of queries, keys and values, concatenated",
+    "qkv_scales": "address: `Product.beside` of that weight; 0: none",
+    "qkv_bias": "address: bias of that product, in the kind of the rows; 0: none",
+    "query_norm": "address: weights of the norm of each query, [head_dim] float32; 0: none",
+    "key_norm": "address: the same for each key",
+    "out": "address: packed weight of the attention output",
     "out_scales": "as qkv_scales",
     "out_bias": "as qkv_bias",
     "mlp_norm": "address: weights of the norm before the feed-forward, [hidden_size] float32",
-    "gate_up": "address: packed weight of gates, and of what they let through, see GatedWeight",
+    "gate_up": "address: packed weight of gates and ups, see GatedWeight",
     "gate_up_scales": "as qkv_scales",
-    "down": "address: packed weight behind the gates",
+    "down": "address: packed weight after the gates",
     "down_scales": "as qkv_scales",
     "down_bias": "as qkv_bias",
-    "is_rotated": "whether queries and keys are rotated by positions",
-    "window": "tokens that a query sees, itself counted in; 0: all",
+    "is_rotated": "whether queries and keys are rotated",
+    "window": "tokens that a query sees, including itself; 0: all",
 }
 LAYER: Final = np.dtype([(name, np.int64) for name in FIELDS])
-"""What is a layer's own."""
+"""The fields of a layer."""
 LAYERS: Final = from_dtype(LAYER)[::1]
 
 CODES: Final = {
     "item": "of `compute_item`",
-    "multiply": "of what multiplies with the weights of the layers",
-    "multiply_inputs": "of what multiplies with those whose inputs ranks share: out and down",
-    "multiply_head": "of what multiplies with the weights of the head",
-    "sum_groups": "of `sum_groups`; 0 where the weights do not ask for it",
+    "multiply": "of the product with weights of the layers",
+    "multiply_inputs": "of the product with `out` and `down`, whose inputs are split over ranks",
+    "multiply_head": "of the product with the head",
+    "sum_groups": "of `sum_groups`; 0: the weights do not need it",
     "embed": "of `scale_row`",
     "normalize": "of `normalize_row`",
     "rotate": "of `rotate_row`",
@@ -74,98 +73,96 @@ CODES: Final = {
     "attend": "of `attend_task`",
     "add_bias": "of `add_bias`",
     "widen": "of `widen_row`",
-    "own_item": "of several ranks: of `compute_item`, where `item` is of `compute_rank_item`",
-    "write_phases": "of several ranks: of `write_rank_phases`",
+    "own_item": "with several ranks: of `compute_item`; `item` is that of `compute_rank_item`",
+    "write_phases": "with several ranks: of `write_rank_phases`",
 }
-"""Where the functions lie that compute items, see `llvm.call`."""
+"""Addresses of the functions that compute items, see `llvm.call`."""
 SIZES: Final = {
-    "hidden_size": "numbers of a hidden state",
-    "inner_size": "numbers inside the feed-forward",
+    "hidden_size": "features of a hidden state",
+    "inner_size": "features inside the feed-forward",
     "num_heads": "query heads",
     "num_kv_heads": "heads of keys and of values",
     "head_dim": "features of a head",
-    "half": "of the features of a head, half of those that are rotated",
-    "out_parts": "in which sums behind attention are taken, see `part_products`",
-    "down_parts": "likewise those behind the gates",
+    "half": "half the number of rotated features of a head",
+    "out_parts": "parts of the sums of `out`, see `part_products`",
+    "down_parts": "parts of the sums of `down`",
 }
-"""What the layers have alike, of what a rank has of them."""
+"""The rank's sizes, shared by all layers."""
 OTHERS: Final = {
-    "board": "address: where threads tell each other what is done, see `thread_pool`",
-    "embedding": "address: the tokens' vectors, [vocab_size, hidden_size]; 0: the hidden states "
-    "are given",
-    "head": "address: packed weight of the head; 0: others make the logits",
+    "board": "address: shared state of the threads, see `thread_pool`",
+    "embedding": "address: embeddings, [vocab_size, hidden_size]; 0: `hidden` is the input",
+    "head": "address: packed weight of the head; 0: logits are computed elsewhere",
     "head_scales": "as qkv_scales",
     "final_norm": "address: weights of the norm before the head, [hidden_size] float32",
-    "vocab_size": "tokens that the head scores",
+    "vocab_size": "tokens of the head",
 }
-"""What lies before and behind the layers, of what a rank has of them."""
+"""The rank's fields of embedding and head."""
 OF_RANKS: Final = exchange.FIELDS | {
-    "first_token": "that this rank has the vector of, and scores",
-    "vectors": "address: of several ranks, the vectors of this one's tokens; 0: those are given as "
-    "hidden states",
-    "row_itemsize": "bytes of a number of rows",
-    "word": "of the first operation of a pass, see `rank_steps`",
-    "num_words": "how many operations it has",
-    "status": "address: a word for why waiting for a rank failed, 0 before",
+    "first_token": "first token of this rank's part of the vocabulary",
+    "vectors": "address: embeddings of this rank's tokens; 0: `hidden` has them",
+    "row_itemsize": "bytes of a row's element",
+    "word": "word of the first operation of a pass, see `rank_steps`",
+    "num_words": "operations of the pass",
+    "status": "address of a status word: why waiting for a rank failed, initially 0",
 }
-"""Of several ranks; else 0."""
+"""For several ranks; else 0."""
 CONSTANTS: Final = {
-    "embedding_multiplier": "of the tokens' vectors",
-    "attention_scale": "of queries",
+    "embedding_multiplier": "factor of embeddings",
+    "attention_scale": "factor of queries",
     "eps": "added to the mean of squares in norms",
-    "multiplier": "of what attention and the feed-forward add to hidden states",
+    "multiplier": "factor of what attention and feed-forward add to hidden states",
 }
 """float32."""
 CHANGING: Final = {
     "hidden": "address: [T, hidden_size] hidden states",
-    "normed": "address: [T, hidden_size] those normalised",
-    "delta": "address: [T, hidden_size] what a block adds to them",
+    "normed": "address: [T, hidden_size] normalized hidden states",
+    "delta": "address: [T, hidden_size] output of attention or feed-forward",
     "heads": "address: [T, num_heads + 2 * num_kv_heads, head_dim] queries, keys and values",
-    "attended": "address: [T, num_heads * head_dim] what attention makes of them",
-    "inner": "address: [T, inner_size] the feed-forward's inside",
-    "sums": "address: for weights of 4 bits, sums of their inputs, see `sum_groups`",
-    "scores": "address: [S, vocab_size] logits of the rows' kind",
+    "attended": "address: [T, num_heads * head_dim] results of attention",
+    "inner": "address: [T, inner_size] results of the gates",
+    "sums": "address: input sums for int4 weights, see `sum_groups`",
+    "scores": "address: [S, vocab_size] logits in the rows' kind",
 }
-"""Set by `run_layers`: where the rows of a pass lie."""
+"""Buffers of a pass, set by `run_layers`."""
 PASS: Final = np.dtype(
     [(name, np.int64) for name in (*CHANGING, *CODES, *SIZES, *OTHERS, *OF_RANKS)]
     + [(name, np.float32) for name in CONSTANTS]
 )
-"""What a pass is computed from, beside its tokens."""
+"""All fields of a pass, except its tokens."""
 
 
 class Given(NamedTuple):
-    """What a pass takes T tokens through all layers with."""
+    """The inputs of a pass of T tokens."""
 
-    # Markers of the weights of the layers, of those of the head, which are never INT4, and of rows.
+    # Markers of the layers' weights, of the head (never INT4), and of rows.
     weight_kind: Any
     head_kind: Any
     kind: Any
     # [1] and [num_layers].
     passes: Annotated[Any, from_dtype(PASS)[::1]]
     layers: Annotated[Any, LAYERS]
-    # [T, hidden_size], contiguous; uninitialized on entry if there is an embedding. 0: nobody asks
-    # for them.
+    # [T, hidden_size], contiguous; uninitialized on entry if there is an embedding. 0: not needed.
     hidden: Address
     # [positions, 2, half] float32: see `pointwise.Rotation`.
     angles: Address
-    # Blocks of the first layer, see `attention.Attention`; from one layer's to the next one's; and
-    # how many a layer has for a KV head.
+    # Blocks of the first layer, see `attention.Attention`; bytes per layer; blocks per KV head and
+    # layer.
     cache: Address
     layer_bytes: Count
     num_blocks: Count
-    # [T] token ids, and which of the angles rotate each.
+    # [T] token ids, and [T] rows of `angles`.
     input_ids: Ints
     positions: Ints
     # [T], [R, width] and [N, 5]: see `attention`.
     slots: Ints
     block_tables: IntRows
     tasks: IntRows
-    # [S] the tokens whose last hidden states are wanted, in their order. Of fewer than T there are
-    # tasks [M, 6] for these alone, last in each by how much earlier its results are put.
+    # [S] tokens whose last hidden states are wanted, in order. If S < T, tasks [M, 6] of these
+    # tokens; the last column is the number of tokens by which the result moves towards the start of
+    # the output.
     wanted: Ints
     last_tasks: IntRows
-    # [S, vocab_size]; [0, 0]: they are not wanted.
+    # [S, vocab_size]; [0, 0]: not wanted.
     logits: RealRows
 
 
@@ -173,8 +170,8 @@ Kernels = dict[str, tuple[Any, tuple[Any, ...]]]
 
 
 def kernels(weight_kind: Any, kind: Any, has_parts: bool = False) -> Kernels:
-    """What CODES names but the items themselves, and what each takes, for weights and rows of
-    these types; what takes longest to compile first. has_parts: see `codes`."""
+    """Functions and signatures of CODES, except those of items, for weights and rows of these
+    types; slowest to compile first. has_parts: see `codes`."""
     is_grouped = weight_kind == uint8
     multiply = multiply_grouped_item if is_grouped else multiply_item
     found: Kernels = {
@@ -198,9 +195,9 @@ def kernels(weight_kind: Any, kind: Any, has_parts: bool = False) -> Kernels:
 def codes(
     weight_kind: Any, head_kind: Any, kind: Any, has_parts: bool, has_ranks: bool
 ) -> dict[str, int]:
-    """CODES for weights of the layers, those of the head, and rows of these types; compiled if need
-    be. has_parts: sums over inputs that ranks share are taken in parts, or left to be added to
-    those of other ranks; has_ranks: there are some."""
+    """CODES for these types of layers' weights, head and rows; compiles them if necessary.
+    has_parts: sums over inputs that are split over ranks are computed in parts, or are partial
+    sums; has_ranks: there are several ranks."""
     of_kinds = kernels(weight_kind, kind, has_parts)
     found = {name: address_of(*kernel) for name, kernel in of_kinds.items()}
     found |= {"sum_groups": 0, "multiply_inputs": found["multiply"]} | found
@@ -215,29 +212,28 @@ def codes(
 
 
 def signature(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
-    """Of `run_layers`, for the same types."""
+    """Signature of `run_layers`, for the same types."""
     given = struct_type(Given, weight_kind=weight_kind, head_kind=head_kind, kind=kind)
     return given, uint8[::1], int64
 
 
 def signature_of_item(weight_kind: Any, head_kind: Any, kind: Any) -> tuple[Any, ...]:
-    """Of `compute_item`, likewise."""
+    """Signature of `compute_item`, for the same types."""
     given, _, _ = signature(weight_kind, head_kind, kind)
     return given, PHASES, int64, int64, int64
 
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def run_layers(given: Given, memory: Any, num_threads: int) -> int:
-    """Take T tokens through all layers; what the last one adds is taken in by the hidden states
-    that are wanted, and the head makes logits of them if there is room for such. Of tokens that are
-    not wanted the last layer computes keys and values, and nothing else.
+    """Compute all layers for T tokens, then the final hidden states of wanted tokens, and their
+    logits if requested. For the other tokens, the last layer computes only keys and values.
 
-    memory: bytes for the buffers of the pass; returns how many it takes, and where there are less,
-    nothing else is done.
+    memory: bytes for the buffers of the pass. Returns how many bytes it needs; with fewer, it does
+    nothing else.
     """
     this, logits = given.passes[0], given.logits
     this.hidden = given.hidden
-    # Scores of float32 are logits already.
+    # float32 scores need no conversion to logits.
     is_widened = len(logits) > 0 and itemsize(given.kind) < 4
     sizes = _buffer_sizes(given.kind, this, len(given.slots), len(logits) if is_widened else 0)
     needed: int = _LINE_BYTES + sum(sizes)
@@ -246,25 +242,25 @@ def run_layers(given: Given, memory: Any, num_threads: int) -> int:
     _place_buffers(this, sizes, _lines(np.int64(memory.ctypes.data)))
     if not is_widened:
         this.scores = np.int64(logits.ctypes.data)
-    # An operation of ranks is cut into its own phases, publishes, and takes what is there.
+    # Each operation of ranks adds at most four phases.
     phases = np.zeros(num_phases(given) + 4 * this.num_words, PHASE)
     if this.write_phases:
         call(this.write_phases, (given, phases))
     else:
         write_phases(given, phases)
-    go_through(this.item, given, phases, this.board, num_threads)
+    run_phases(this.item, given, phases, this.board, num_threads)
     return needed
 
 
 _LINE_BYTES: Final = 64
-# Of a row that weights of 4 bits are multiplied with, for two numbers of the buffer of sums.
+# Inputs of a row per pair of group sums.
 _NUMBERS_PER_PAIR: Final = 2 * GROUP
 
 
 @njit
 def _buffer_sizes(kind: Any, this: Any, rows: int, num_logits: int) -> Any:
-    """Bytes of hidden states, if nobody gives them, and of the buffers behind them in CHANGING:
-    whole cache lines."""
+    """Bytes of the buffers in CHANGING, in whole cache lines; 0 for hidden states that are an
+    input."""
     attended = this.num_heads * this.head_dim
     width = attended + 2 * this.num_kv_heads * this.head_dim
     widest = max(this.hidden_size, attended, this.inner_size)
@@ -283,13 +279,13 @@ def _buffer_sizes(kind: Any, this: Any, rows: int, num_logits: int) -> Any:
 
 @njit
 def _lines(count: int) -> int:
-    """Up to whole cache lines."""
+    """Round up to whole cache lines."""
     return -(-count // _LINE_BYTES) * _LINE_BYTES
 
 
 @njit
 def _place_buffers(this: Any, sizes: Any, start: int) -> None:
-    """One behind the other."""
+    """Place the buffers one after another."""
     if sizes[0]:
         this.hidden = start
     this.normed = start + sizes[0]

@@ -1,14 +1,11 @@
-"""Matrix products with packed weights: one tile loop for one row and for thousands.
+"""Matrix products with packed weights: one tile loop for any number of rows.
 
-Why it is fast: a decode step reads every weight once, and this loop does nothing else meanwhile.
-Packed, 16 outputs lie side by side, so that there is nothing to add up across a vector, and every
-thread reads its part of the matrix from front to back. Weights of bfloat16 are kept in 12 bits, see
-`bfloat12`: a decode step has a quarter less to read. All products of the 125 M checkpoint on two
-cores, in turn with 16 bits: 6.9 ms instead of 8.1 at 1 row, 7.1 for 8.9 at 8, 12 for 14 at 16, and
-22 for 24 at 32.
+Why it is fast: a decode step reads every weight once, and this loop does little else. A vector has
+16 outputs, so that no sum across a vector is needed, and each thread reads a contiguous part of the
+matrix. bfloat16 weights are stored in 12 bits, see `bfloat12`: a decode step reads a quarter less.
 
-Each output adds its products in the order of the inputs, whatever the number of rows: the same row
-gives the same bits in any batch.
+Each output adds its products in the order of the inputs, for any number of rows: a row's result has
+the same bits in any batch.
 """
 
 from typing import Any, Final
@@ -38,9 +35,9 @@ from text_generation_shard.device.cpu.kernels.product import (
     TILE_ROWS,
     Product,
     clear,
-    put_rows,
+    store_rows,
 )
-from text_generation_shard.device.cpu.kernels.thread_pool import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_store
 from text_generation_shard.device.cpu.kernels.tile import (
     Pages,
     bytes_per_step,
@@ -60,13 +57,13 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 from text_generation_shard.device.cpu.kernels.vector_code import spaced
 
-# Of a tile of weights in 12 bits. One column for up to two tiles of rows, each of which makes
-# bfloat16 of it beside its products for nothing; for more rows three columns, which have fewer
-# inputs to load for each product: 3 to 9 % faster from 81 rows on, a tenth slower for 32.
+# Rows of a tile with 12-bit weights: of a tall tile of one column, for up to two tiles of rows,
+# which hides the decoding behind the products; of a wide tile of three columns, for more rows,
+# which loads fewer inputs per product.
 _TALL_ROWS: Final = 16
 _WIDE_ROWS: Final = 6
 _SUMS_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
-# From so many rows on, whole numbers are made bfloat16 once for all of them ...
+# From this number of rows, int8 weights are dequantized once for all rows ...
 MANY_ROWS: Final = 32
 # ... this many steps at a time, which with all rows stay in the second-level cache.
 DEQUANTIZED_STEPS: Final = 768
@@ -79,15 +76,16 @@ _PAGED_8_1, _PAGED_8_3 = paged_tile(8, 1), paged_tile(8, 3)
 
 
 def weights_marker(dtype: torch.dtype) -> Any:
-    """Of weights of this type: bfloat16 are kept in 12 bits where there are tables for that."""
+    """The marker of weights of this dtype: bfloat16 is stored in 12 bits if the processor has the
+    tables for it."""
     return BFLOAT12 if dtype == torch.bfloat16 and are_vectors_wide() else marker(dtype)
 
 
 def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
     """weight [N, K] as [N / 16, steps, 16, numbers per step], aligned to vectors.
 
-    Rows are filled up to a multiple of 16, inputs to one of so many steps, with zeros. What is int8
-    is multiplied by bfloat16: see `_interleave_steps`.
+    Rows are zero-padded to a multiple of 16, inputs to a multiple of `steps_at_once` steps. For
+    int8 see `_interleave_steps`.
     """
     per_step = _numbers_at_once(weight.dtype)
     outputs, inputs = weight.shape
@@ -101,23 +99,29 @@ def pack(weight: Tensor, steps_at_once: int = 1) -> Tensor:
     ordered = weight.view(panels, LANES, steps, per_step).transpose(1, 2)
     if weight.dtype == torch.int8:
         packed, ordered = packed.view(panels, steps, 4, 2, 4, 2), _interleave_steps(ordered)
+    elif weight.dtype == torch.bfloat16 and weight.is_contiguous():
+        # Copying pairs of numbers as int32 is faster.
+        words = weight.view(torch.int32).view(panels, LANES, steps).transpose(1, 2)
+        packed.view(torch.int32)[..., 0].copy_(words)
+        return packed
     return packed.copy_(ordered)
 
 
 def _numbers_at_once(dtype: torch.dtype) -> int:
-    """How many numbers of an output lie side by side."""
+    """Contiguous numbers of one output."""
     return 4 if dtype == torch.int8 else numbers_per_step(dtype)
 
 
 def _interleave_steps(numbers: Tensor) -> Tensor:
-    """int8 [panels, steps, 16, 4] as `tile` takes two steps of pairs at once: signed magnitudes,
-    where of four outputs two numbers each are followed by their next two, [..., 4, 2, 4, 2]."""
+    """Arrange int8 [panels, steps, 16, 4] for `tile`, which takes two steps of pairs at once:
+    signed magnitudes [..., 4, 2, 4, 2], where the first pairs of four outputs precede their second
+    pairs."""
     panels, steps = numbers.shape[:2]
     return signed(numbers).view(panels, steps, 4, 4, 2, 2).transpose(3, 4)
 
 
 def signed(numbers: Tensor) -> Tensor:
-    """int8 from -127 to 127 as a sign and a magnitude of 7 bits, or back."""
+    """Convert int8 from -127 to 127 to a sign and a magnitude of 7 bits, or back."""
     return torch.where(numbers < 0, -128 - numbers, numbers)
 
 
@@ -128,8 +132,7 @@ class PackedWeight:
     _num_parts = 1
 
     def __init__(self, weight: Tensor, scales: Tensor | None = None) -> None:
-        """`weight` is bfloat16 or float32; or int8, and the product of bfloat16 rows with it is
-        multiplied by `scales` [N], float32."""
+        """`weight` is bfloat16 or float32; or int8 with float32 `scales` [N], for bfloat16 rows."""
         assert (weight.dtype == torch.int8) == (scales is not None)
         self._weight_kind = INT8 if scales is not None else weights_marker(weight.dtype)
         is_narrow = type(self._weight_kind) is type(BFLOAT12)
@@ -139,10 +142,10 @@ class PackedWeight:
             parts = self._packed.view(self._num_parts * len(self._packed), -1, LANES, 2)
             self._packed, self._beside = narrow(parts)
         elif scales is not None:
-            # They are read a vector at a time.
+            # Scales are read in whole vectors.
             self._beside = torch.nn.functional.pad(scales, (0, -len(scales) % LANES))
         self._num_outputs, self._num_inputs = weight.shape
-        # All that does not change from call to call: at one row a call takes 20 us.
+        # Everything that does not change between calls, because a call with one row is short.
         self._dtype = torch.bfloat16 if scales is not None else weight.dtype
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
@@ -155,7 +158,7 @@ class PackedWeight:
 
     @property
     def address(self) -> WeightAddress | None:
-        """For `kernels.layers`; None if rows of inputs must be filled up for it."""
+        """Address for `kernels.layers`; None if input rows need padding."""
         if self._padding:
             return None
         where = self._address, self._beside_address
@@ -163,7 +166,7 @@ class PackedWeight:
 
     @staticmethod
     def _item() -> Any:
-        """The kernel that computes items of its products."""
+        """The kernel that computes an item of a product."""
         return multiply_item
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -198,10 +201,10 @@ class PackedWeight:
 
 
 class GatedWeight(PackedWeight):
-    """A weight [2 * N, K], gates above what they let through: rows become silu(gate) * up [T, N].
+    """A weight [2 * N, K], gates before ups: rows become silu(gate) * up [T, N].
 
-    A thread computes both halves of its outputs, panel by panel, and so needs nothing that another
-    core has just written: at one row, fetching that took longer than the arithmetic.
+    A thread computes both halves of its outputs, panel by panel, so that it reads nothing that
+    another core has just written.
     """
 
     _is_gated = True
@@ -220,7 +223,7 @@ class GatedWeight(PackedWeight):
 
 @njit(parallel=True, nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def multiply(code: int, weight_kind: Any, kind: Any, product: Product) -> None:
-    """The product of packed weights; code: where `multiply_item` lies for these kinds."""
+    """The product with packed weights; code: address of `multiply_item` for these kinds."""
     for first in range(0, product.num_rows, ROWS_AT_ONCE):
         for item in prange(num_items(weight_kind, product.num_rows, product.num_outputs)):
             where = np.int64(first), np.int64(item), np.int64(0)
@@ -228,25 +231,25 @@ def multiply(code: int, weight_kind: Any, kind: Any, product: Product) -> None:
 
 
 def item_signature(weight_kind: Any, kind: Any) -> tuple[Any, ...]:
-    """What `multiply_item` takes, for weights and rows of these types."""
+    """Signature of `multiply_item` for weights and rows of these types."""
     return weight_kind, kind, PRODUCT, int64, int64, int64
 
 
 @inlined
 def num_items(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
-    """How many items the product has for at most ROWS_AT_ONCE of so many rows."""
+    """Items of a product for each ROWS_AT_ONCE rows."""
     return -(-num_panels(num_outputs) // tile_columns(weight_kind, num_rows, num_outputs))
 
 
 @inlined
 def num_panels(num_outputs: int) -> int:
-    """Outputs lie side by side in panels."""
+    """Panels of LANES outputs."""
     return -(-num_outputs // LANES)
 
 
 @inlined
 def item_bytes(weight_kind: Any, product: Product) -> Any:
-    """Of the weights, what an item reads; they lie one behind the other."""
+    """Bytes of weights of an item; items' weights are contiguous."""
     columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     halves = 2 if product.is_gated else 1
     return halves * columns * product.steps * bytes_per_step(weight_kind)
@@ -260,13 +263,13 @@ def are_narrow(weight_kind: Any) -> Any:
 
 @inlined
 def tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
-    """Rows of the next tile if so many are left, of at most all rows."""
+    """Rows of the next tile if `left` of `num_rows` rows are left."""
     rows = TILE_ROWS
     if are_narrow(weight_kind):
         if columns > 1:
             # Two tiles, or the last one.
             return 2 * _WIDE_ROWS if left > _WIDE_ROWS else _WIDE_ROWS
-        # One tile for the last rows, but where that takes longer than one of 8 and one of 4.
+        # One tile for the last rows, unless two tiles of 8 and 4 rows are faster.
         rows = _TALL_ROWS if left > 12 else TILE_ROWS
         while rows // 2 >= left:
             rows //= 2
@@ -277,7 +280,7 @@ def tile_rows(weight_kind: Any, columns: int, num_rows: int, left: int) -> Any:
 
 @inlined
 def tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
-    # Where memory is the limit, one panel after another is one stream from front to back.
+    # If memory bandwidth is the limit, one column reads the weights as one stream.
     is_stream = num_rows < (2 * _TALL_ROWS + 1 if are_narrow(weight_kind) else 4)
     is_stream &= bytes_per_step(weight_kind) >= bfloat12.STEP_BYTES
     return 1 if is_stream or num_panels(num_outputs) < TILE_COLUMNS else TILE_COLUMNS
@@ -287,15 +290,15 @@ def tile_columns(weight_kind: Any, num_rows: int, num_outputs: int) -> Any:
 def multiply_item(
     weight_kind: Any, kind: Any, product: Product, first: int, item: int, ticket: int
 ) -> None:
-    """One of `num_items`: of a tile's outputs, ROWS_AT_ONCE rows from the first on. ticket: see
-    `may_put`, for few rows; 0: there is none.
+    """Compute one of `num_items`: the outputs of a tile for ROWS_AT_ONCE rows from row `first`.
+    ticket: see `may_store`, for few rows; 0: none.
 
-    Tiles that would reach over the end begin earlier: what is computed twice comes out alike.
+    Tiles that would exceed the end begin earlier; results computed twice are identical.
     """
     columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     panel = min(item * columns, num_panels(product.num_outputs) - columns)
     last, sums = min(product.num_rows, first + ROWS_AT_ONCE), scratch(_SUMS_VECTORS)
-    # What is 12 bits is made bfloat16 beside the products.
+    # 12-bit weights are decoded within the tile instead.
     is_small = bytes_per_step(weight_kind) < bfloat12.STEP_BYTES
     if is_small and product.num_rows >= MANY_ROWS:
         _multiply_dequantized(weight_kind, kind, product, panel, columns, first, last, sums)
@@ -308,7 +311,7 @@ def multiply_item(
         rows = tile_rows(weight_kind, columns, product.num_rows, last - wanted)
         row = min(wanted, product.num_rows - rows)
         source = product.inputs + row * row_bytes
-        # Of few rows all sums are there before the first result is put.
+        # For few rows, all sums are complete before the first result is stored.
         at = sums + (row if ticket else 0) * SUMS_BYTES
         for half in range(halves):
             vectors = weights + half * columns * panel_bytes
@@ -322,9 +325,9 @@ def multiply_item(
             panels = halves * panel, halves * columns, halves * num_panels(product.num_outputs)
             add_exceptions(product.beside, panels, source, row_bytes, rows, (at, SUMS_BYTES))
         if not ticket:
-            put_rows(weight_kind, kind, product, panel, columns, at, row, rows)
-    if ticket and may_put(ticket):
-        put_rows(weight_kind, kind, product, panel, columns, sums, 0, product.num_rows)
+            store_rows(weight_kind, kind, product, panel, columns, at, row, rows)
+    if ticket and may_store(ticket):
+        store_rows(weight_kind, kind, product, panel, columns, sums, 0, product.num_rows)
 
 
 @njit(inline="always")
@@ -338,8 +341,8 @@ def _multiply_dequantized(
     last: int,
     sums: int,
 ) -> None:
-    """`multiply_item` for many rows: weights become numbers of the rows' kind once for all rows,
-    some steps at a time."""
+    """`multiply_item` for many rows: weights are dequantized once for all rows, some steps at a
+    time."""
     halves, steps = 2 if product.is_gated else 1, product.steps
     row_bytes, panel_bytes = steps * STEP_BYTES, steps * bytes_per_step(weight_kind)
     weights = product.weights + halves * panel * panel_bytes
@@ -360,14 +363,14 @@ def _multiply_dequantized(
                 part = numbers + half * columns * count * VECTOR_BYTES
                 add_dequantized(kind, columns, part, source, row_bytes, count, to)
             if begin + count == steps:
-                put_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
+                store_rows(weight_kind, kind, product, panel, columns, at, row, TILE_ROWS)
 
 
 @njit(inline="always")
 def add_dequantized(
     kind: Any, columns: int, numbers: int, inputs: int, row_bytes: int, steps: int, sums: int
 ) -> None:
-    """Sums of many rows grow by the products of what is dequantized."""
+    """Add the products of rows and dequantized weights to the sums."""
     address = scratch(1)
     array_at(ADDRESS, address)[0] = numbers
     pages = Pages(address, 1, 0, steps * VECTOR_BYTES, steps)
@@ -411,7 +414,7 @@ def multiply_tile(
 @njit(inline="always")
 def _multiply_column(kind: Any, rows: int, starts: Any, given: Any) -> None:
     if rows == _TALL_ROWS:
-        # Only of weights in 12 bits.
+        # Only 12-bit weights.
         outlined(_TILE_16_1, (kind, starts, *given))
     elif rows == 8:
         outlined(_TILE_8_1, (kind, starts, *given))

@@ -1,13 +1,13 @@
-"""What the kernels are composed of where numba's own words do not reach. Here and in `vector_code`,
-nowhere else but in `clock`, LLVM's language is written.
+"""Intrinsics for operations that numba lacks. Only this file, `vector_code` and `clock` emit LLVM
+IR.
 
-Vectors are values of compiled code: they may be held in variables and tuples, and go through
-functions. `+ - * /`, `<< >> & |` and comparisons are lane by lane; `>>` fills with zeros, and a
-number on the right stands for a vector of it. Nothing is reordered or fused. A comparison gives a
-mask, a vector of booleans. Addresses are int64. What threads tell each other by are words of
-memory, int64, that are read and written whole, in order.
+Vectors are values of compiled code, which variables, tuples and arguments may hold. `+ - * /`, `<<
+>> & |` and comparisons are lane by lane; `>>` is a logical shift, and a number on the right is
+broadcast. Nothing is reordered or fused. A comparison returns a mask, a vector of booleans.
+Addresses are int64. Threads communicate by words, int64 that are read and written atomically with
+acquire and release order.
 
-A function here writes the code of one intrinsic: it gets the builder, the types, and the values.
+Each function here emits the code of one intrinsic, from the builder, the types and the values.
 """
 
 import operator
@@ -32,7 +32,7 @@ from numba.extending import (
 from text_generation_shard.device.cpu.kernels import processor
 
 LANES: Final = 16
-"""Outputs, tokens or features that lie side by side in a vector."""
+"""Outputs, tokens or features of a vector."""
 VECTOR_BYTES: Final = 64
 INT32, INT64, FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
@@ -46,7 +46,7 @@ _NUMBERS: Final = {
 
 
 class Vector(types.Type):
-    """Numbers of one type that lie side by side in registers."""
+    """The numba type of a vector of numbers."""
 
     def __init__(self, number: Any, lanes: int) -> None:
         self.number, self.lanes = number, lanes
@@ -56,11 +56,11 @@ class Vector(types.Type):
         super().__init__(f"vector({number} x {lanes})")
 
     def mask(self) -> "Vector":
-        """What comparisons of such vectors give."""
+        """The result type of comparisons."""
         return Vector(types.boolean, self.lanes)
 
     def all(self, number: float) -> Any:
-        """The constant with this number in every lane."""
+        """The constant vector of this number."""
         return ir.Constant(self.code, [number] * self.lanes)
 
 
@@ -69,20 +69,20 @@ INTS: Final = Vector(types.int32, LANES)
 SHORTS: Final = Vector(types.int16, LANES)
 """The bits of 16 bfloat16."""
 WORDS: Final = Vector(types.int16, 2 * LANES)
-"""The bits of 16 pairs of them."""
+"""The bits of 16 pairs of bfloat16."""
 BYTES: Final = Vector(types.int8, VECTOR_BYTES)
 
 
 class Table:
-    """The constant vector of these numbers; seen by compiled code as a value."""
+    """A constant vector; a global of this type is a vector value in compiled code."""
 
     def __init__(self, kind: Vector, numbers: Any) -> None:
         self.kind, self.numbers = kind, list(numbers)
 
 
 def instruction(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an intrinsic of a function that writes its code. result: the type of what it gives, or
-    a function that says so by the types of what it takes."""
+    """Make an intrinsic from a function that emits its code. result: the result type, or a function
+    from the argument types to it."""
 
     def decorate(write: Callable[..., Any]) -> Any:
         def define(typingctx: Any, *taken: Any) -> Any:
@@ -96,7 +96,7 @@ def instruction(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
         define.__name__, define.__doc__ = write.__name__, write.__doc__
         names = list(signature(write).parameters.values())
-        # Of (the context, *values): what numba looks at.
+        # numba inspects the signature (context, *values).
         define.__signature__ = Signature(names[1:])  # type: ignore[attr-defined]
         return intrinsic(prefer_literal=True)(define)
 
@@ -104,7 +104,7 @@ def instruction(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def call_llvm(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """One of LLVM's own functions."""
+    """Call a function by name, such as an LLVM intrinsic."""
     function = builder.module.globals.get(name)
     if function is None:
         function_type = ir.FunctionType(result, [argument.type for argument in arguments])
@@ -117,14 +117,14 @@ def pointer_to(builder: Any, address: Any, code: Any) -> Any:
 
 
 def rounded_bits(builder: Any, bits: Any, constant: Callable[[int], Any]) -> Any:
-    """Bits of float32, rounded to their upper halves, which become the lower ones."""
+    """Round float32 bits to their upper halves, returned in the lower halves."""
     last = builder.and_(builder.lshr(bits, constant(16)), constant(1))
     return builder.lshr(builder.add(bits, builder.add(last, constant(0x7FFF))), constant(16))
 
 
 @register_model(Vector)
 class CodeModel(models.PrimitiveModel):
-    """How values of a type lie in LLVM's code: as its `code`."""
+    """Represents values of a type in LLVM by the type's `code`."""
 
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, kind.code)
@@ -141,7 +141,8 @@ def _write_table(context: Any, builder: Any, kind: Vector, table: Table) -> Any:
 
 
 def fill(builder: Any, kind: Vector, number: Any) -> Any:
-    """A vector of a number, which becomes one of the vector's type, or the vector that it is."""
+    """Convert a number to the vector's element type and broadcast it; a vector is returned
+    unchanged."""
     if isinstance(number.type, ir.VectorType):
         return number
     if isinstance(number.type, ir.DoubleType):
@@ -174,7 +175,7 @@ _COMPARISONS: Final = {
 
 
 def _define_operator(function: Any, write: Callable[..., Any], is_comparison: bool) -> None:
-    """write: of (builder, the type of the vectors, left, right)."""
+    """`write` takes (builder, vector type, left, right)."""
 
     @type_callable(function)
     def type_operator(context: Any) -> Any:
@@ -208,19 +209,19 @@ for _function, _sign in _COMPARISONS.items():
 
 @instruction(lambda kind, address: kind.instance_type)
 def load(builder: Any, kinds: Any, kind: Any, address: Any) -> Any:
-    """The vector of this type at an address."""
+    """Load the vector of this type at an address."""
     vector = kinds.return_type
     return builder.load(pointer_to(builder, address, vector.code), align=vector.bytes)
 
 
 @instruction(types.void)
 def store(builder: Any, kinds: Any, vector: Any, address: Any) -> Any:
-    """Put a vector to an address."""
+    """Store a vector at an address."""
     builder.store(vector, pointer_to(builder, address, vector.type), align=kinds.args[0].bytes)
 
 
 def _first(builder: Any, kind: Vector, count: Any) -> Any:
-    """Where the first so many lanes are."""
+    """A mask of the first `count` lanes."""
     ints = Vector(types.int32, kind.lanes)
     lanes = ir.Constant(ints.code, list(range(kind.lanes)))
     return builder.icmp_signed("<", lanes, fill(builder, ints, count))
@@ -228,7 +229,7 @@ def _first(builder: Any, kind: Vector, count: Any) -> Any:
 
 @instruction(lambda kind, address, count: kind.instance_type)
 def load_first(builder: Any, kinds: Any, kind: Any, address: Any, count: Any) -> Any:
-    """`load` of the first `count` lanes; the others are 0, and nothing is read there."""
+    """`load` the first `count` lanes; the others are 0 and not read."""
     vector = kinds.return_type
     pointer, mask = pointer_to(builder, address, vector.code), _first(builder, vector, count)
     name, align = f"llvm.masked.load.{suffix(vector)}.p0", INT32(vector.bytes)
@@ -239,7 +240,7 @@ def load_first(builder: Any, kinds: Any, kind: Any, address: Any, count: Any) ->
 
 @instruction(types.void)
 def store_first(builder: Any, kinds: Any, vector: Any, address: Any, count: Any) -> Any:
-    """`store` of the first `count` lanes; nothing is written behind them."""
+    """`store` the first `count` lanes; memory after them is not written."""
     kind = kinds.args[0]
     pointer, mask = pointer_to(builder, address, kind.code), _first(builder, kind, count)
     name, align = f"llvm.masked.store.{suffix(kind)}.p0", INT32(kind.bytes)
@@ -247,13 +248,13 @@ def store_first(builder: Any, kinds: Any, vector: Any, address: Any, count: Any)
 
 
 def suffix(kind: Vector) -> str:
-    """Of the names of LLVM's functions for such vectors."""
+    """Suffix of LLVM intrinsics for such vectors."""
     return f"v{kind.lanes}{'f' if kind.is_real else 'i'}{kind.bytes * 8}"
 
 
 @instruction(lambda kind, number: kind.instance_type)
 def filled(builder: Any, kinds: Any, kind: Any, number: Any) -> Any:
-    """A vector of a number."""
+    """Broadcast a number."""
     return fill(builder, kinds.return_type, number)
 
 
@@ -265,8 +266,8 @@ def reinterpreted(builder: Any, kinds: Any, kind: Any, vector: Any) -> Any:
 
 @instruction(lambda kind, vector: kind.instance_type)
 def converted(builder: Any, kinds: Any, kind: Any, vector: Any) -> Any:
-    """The same numbers as those of another type: longer ones get zeros in front, shorter ones lose
-    their upper bits, and what becomes a whole number its fraction."""
+    """Convert to another element type: zero extension, truncation, or conversion between float and
+    integer (towards zero)."""
     wanted, own = kinds.return_type, kinds.args[1]
     if wanted.is_real != own.is_real:
         return (builder.sitofp if wanted.is_real else builder.fptosi)(vector, wanted.code)
@@ -275,15 +276,15 @@ def converted(builder: Any, kinds: Any, kind: Any, vector: Any) -> Any:
 
 @instruction(lambda mask, left, right: left if isinstance(left, Vector) else right)
 def chosen(builder: Any, kinds: Any, mask: Any, left: Any, right: Any) -> Any:
-    """Of two vectors, or a vector and a number: lane by lane the first where the mask is set."""
+    """Select lane by lane: left where the mask is set, else right. One of them may be a number."""
     left, right = (fill(builder, kinds.return_type, value) for value in (left, right))
     return builder.select(mask, left, right)
 
 
 @instruction(lambda kind, value: types.uint16 if kind == types.uint16 else types.float32)
 def rounded(builder: Any, kinds: Any, kind: Any, value: Any) -> Any:
-    """A float32 as a number of this kind: rounded to bfloat16 bits (to nearest, ties to even; not
-    for NaN with other than the usual bits), or as it is."""
+    """A float32 as a number of this kind: rounded to bfloat16 bits (to nearest, ties to even; wrong
+    for NaN with unusual bits), or unchanged."""
     if kinds.return_type != types.uint16:
         return value
     bits = rounded_bits(builder, builder.bitcast(value, INT32), INT32)
@@ -300,9 +301,9 @@ def widened(builder: Any, kinds: Any, kind: Any, number: Any) -> Any:
 
 @intrinsic
 def outlined(typingctx: Any, function: Any, arguments: Any) -> Any:
-    """Call a function with a tuple of arguments, and never have it compiled into what is around.
-    There, a loop has hundreds of addresses computed in front of it: the compiler moves what does
-    not change out of all loops, for each of the tiles that might be used. It must not raise."""
+    """Call a function with a tuple of arguments, without inlining. With inlining, the compiler
+    would hoist the invariant addresses of every tile's loop, also of tiles that are not used. The
+    function must not raise."""
     one = function.get_call_type(typingctx, tuple(arguments), {})
 
     def generate(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
@@ -319,7 +320,7 @@ def outlined(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 @cache
 def address_of(function: Any, signature: tuple[Any, ...]) -> int:
-    """Where a compiled function lies, in the form that takes these types; for this process."""
+    """Address in this process of a function compiled for this signature."""
     function.compile(signature)
     code = function.overloads[signature]
     return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
@@ -327,9 +328,8 @@ def address_of(function: Any, signature: tuple[Any, ...]) -> int:
 
 @intrinsic
 def call(typingctx: Any, code: Any, arguments: Any) -> Any:
-    """Run the code at an address with a tuple of arguments, which must have the very types that it
-    was compiled for; what it returns is ignored. It must not raise: numba prints an exception of
-    code that is called this way, and goes on."""
+    """Call the code at an address with a tuple of arguments of exactly the types it was compiled
+    for; its result is ignored. It must not raise: numba prints the exception and continues."""
 
     def generate(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
         kinds = [context.get_value_type(kind) for kind in arguments]
@@ -342,7 +342,7 @@ def call(typingctx: Any, code: Any, arguments: Any) -> Any:
 
 
 def constant_of_type(number: Callable[[Any], int]) -> Any:
-    """An intrinsic: a whole number that a function says of the type of the intrinsic's argument."""
+    """An intrinsic that returns an integer, computed from the type of its argument."""
 
     def write(builder: Any, kinds: Any, kind: Any) -> Any:
         return INT64(int(number(kinds.args[0])))
@@ -355,14 +355,14 @@ itemsize = constant_of_type(lambda kind: kind.bitwidth // 8)
 
 @instruction(lambda kind, address: types.CPointer(kind))
 def array_at(builder: Any, kinds: Any, kind: Any, address: Any) -> Any:
-    """A view of numbers of the marker's own type, to be indexed from 0 like a C pointer."""
+    """A view of memory as numbers of the marker's type, indexed like a C pointer."""
     return pointer_to(builder, address, kind.type)
 
 
 @instruction(types.int64)
 def scratch(builder: Any, kinds: Any, num_vectors: Any) -> Any:
-    """The address of so many vectors (a literal) on the stack of the function that calls this. They
-    are the same ones whenever that call is repeated, and uninitialized on entry."""
+    """Address of `num_vectors` (a literal) vectors on the caller's stack. Repeated calls return the
+    same memory; it is uninitialized on entry."""
     with builder.goto_entry_block():
         size = VECTOR_BYTES * kinds.args[0].literal_value
         memory = builder.alloca(ir.IntType(8), size=INT32(size))
@@ -372,28 +372,28 @@ def scratch(builder: Any, kinds: Any, num_vectors: Any) -> Any:
 
 @instruction(types.void)
 def fetch(builder: Any, kinds: Any, address: Any) -> None:
-    """Have what lies at an address brought into the second-level cache; beyond the end of the
-    memory that does nothing."""
+    """Prefetch the line at an address into the second-level cache; has no effect beyond the end of
+    the memory."""
     pointer = pointer_to(builder, address, ir.IntType(8))
     is_read, locality, is_data = INT32(0), INT32(2), INT32(1)
     call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, is_read, locality, is_data)
 
 
 @instruction(types.int64)
-def get_word(builder: Any, kinds: Any, address: Any) -> Any:
-    """The word at an address; with it, all that its thread wrote before it put it."""
+def load_word(builder: Any, kinds: Any, address: Any) -> Any:
+    """Load a word, with acquire order."""
     return builder.load_atomic(pointer_to(builder, address, INT64), "acquire", 8)
 
 
 @instruction(types.void)
-def put_word(builder: Any, kinds: Any, address: Any, value: Any) -> None:
-    """Put a word to an address."""
+def store_word(builder: Any, kinds: Any, address: Any, value: Any) -> None:
+    """Store a word, with release order."""
     builder.store_atomic(value, pointer_to(builder, address, INT64), "release", 8)
 
 
 @instruction(types.boolean)
-def exchange_word(builder: Any, kinds: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Put a word to an address if it holds what is expected there; whether it did."""
+def compare_exchange(builder: Any, kinds: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Compare-and-exchange a word; whether it succeeded."""
     pointer = pointer_to(builder, address, INT64)
     found = builder.cmpxchg(pointer, expected, value, "acq_rel", "acquire")
     return builder.extract_value(found, 1)
@@ -401,21 +401,21 @@ def exchange_word(builder: Any, kinds: Any, address: Any, expected: Any, value: 
 
 @instruction(types.void)
 def fence(builder: Any, kinds: Any) -> None:
-    """What this thread has put is there for others before it gets anything more."""
+    """A sequentially consistent fence."""
     builder.fence("seq_cst")
 
 
 @instruction(types.void)
 def pause(builder: Any, kinds: Any) -> None:
-    """Say that this is a loop that waits for a word."""
+    """A hint to the processor that this is a spin loop."""
     if processor.is_x86():
         call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType())
     elif processor.is_arm():
-        # What others wait with there: as long as a pause, where a hint to yield is nothing.
+        # As long as an x86 pause; ARM's yield hint does nothing.
         call_llvm(builder, "llvm.aarch64.isb", ir.VoidType(), INT32(15))
 
 
 @instruction(types.void)
-def give_way(builder: Any, kinds: Any) -> None:
-    """Let others have this core first."""
+def yield_core(builder: Any, kinds: Any) -> None:
+    """Yield the core to other threads."""
     call_llvm(builder, "sched_yield", INT32)

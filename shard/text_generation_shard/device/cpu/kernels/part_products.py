@@ -1,12 +1,13 @@
-"""Products whose sums are taken in parts, and may be left as float32 for those of other ranks.
+"""Products whose sums are computed in parts, optionally as float32 partial sums for an exchange
+between ranks.
 
-The inputs are cut into parts of equal size. Each part's sum is taken alone, in the order of its
-inputs; then neighbours are added, and neighbours of these, up to the whole: one tree, of which a
-rank that has some of the parts has a branch. So the sum of all ranks has the same bits however many
-ranks there are, as long as the number of parts is the same, and a power of two.
+The inputs are split into parts of equal size. Each part is summed in the order of its inputs; then
+a binary tree adds neighbouring parts. A rank with some of the parts computes a branch of the tree.
+So the sum over all ranks has the same bits for any number of ranks, if the number of parts is the
+same power of two.
 
-What is beside weights in 12 bits is a part's own: one that depended on inputs of other parts would
-depend on which of them a rank has.
+With 12-bit weights, each part has its own `beside`; otherwise it would depend on which parts a rank
+has.
 """
 
 from typing import Any, Final
@@ -59,7 +60,7 @@ from text_generation_shard.device.cpu.kernels.product import (
     clear,
     has_scales,
 )
-from text_generation_shard.device.cpu.kernels.thread_pool import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_store
 from text_generation_shard.device.cpu.kernels.tile import bytes_per_step, dequantize
 from text_generation_shard.device.cpu.kernels.vector import (
     BFLOAT12,
@@ -74,10 +75,10 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 
 MOST_PARTS: Final = 8
-"""Of a sum; a power of two."""
-# Sums of as many parts as there may be are added on so many levels.
+"""Most parts of a sum; a power of two."""
+# Levels of the tree for MOST_PARTS.
 _LEVELS: Final = 4
-# Rows of the largest tile: the last one may begin earlier than the rows that are wanted.
+# Rows of the largest tile, because the last tile may begin before the wanted rows.
 _MARGIN: Final = 16
 _SUMS_VECTORS: Final = (_MARGIN + ROWS_AT_ONCE) * SUMS_WIDTH
 _LEVEL_VECTORS: Final = ROWS_AT_ONCE * SUMS_WIDTH
@@ -86,9 +87,8 @@ _ALL_LEVELS: Final = _LEVELS * _LEVEL_VECTORS
 
 
 def num_parts(num_inputs: int, part: int, kind: Any) -> int:
-    """In how many parts sums are taken over a rank's inputs, if a part is so many of them, or the
-    least multiple by a power of two that weights of this kind can be cut into; 1 where the inputs
-    are not as many parts as a tree has branches."""
+    """Number of parts of a rank's inputs, with `part` inputs each, doubled until weights of this
+    kind can be split so; 1 if the parts are no branch of a tree."""
     while part % unit_of(kind):
         part *= 2
     count = num_inputs // part
@@ -97,7 +97,8 @@ def num_parts(num_inputs: int, part: int, kind: Any) -> int:
 
 
 def unit_of(kind: Any) -> int:
-    """Inputs that a part of a weight of this kind, a marker of `vector`, is a multiple of."""
+    """A part's number of inputs must be a multiple of this, for weights of this kind (a marker of
+    `vector`)."""
     if type(kind) is type(INT4):
         return 2 * GROUP
     if type(kind) is type(INT8):
@@ -108,10 +109,10 @@ def unit_of(kind: Any) -> int:
 
 
 class PartedWeight(PackedWeight):
-    """`PackedWeight` whose sums are taken in parts of so many inputs, see `num_parts`."""
+    """`PackedWeight` with sums in parts, see `num_parts`."""
 
     def __init__(self, weight: Tensor, part: int, scales: Tensor | None = None) -> None:
-        """The rest is as in PackedWeight."""
+        """part: inputs per part. The rest is as in PackedWeight."""
         kind = INT8 if scales is not None else weights_marker(weight.dtype)
         self._num_parts = num_parts(weight.shape[1], part, kind)
         super().__init__(weight, scales)
@@ -122,10 +123,10 @@ class PartedWeight(PackedWeight):
 
 
 class PartedGroupedWeight(GroupedWeight):
-    """`GroupedWeight` whose sums are taken in parts of so many inputs, see `num_parts`."""
+    """`GroupedWeight` with sums in parts, see `num_parts`."""
 
     def __init__(self, numbers: Tensor, part: int, scale: Tensor, zero: Tensor) -> None:
-        """The rest is as in GroupedWeight."""
+        """part: inputs per part. The rest is as in GroupedWeight."""
         self._num_parts = num_parts(numbers.shape[1], part, INT4)
         super().__init__(numbers, scale, zero)
 
@@ -138,7 +139,7 @@ class PartedGroupedWeight(GroupedWeight):
 def multiply_parts_item(
     weight_kind: Any, kind: Any, product: Product, first: int, item: int, ticket: int
 ) -> None:
-    """`multiply_item` for sums that are taken in parts; not of gates."""
+    """`multiply_item` with sums in parts; not for gated weights."""
     columns = tile_columns(weight_kind, product.num_rows, product.num_outputs)
     panel = min(item * columns, num_panels(product.num_outputs) - columns)
     last = min(product.num_rows, first + ROWS_AT_ONCE)
@@ -159,8 +160,8 @@ def multiply_parts_item(
                 if has_scales(weight_kind):
                     value = value * load(FLOATS, scales + column * distance)
                 _add_part(part, value, levels + at)
-    if ticket == 0 or may_put(ticket):
-        _put(kind, product, panel * LANES, columns, first, last, _whole(product, levels))
+    if ticket == 0 or may_store(ticket):
+        _store_outputs(kind, product, panel * LANES, columns, first, last, _whole(product, levels))
 
 
 @njit(inline="always")
@@ -174,7 +175,7 @@ def _sum_part(
     last: int,
     sums: int,
 ) -> None:
-    """Of a part, the sums of rows, tile by tile."""
+    """Compute one part's sums of all rows, tile by tile."""
     steps, step_bytes = product.steps // product.num_parts, bytes_per_step(weight_kind)
     row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * step_bytes
     weights = product.weights + panel * panel_bytes + part * steps * step_bytes
@@ -208,8 +209,8 @@ def _sum_dequantized(
     last: int,
     sums: int,
 ) -> None:
-    """`_sum_part` for many rows: weights become numbers of the rows' kind once for all rows, some
-    steps at a time."""
+    """`_sum_part` for many rows: weights are dequantized once for all rows, some steps at a
+    time."""
     steps, step_bytes = product.steps // product.num_parts, bytes_per_step(weight_kind)
     row_bytes, panel_bytes = product.steps * STEP_BYTES, product.steps * step_bytes
     weights = product.weights + panel * panel_bytes + part * steps * step_bytes
@@ -222,7 +223,7 @@ def _sum_dequantized(
         for wanted in range(first, last, TILE_ROWS):
             row = min(wanted, product.num_rows - TILE_ROWS)
             source = inputs + row * row_bytes + begin * STEP_BYTES
-            # Rows that two tiles have must not be added to twice.
+            # Rows that are in two tiles must not be added to twice.
             at = sums + (wanted - first) * SUMS_BYTES
             if begin == 0:
                 clear(at, TILE_ROWS, columns)
@@ -233,7 +234,7 @@ def _sum_dequantized(
 
 @inlined
 def _move_rows(source: int, target: int, columns: int) -> None:
-    """Sums of a tile to where those of earlier rows are."""
+    """Move the sums of a tile to earlier rows."""
     for row in range(TILE_ROWS):
         for column in range(columns):
             at = row * SUMS_BYTES + column * VECTOR_BYTES
@@ -242,8 +243,8 @@ def _move_rows(source: int, target: int, columns: int) -> None:
 
 @inlined
 def _add_part(part: int, value: Any, levels: int) -> None:
-    """A part's sum is added to those before it: on a level lie the sums of 2 ** level parts that
-    have no neighbour yet."""
+    """Add a part's sum to the tree. A level holds the sum of 2 ** level parts that waits for its
+    neighbour."""
     while part & 1:
         value = load(FLOATS, levels) + value
         levels += _LEVEL_BYTES
@@ -253,7 +254,7 @@ def _add_part(part: int, value: Any, levels: int) -> None:
 
 @inlined
 def _whole(product: Product, levels: int) -> Any:
-    """The address of the sums of all parts."""
+    """Address of the sums over all parts."""
     parts = product.num_parts
     while parts > 1:
         levels += _LEVEL_BYTES
@@ -262,10 +263,10 @@ def _whole(product: Product, levels: int) -> Any:
 
 
 @inlined
-def _put(
+def _store_outputs(
     kind: Any, product: Product, start: int, columns: int, first: int, last: int, sums: int
 ) -> None:
-    """Sums of rows become outputs, from `start` on."""
+    """Store sums as outputs, from output `start`."""
     for row in range(first, last):
         for column in range(columns):
             value = load(FLOATS, sums + (row - first) * SUMS_BYTES + column * VECTOR_BYTES)
@@ -285,7 +286,7 @@ _are_bytes = constant_of_type(lambda kind: kind == types.int8)
 def multiply_grouped_parts_item(
     weight_kind: Any, kind: Any, product: Product, first: int, item: int, ticket: int
 ) -> None:
-    """`multiply_grouped_item` for sums that are taken in parts; not of gates."""
+    """`multiply_grouped_item` with sums in parts; not for gated weights."""
     num_rows, row_bytes = product.num_rows, product.steps * STEP_BYTES
     groups = product.steps // STEPS
     part_groups, height = groups // product.num_parts, rows_of_tile(num_rows)
@@ -311,6 +312,6 @@ def multiply_grouped_parts_item(
             for row in range(last - first):
                 value = load(FLOATS, sums + row * SUMS_BYTES)
                 _add_part(part, value, levels + row * SUMS_BYTES + column)
-    if ticket == 0 or may_put(ticket):
+    if ticket == 0 or may_store(ticket):
         start, columns = panels.start * LANES, len(panels)
-        _put(BFLOAT16, product, start, columns, first, last, _whole(product, levels))
+        _store_outputs(BFLOAT16, product, start, columns, first, last, _whole(product, levels))

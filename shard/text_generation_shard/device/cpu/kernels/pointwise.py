@@ -1,7 +1,7 @@
-"""What happens to each number by itself, or within one token: norm, rotation, activation.
+"""Pointwise kernels: norm, rotation, bias, scaling.
 
-One pass over memory for what torch does in three to six operators; arithmetic in float32, rounded
-once at the end. A token's result depends on that token alone.
+One pass over memory instead of several torch operators; arithmetic is float32, rounded once at the
+end. A token's result depends only on that token.
 """
 
 from typing import Any, Final, NamedTuple
@@ -31,15 +31,15 @@ from text_generation_shard.device.cpu.kernels.vector import (
 )
 from text_generation_shard.device.cpu.kernels.vector_code import fma, sum_of_lanes
 
-# Below this many numbers starting another thread costs more than it saves (about 2 us).
+# Up to this number of values, starting another thread costs more than it saves.
 _SMALL: Final = 8192
 
 
 class Norm(NamedTuple):
-    """Rows of hidden states, and how they are normalised."""
+    """Arguments of an RMS norm of rows."""
 
-    # [rows, size]: hidden states, changed in place; what is added to them, times `multiplier` (0:
-    # nothing is); the normalised rows.
+    # [rows, size]: hidden states, changed in place; delta, added to them times `multiplier` (0:
+    # none); normalized rows.
     hidden: Address
     delta: Address
     out: Address
@@ -85,8 +85,7 @@ def _inverse_rms(kind: Any, numbers: Any, size: int, eps: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def normalize_row(kind: Any, norm: Norm, row: int) -> None:
-    """`normalize` for one row of several. A vector at a time: number by number it took four cycles
-    for each. Squares are summed lane by lane, in the order of the numbers."""
+    """`normalize` for one row, in vectors. Squares are summed lane by lane, in order."""
     whole = norm.size // LANES * LANES
     rest, offset = norm.size - whole, row * norm.size * itemsize(kind)
     total = filled(FLOATS, np.float32(0.0))
@@ -104,7 +103,7 @@ def normalize_row(kind: Any, norm: Norm, row: int) -> None:
 
 @inlined
 def _add_squares(kind: Any, norm: Norm, total: Any, offset: int, start: int, count: int) -> Any:
-    """The sum of squares grows by those of up to 16 hidden states, which take in their delta."""
+    """Add the delta to up to 16 hidden states, and their squares to the total."""
     at = offset + start * itemsize(kind)
     value = load_numbers(kind, norm.hidden + at, count)
     if norm.delta != 0:
@@ -129,7 +128,7 @@ def _normalize_many(kind: Any, norm: Norm, rows: int) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def normalize(kind: Any, norm: Norm, rows: int) -> None:
-    """`add_norm` by addresses."""
+    """`add_norm` for addresses."""
     if rows * norm.size > _SMALL:
         _normalize_many(kind, norm, rows)
     else:
@@ -155,28 +154,28 @@ def scale_row(kind: Any, numbers: int, multiplier: Any, out: int, size: int) -> 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def widen_row(kind: Any, numbers: int, out: int, size: int) -> None:
-    """out [size], float32, becomes numbers [size]."""
+    """Convert numbers [size] to float32 out [size]."""
     narrow, wide = array_at(kind, numbers), array_at(FLOAT32, out)
     for index in range(size):
         wide[index] = widened(kind, narrow[index])
 
 
 class Rotation(NamedTuple):
-    """Heads of rows, and how they are rotated by positions."""
+    """Arguments of the rotation of heads."""
 
-    # [rows, row_size], each `head_dim` numbers; changed in place.
+    # [rows, row_size], heads of `head_dim`; changed in place.
     heads: Address
     row_size: Count
     head_dim: Count
-    # So many heads of a row are rotated, and the first so many of them multiplied by `scale`.
+    # Heads of a row that are rotated; the first `num_scaled` of them are multiplied by `scale`.
     num_rotated: Count
     num_scaled: Count
     scale: Real
     # [positions, 2, half] float32: cosines and sines for pairs of features i and i + half.
     angles: Address
     half: Count
-    # [head_dim] float32: weights of the norms of queries (which are scaled) and keys before; 0:
-    # there are none.
+    # [head_dim] float32: weights of the norms of queries (the scaled heads) and keys before the
+    # rotation; 0: none.
     query_norm: Address
     key_norm: Address
     eps: Real
@@ -193,10 +192,10 @@ def rotate_(
     angles: Tensor,
     positions: Tensor,
 ) -> None:
-    """Rotate the first `num_rotated` of heads [T, n, head_dim], contiguous, in place; the first
-    `num_scaled` of them are multiplied by `scale` as well.
+    """Rotate the first `num_rotated` heads of [T, n, head_dim], contiguous, in place; the first
+    `num_scaled` are also multiplied by `scale`.
 
-    angles [*, 2, rotary_dim / 2] float32: see Rotation; those at `positions` [T].
+    angles [*, 2, rotary_dim / 2] float32, indexed by `positions` [T]: see Rotation.
     """
     rows, count, size = heads.shape
     rotation = Rotation(
@@ -217,7 +216,7 @@ def rotate_(
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def rotate_row(kind: Any, rotation: Rotation, row: int, position: int) -> None:
-    """Rotate the heads of one row, by the angles of a position."""
+    """Rotate the heads of one row by the angles of a position."""
     half, size = rotation.half, rotation.head_dim
     cosines = array_at(FLOAT32, rotation.angles + position * 2 * half * 4)
     sines = array_at(FLOAT32, rotation.angles + (position * 2 + 1) * half * 4)
@@ -249,7 +248,7 @@ def _rotate_many(kind: Any, rotation: Rotation, positions: int, rows: int) -> No
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _rotate(kind: Any, rotation: Rotation, positions: int, rows: int) -> None:
-    """positions: the address of [rows] int64."""
+    """positions: address of [rows] int64."""
     if rows * rotation.row_size > _SMALL:
         _rotate_many(kind, rotation, positions, rows)
     else:

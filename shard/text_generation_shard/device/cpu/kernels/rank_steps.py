@@ -1,14 +1,13 @@
-"""A pass of several ranks: the steps of a layer, and between them what ranks tell each other.
+"""A pass with several ranks: the steps of a layer, with exchanges between them.
 
-An operation takes some rows of a pass, as many as a slot has room for: their part is put into this
-rank's slot, one item publishes it, and the items behind it, one for each row, wait for all ranks
-and make numbers of all parts. What is exchanged are vectors of tokens, which one rank has; the sums
-behind attention and behind the gates, float32, which are added by a binary tree and rounded once;
-and the scores of each rank's part of the vocabulary.
+An operation covers as many rows of a pass as fit into a slot. This rank's part is written to its
+slot, and one item publishes it. The following items, one per row, wait for all ranks and combine
+the parts. Exchanged are embeddings, which one rank has; float32 sums of `out` and `down`, which a
+binary tree adds and which are rounded once; and the scores of each rank's part of the vocabulary.
 
-`given` is a `layers.Given` everywhere, whose `PASS` has the fields of an exchange. A thread that
-waits is in an item: the others go on to look for work, and leave the core to others. When waiting
-fails, all other items of the pass do nothing, and `status` says why.
+`given` is a `layers.Given`, whose `PASS` has the fields of an exchange. A thread waits within an
+item; meanwhile the other threads look for work and yield their cores. After a failed wait, the
+remaining items of the pass do nothing, and `status` holds the reason.
 """
 
 from typing import Any, Final
@@ -40,7 +39,7 @@ from text_generation_shard.device.cpu.kernels.steps import (
     product_of,
     write_step,
 )
-from text_generation_shard.device.cpu.kernels.thread_pool import may_put
+from text_generation_shard.device.cpu.kernels.thread_pool import may_store
 from text_generation_shard.device.cpu.kernels.vector import (
     FLOAT32,
     STEP_BYTES,
@@ -49,19 +48,19 @@ from text_generation_shard.device.cpu.kernels.vector import (
     store_numbers,
 )
 
-# Behind those of `steps`.
+# Steps after those of `steps`.
 _EMBED: Final = 13
 _PUBLISH: Final = 14
 _TAKE_VECTORS: Final = 15
 _TAKE_SUMS: Final = 16
 _TAKE_SCORES: Final = 17
-# Of sums of as many ranks as there may be.
+# Levels of the tree of sums; bounds the number of ranks.
 _LEVELS: Final = 16
 
 
 def num_operations(this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> int:
-    """How many operations a pass has of so many tokens; those whose last hidden states are wanted,
-    and of which there are logits. this: a `layers.PASS`."""
+    """Number of operations of a pass of `rows` tokens, `wanted` of which have last hidden states
+    and `num_logits` logits. this: a `layers.PASS`."""
     itemsize = int(this["row_itemsize"])
     vectors = _num_chunks(this, rows, int(this["hidden_size"]) * itemsize)
     sums = [_num_chunks(this, count, int(this["hidden_size"]) * 4) for count in (rows, wanted)]
@@ -77,8 +76,8 @@ def _num_chunks(this: Any, rows: int, row_bytes: int) -> int:
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def write_rank_phases(given: Any, phases: Any) -> None:
-    """`write_phases` of several ranks."""
-    # Numba compiles a function anew for each literal that it is called with, and so there is none.
+    """`write_phases` for several ranks."""
+    # No literals as arguments: numba compiles a function again for each literal.
     end, last = np.int64(0), len(given.layers) - 1
     word = np.int64(given.passes[0].word)
     end, word = _write_operations(given, phases, end, word, np.int64(0), np.int64(_EMBED))
@@ -97,8 +96,8 @@ def write_rank_phases(given: Any, phases: Any) -> None:
 def _write_operations(
     given: Any, phases: Any, end: int, word: int, layer: int, step: int
 ) -> tuple[int, int]:
-    """The phases of a step whose results ranks exchange, behind those written so far; returns how
-    many are now, and the word of the next operation."""
+    """Append the phases of a step with an exchange; returns the number of phases, and the word of
+    the next operation."""
     this = given.passes[0]
     rows = len(given.slots) if step == _EMBED else num_rows(given, layer, step)
     row_bytes, take = this.hidden_size * 4, _TAKE_SUMS
@@ -143,7 +142,7 @@ def _note_cost(given: Any, phase: Any) -> None:
 
 @njit(inline="always")
 def _partial_product(given: Any, phase: Any) -> Product:
-    """Of the rows of an operation, whose results go into this rank's slot."""
+    """The product of an operation's rows; its output is this rank's slot."""
     this, whole = given.passes[0], product_of(given, phase.layer, phase.step)
     beside = whole.beside
     if this.sum_groups and phase.step != HEAD:
@@ -164,12 +163,12 @@ def _partial_product(given: Any, phase: Any) -> Product:
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def compute_rank_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
-    """An item of a phase of several ranks; ticket: see `may_put`."""
+    """Compute an item of a phase with several ranks; ticket: see `may_store`."""
     this, now = given.passes[0], phases[phase]
-    if llvm.get_word(this.status) != exchange.ARRIVED:
-        # Asked once, also of what nobody computes.
+    if llvm.load_word(this.status) != exchange.ARRIVED:
+        # `may_store` must be called once for each item, also without computing it.
         if now.is_short:
-            may_put(ticket)
+            may_store(ticket)
     elif now.word == 0:
         call(this.own_item, (given, phases, phase, item, ticket))
     elif now.weights:
@@ -199,7 +198,7 @@ def _multiply(given: Any, phase: Any, item: int, ticket: int) -> None:
 
 @njit(inline="always")
 def _embed(given: Any, phase: Any, item: int) -> None:
-    """The vector of a token that is this rank's goes into its slot."""
+    """If the token is in this rank's part, write its embedding to the slot."""
     this, row = given.passes[0], phase.begin + item
     own, row_bytes = (
         given.input_ids[row] - this.first_token,
@@ -215,7 +214,7 @@ def _embed(given: Any, phase: Any, item: int) -> None:
 
 @njit(inline="always")
 def _take_vector(given: Any, phase: Any, item: int) -> None:
-    """Hidden states begin with the vector of a token, which one rank has put."""
+    """Read a token's embedding from its rank's slot into the hidden states."""
     this, row = given.passes[0], phase.begin + item
     row_bytes = this.hidden_size * itemsize(given.kind)
     owner = given.input_ids[row] // this.vocab_size
@@ -226,7 +225,7 @@ def _take_vector(given: Any, phase: Any, item: int) -> None:
 
 @njit(inline="always")
 def _take_scores(given: Any, phase: Any, item: int) -> None:
-    """Logits of a row; the scores of what is no token are cut away."""
+    """Assemble the logits of a row, without the padding of the vocabulary."""
     this, num_tokens = given.passes[0], given.logits.shape[1]
     row = np.int64(given.logits.ctypes.data) + (phase.begin + item) * num_tokens * 4
     for rank in range(this.size):
@@ -240,7 +239,7 @@ def _take_scores(given: Any, phase: Any, item: int) -> None:
 
 @njit(inline="always")
 def _take_sums(given: Any, phase: Any, item: int) -> None:
-    """What a block adds to the hidden states of a row: the sum of all ranks."""
+    """Sum the parts of all ranks for a row into delta."""
     this = given.passes[0]
     size, levels = this.hidden_size, llvm.scratch(_LEVELS)
     target = this.delta + (phase.begin + item) * size * itemsize(given.kind)
@@ -252,8 +251,8 @@ def _take_sums(given: Any, phase: Any, item: int) -> None:
 
 @inlined
 def _sum_of_ranks(this: Any, word: int, at: int, count: int, levels: int) -> Any:
-    """Neighbours are added, and neighbours of these, as in `part_products`: on a level lies the sum
-    of 2 ** level ranks that have no neighbour yet."""
+    """Add the parts of all ranks by a binary tree, as in `part_products`: a level holds the sum of
+    2 ** level ranks that waits for its neighbour."""
     for rank in range(this.size):
         value, level, rest = _part(this, rank, word, at, count), levels, rank
         while rest & 1:
@@ -261,7 +260,7 @@ def _sum_of_ranks(this: Any, word: int, at: int, count: int, levels: int) -> Any
             level += VECTOR_BYTES
             rest >>= 1
         llvm.store(value, level)
-    # Where ranks are no power of two, what is left on the levels.
+    # If the number of ranks is no power of two, add the remaining levels.
     rest, level = this.size, levels
     while not rest & 1:
         level += VECTOR_BYTES
@@ -282,10 +281,10 @@ def _part(this: Any, rank: int, word: int, at: int, count: int) -> Any:
 
 @njit(inline="always")
 def _all_are_there(this: Any, word: int) -> bool:
-    """Wait until all ranks have put their part; if one does not, that is the status of the pass."""
+    """Wait for the parts of all ranks; a failure becomes the status of the pass."""
     for rank in range(this.size):
         status = exchange.await_rank(this, rank, word)
         if status != exchange.ARRIVED:
-            llvm.put_word(this.status, status)
+            llvm.store_word(this.status, status)
             return False
     return True

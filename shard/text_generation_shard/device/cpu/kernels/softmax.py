@@ -1,7 +1,7 @@
-"""One step of a softmax that goes along with its scores.
+"""One step of an online softmax (Milakov & Gimelshein 2018).
 
-Online normaliser calculation (Milakov & Gimelshein 2018): per row a score near the best so far, and
-the sum of the numerators relative to it.
+The state of a row is a reference score near the maximum so far, and the sum of numerators relative
+to it.
 """
 
 from typing import Any, Final
@@ -34,12 +34,12 @@ from text_generation_shard.device.cpu.kernels.vector_code import (
 )
 
 CHUNK: Final = 64
-"""Scores of one step."""
+"""Scores per step."""
 NOTHING: Final = -1e30
 """Lower than any score, and finite, so that differences are numbers."""
 
-# Numerators up to e ** 8 are as exact as those up to 1, and so the reference seldom has to move
-# (as in FlashAttention 4), for which the maximum within a vector must be found.
+# Numerators up to e ** 8 are as exact as those up to 1, so the reference rarely moves (as in
+# FlashAttention 4); moving it requires the maximum within a vector.
 _HEADROOM: Final = np.float32(8.0)
 _LANE_NUMBERS: Final[Any] = Table(INTS, range(LANES))
 
@@ -48,11 +48,11 @@ _LANE_NUMBERS: Final[Any] = Table(INTS, range(LANES))
 def softmax_step(
     kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int
 ) -> Any:
-    """Numerators of 64 scores of one row; returns what all earlier ones are to be multiplied by.
+    """Compute the numerators of 64 scores of a row; returns the factor for all earlier numerators.
 
-    scores and weights: addresses of 64 float32 and of 64 numbers of the kind. best: the address of
-    the score that the row's numerators are relative to, totals: that of 16 partial sums; both go
-    along. Only the scores from `low` to `high` are seen; the others weigh 0.
+    scores and weights: addresses of 64 float32 and of 64 numbers of the kind. best: address of the
+    row's reference score; totals: address of 16 partial sums; both are updated. Scores outside
+    `low` to `high` are masked and weigh 0.
     """
     if low <= 0 and high >= CHUNK - 1:
         return _step(kind, scores, weights, best, totals, np.int64(0), np.int64(CHUNK - 1))
@@ -61,7 +61,7 @@ def softmax_step(
 
 @inlined
 def _step(kind: Any, scores: int, weights: int, best: int, totals: int, low: int, high: int) -> Any:
-    # What is not a literal has each function compiled once.
+    # No literals as arguments, so that each function is compiled once.
     step = LANES * itemsize(kind)
     first = _seen(scores, low, high)
     second = _seen(scores + VECTOR_BYTES, low - LANES, high - LANES)
@@ -70,7 +70,7 @@ def _step(kind: Any, scores: int, weights: int, best: int, totals: int, low: int
     peaks = _larger(_larger(_larger(first, second), third), fourth)
     top, shrink = array_at(FLOAT32, best)[0], np.float32(1.0)
     if is_any(peaks > top + _HEADROOM):
-        # One of these is so much better than earlier ones that its numerator would become large.
+        # A numerator would become too large: move the reference.
         before, top = filled(FLOATS, top), largest_of_lanes(peaks)
         array_at(FLOAT32, best)[0] = top
         shrinks = exponential(kind, before - top)
@@ -89,20 +89,20 @@ def _step(kind: Any, scores: int, weights: int, best: int, totals: int, low: int
 
 @inlined
 def _are_seen(low: int, high: int) -> Any:
-    """Of 16 scores, the mask of those from `low` to `high`."""
+    """A mask of lanes from `low` to `high`."""
     lanes = _LANE_NUMBERS
     return (lanes >= low) & (lanes <= high)
 
 
 @inlined
 def _seen(scores: int, low: int, high: int) -> Any:
-    """16 scores; NOTHING where they are not seen."""
+    """Load 16 scores; NOTHING where masked."""
     return chosen(_are_seen(low, high), load(FLOATS, scores), NOTHING)
 
 
 @inlined
 def _weigh(kind: Any, value: Any, low: int, high: int, top: Any, weights: int) -> Any:
-    """The numerators of 16 scores, which are put among the weights."""
+    """Compute the numerators of 16 scores, and store them as weights."""
     weight = chosen(_are_seen(low, high), exponential(kind, value - top), 0.0)
     store_numbers(kind, weight, weights, LANES)
     return weight

@@ -1,6 +1,6 @@
-"""The steps of a layer as phases of a pass, and what computes an item of each.
+"""The steps of a layer as phases of a pass, and the computation of their items.
 
-`given` is a `layers.Given` everywhere.
+`given` is a `layers.Given`.
 """
 
 from typing import Any, Final
@@ -15,7 +15,7 @@ from text_generation_shard.device.cpu.kernels.pointwise import Norm, Rotation
 from text_generation_shard.device.cpu.kernels.product import ROWS_AT_ONCE, TILE_ROWS, Product
 from text_generation_shard.device.cpu.kernels.vector import STEP_BYTES
 
-# Products of many rows are several phases each, for ROWS_AT_ONCE of them.
+# A product of many rows has several phases, each for ROWS_AT_ONCE rows.
 _NORM_BEFORE_ATTENTION: Final = 0
 _QKV: Final = 1
 _ROTATE: Final = 2
@@ -28,7 +28,7 @@ _SUM_INNER: Final = 8
 DOWN: Final = 9
 NUM_STEPS: Final = 10
 _NUM_PRODUCTS: Final = 4
-# Behind the last layer; the head, if logits are wanted.
+# After the last layer; HEAD and WIDEN only for logits.
 NORM_BEFORE_HEAD: Final = 10
 HEAD: Final = 11
 WIDEN: Final = 12
@@ -36,7 +36,7 @@ WIDEN: Final = 12
 
 @njit(inline="always")
 def num_phases(given: Any) -> int:
-    """At most, for all layers and what comes behind them."""
+    """Most phases of a pass."""
     blocks = -(-len(given.slots) // ROWS_AT_ONCE)
     count = len(given.layers) * (NUM_STEPS + _NUM_PRODUCTS * (blocks - 1)) + 1
     return count + (blocks + 1 if len(given.logits) else 0)
@@ -44,8 +44,8 @@ def num_phases(given: Any) -> int:
 
 @njit(inline="always")
 def write_phases(given: Any, phases: Any) -> None:
-    """The phases of all layers, and of what comes behind them."""
-    # Numba compiles a function anew for each literal that it is called with, and so there is none.
+    """Write the phases of all layers, final norm and head."""
+    # No literals as arguments: numba compiles a function again for each literal.
     end, last = np.int64(0), len(given.layers) - 1
     for layer in range(len(given.layers)):
         for step in range(NUM_STEPS):
@@ -56,7 +56,7 @@ def write_phases(given: Any, phases: Any) -> None:
 
 @njit
 def write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
-    """The phases of a step, behind those written so far; returns how many are now."""
+    """Append the phases of a step; returns the number of phases."""
     this, rows = given.passes[0], num_rows(given, layer, step)
     product = product_of(given, layer, step)
     for first in range(0, rows, ROWS_AT_ONCE if product.weights else rows + 1):
@@ -82,21 +82,21 @@ def write_step(given: Any, phases: Any, end: int, layer: int, step: int) -> int:
 
 @njit(inline="always")
 def _is_narrowed(given: Any, layer: int, step: int) -> Any:
-    """Whether a step is for the wanted tokens alone: of these there are rows one behind the other,
-    but for the hidden states, which stay where they are."""
+    """Whether a step computes only the wanted tokens. Their rows are contiguous in all buffers,
+    except for hidden states, which keep their places."""
     is_last = layer == len(given.layers) - 1 and step >= _ATTEND
     return is_last and len(given.wanted) < len(given.slots)
 
 
 @njit(inline="always")
 def num_rows(given: Any, layer: int, step: int) -> Any:
-    """For how many tokens a step is."""
+    """Tokens of a step."""
     return len(given.wanted) if _is_narrowed(given, layer, step) else len(given.slots)
 
 
 @njit(inline="always")
 def product_of(given: Any, layer: int, step: int) -> Product:
-    """Of a step; without weights if it is none."""
+    """The product of a step; weights 0 if the step is no product."""
     this, weights, rows = given.passes[0], given.layers[layer], num_rows(given, layer, step)
     attended = this.num_heads * this.head_dim
     per_step = STEP_BYTES // itemsize(given.kind)
@@ -124,7 +124,7 @@ def product_of(given: Any, layer: int, step: int) -> Product:
         parts = this.down_parts
     matrix, beside, inputs, out = where
     if this.sum_groups and step != HEAD:
-        # Weights of 4 bits have their scales among them; what they need is the inputs' sums.
+        # int4 weights contain their scales; they need the input sums.
         beside = this.sums
     return Product(
         matrix, beside, inputs, out, rows, steps, outputs, step == _GATE_UP, parts, False
@@ -133,7 +133,7 @@ def product_of(given: Any, layer: int, step: int) -> Product:
 
 @njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")
 def compute_item(given: Any, phases: Any, phase: int, item: int, ticket: int) -> None:
-    """An item of a phase; ticket: see `may_put`."""
+    """Compute an item of a phase; ticket: see `may_store`."""
     this, now = given.passes[0], phases[phase]
     step, layer = now.step, now.layer
     if now.weights:
@@ -188,7 +188,7 @@ def _attend(given: Any, layer: int, item: int) -> None:
 
 @njit(inline="always")
 def _rotate(given: Any, index: int, row: int) -> None:
-    """Queries and keys of a row get their bias and their positions; keys and values go into the
+    """Add the bias of a row, rotate its queries and keys, and store keys and values in the
     cache."""
     this, layer = given.passes[0], given.layers[index]
     num_rotated = this.num_heads + this.num_kv_heads
@@ -216,7 +216,7 @@ def _rotate(given: Any, index: int, row: int) -> None:
 
 @njit(inline="always")
 def _normalize(given: Any, index: int, step: int, row: int) -> None:
-    """Hidden states of a row begin, or take in what the block before adds, and are normalised."""
+    """Initialize the hidden states of a row or add delta to them, then normalize them."""
     this, layer, size = given.passes[0], given.layers[index], given.passes[0].hidden_size
     hidden, delta, row_bytes = this.hidden, this.delta, size * itemsize(given.kind)
     weight, bias = layer.mlp_norm, layer.out_bias

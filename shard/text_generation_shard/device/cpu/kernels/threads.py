@@ -1,60 +1,62 @@
-"""How many threads a pass uses while others want the cores as well.
+"""Adapts the number of threads of a pass to the load of the machine.
 
-All threads of a kernel wait for the slowest, some hundred times in a pass. Where another process
-has one of the cores, that makes a pass many times slower than a single thread, which waits for
-nobody. Nothing says beforehand which is better: it is tried when a pass was kept waiting.
+All threads of a pass wait for the slowest one after each phase. If another process uses one of the
+cores, a pass with all threads may take far longer than with a single one. Which is faster is not
+known in advance, so it is tried when passes are delayed.
 """
 
 import time
 from typing import Self
 
-# A pass that took this many times the processor time of its first thread was kept waiting …
-_WAITED = 1.4
-# … and so many in turn are no accident.
+# A pass is delayed if it took this multiple of its first thread's CPU time …
+_DELAYED = 1.4
+# … and this number of consecutive delayed passes starts a trial.
 _PASSES = 4
-# Seconds until the other number is tried again: at first, and at most, when it keeps losing.
+# Seconds until the next trial: initially, and at most after repeated failures.
 _SHORTEST_S, _LONGEST_S = 2.0, 60.0
 
 
 class ThreadChoice:
-    """Policy: all threads or one, from what passes took. Compares passes of as many tokens."""
+    """Policy: all threads or one, by the times of passes. Compares only passes of the same number
+    of tokens."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = most
-        # Seconds of the passes in turn that are being looked at, all of `_tokens` tokens.
+        # Seconds of the observed consecutive passes, all of `_tokens` tokens.
         self._tokens = 0
-        self._looked_at: list[float] = []
-        # While the other number is tried: what passes of `_tokens` tokens took before.
+        self._observed: list[float] = []
+        # During a trial: seconds of passes of `_tokens` tokens before it.
         self._rival_s: float | None = None
         self._next_trial = 0.0
         self._interval_s = _SHORTEST_S
 
     @property
     def count(self) -> int:
-        """For the next pass."""
+        """Threads for the next pass."""
         return self._count
 
     def observe(self, tokens: int, wall_s: float, cpu_s: float, now: float) -> None:
-        """A pass of `tokens` tokens ended at `now`; cpu_s: what its first thread computed."""
+        """Record a pass of `tokens` tokens that ended at `now`; cpu_s: CPU time of its first
+        thread."""
         if self._most == 1:
             return
         if tokens != self._tokens:
             self._tokens = tokens
-            self._looked_at.clear()
+            self._observed.clear()
             if self._rival_s is not None:
-                # Nothing to compare with any more: as it was before the trial.
+                # Times are no longer comparable: end the trial without a change.
                 self._end_trial(won=False, now=now)
-        is_kept_waiting = wall_s > _WAITED * cpu_s
-        if self._rival_s is None and self._count > 1 and not is_kept_waiting:
-            self._looked_at.clear()
+        is_delayed = wall_s > _DELAYED * cpu_s
+        if self._rival_s is None and self._count > 1 and not is_delayed:
+            self._observed.clear()
             return
-        self._looked_at.append(wall_s)
-        if len(self._looked_at) < _PASSES:
+        self._observed.append(wall_s)
+        if len(self._observed) < _PASSES:
             return
-        # Of the first the caches know little.
-        typical = sorted(self._looked_at[1:])[len(self._looked_at[1:]) // 2]
-        self._looked_at.clear()
+        # Ignore the first pass, whose caches are cold.
+        typical = sorted(self._observed[1:])[len(self._observed[1:]) // 2]
+        self._observed.clear()
         if self._rival_s is not None:
             self._end_trial(won=typical < self._rival_s, now=now)
         elif now >= self._next_trial:
@@ -75,7 +77,7 @@ class ThreadChoice:
 
 
 class Threads:
-    """Has the passes of one thread run on as many threads as `ThreadChoice` says."""
+    """Applies `ThreadChoice` to the passes of one thread."""
 
     def __init__(self) -> None:
         import numba
@@ -86,7 +88,7 @@ class Threads:
         self._began = 0.0, 0.0
 
     def measured(self, tokens: int) -> Self:
-        """Around a pass of so many tokens."""
+        """A context manager around a pass of `tokens` tokens."""
         self._tokens = tokens
         return self
 

@@ -1,9 +1,9 @@
-"""Matrix products of packed vectors with a few rows, in registers.
+"""Matrix products of packed vectors with a few rows, with sums in registers.
 
-The one loop behind linears and attention. What is multiplied lies in vectors of 16 lanes; a step
-takes one vector of a column and, of each row, the 4 bytes that are multiplied with all of its
-lanes: two bfloat16 or one float32. Each sum adds its products in the order of the steps, whatever
-the size of the tile: a result never depends on what is computed beside it.
+The inner loop of linears and attention. Columns are packed in vectors of 16 lanes. A step
+multiplies one vector of a column with 4 bytes of each row, broadcast to all lanes: two bfloat16 or
+one float32. Each sum adds its products in the order of the steps, for any tile size, so a result
+does not depend on the rest of the tile.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,17 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     store,
 )
 from text_generation_shard.device.cpu.kernels.structs import Address, Count
-from text_generation_shard.device.cpu.kernels.vector import ADDRESS, INT8, STEP_BYTES, inlined
+from text_generation_shard.device.cpu.kernels.vector import (
+    ADDRESS,
+    INT8,
+    INTERNAL,
+    STEP_BYTES,
+    inlined,
+)
 
 
 def _magnitudes() -> list[list[Table]]:
-    """Tables of the lower and the upper bytes of the bfloat16 of 0 to 127, two vectors each."""
+    """Tables of the lower and upper bytes of bfloat16 0 to 127, two vectors each."""
     bits = np.arange(128, dtype=np.float32).view(np.uint32) >> 16
     tables = (np.split(part & 255, 2) for part in (bits, bits >> 8))
     return [[Table(BYTES, half.tolist()) for half in halves] for halves in tables]
@@ -51,8 +57,7 @@ def _unpack_vector(kind: Any, start: int, offset: int, ahead: int, is_ahead: boo
 
 
 def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
-    """64 whole numbers of a byte, as `linear.pack` lays them out, are pairs of bfloat16, which hold
-    them exactly."""
+    """Convert 64 int8, as packed by `linear.pack`, to pairs of bfloat16, exactly."""
     if is_ahead:
         fetch(start + offset + ahead)
     numbers = load(BYTES, start + offset)
@@ -63,14 +68,14 @@ def _unpack_bytes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool
 
 @inlined
 def look_up_magnitudes(numbers: Any) -> Any:
-    """The lower and the upper bytes of the bfloat16 that magnitudes of 7 bits stand for."""
+    """The lower and upper bytes of the bfloat16 of 7-bit magnitudes."""
     lower = vector_code.look_up_bytes(_LOWER_0, numbers, _LOWER_64)
     return lower, vector_code.look_up_bytes(_UPPER_0, numbers, _UPPER_64)
 
 
 @inlined
 def convert_magnitudes(numbers: Any) -> Any:
-    """`look_up_magnitudes` where AVX512_VBMI is missing."""
+    """`look_up_magnitudes` without AVX512_VBMI."""
     bits = reinterpreted(_WIDE_INTS, converted(_WIDE_FLOATS, numbers & ~_SIGN))
     # A bfloat16 is the upper half of a float32.
     return converted(BYTES, bits >> 16), converted(BYTES, bits >> 24)
@@ -84,16 +89,15 @@ def _unpack_codes(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool
 
 
 class _Layout(NamedTuple):
-    """How the vectors of a column lie in memory."""
+    """Memory layout of the vectors of a column."""
 
-    # Bytes of one step, and how many steps `unpack` takes from an address; the number of steps of a
-    # column is a multiple of it.
+    # Bytes per step, and steps per call of `unpack`, which divide the steps of a column.
     step_bytes: int
     steps: int
     unpack: Callable[..., Any]
-    # Tiles of up to so many rows have what the tile behind them will read fetched meanwhile. Worth
-    # it where the processor does not do so by itself: for several columns at once, each too short a
-    # stream; and where between two vectors there is so much to do that it does not see a stream.
+    # Tiles of up to this number of rows prefetch the weights of the next tile. It helps where the
+    # hardware prefetcher fails: with several columns at once, each a short stream; or if decoding
+    # takes long between two loads.
     fetching_rows: int = 0
 
 
@@ -103,16 +107,16 @@ _LAYOUTS: Final = {
     types.int8: _Layout(VECTOR_BYTES // 2, 2, _unpack_bytes, fetching_rows=2),
     types.int16: _Layout(bfloat12.STEP_BYTES, bfloat12.STEPS, _unpack_codes, fetching_rows=16),
 }
-# Of a kind of weights; for compiled code.
+# `_Layout` fields by kind of weights, for compiled code.
 bytes_per_step = constant_of_type(lambda kind: _LAYOUTS[kind].step_bytes)
 _steps_at_once = constant_of_type(lambda kind: _LAYOUTS[kind].steps)
 _fetching_rows = constant_of_type(lambda kind: _LAYOUTS[kind].fetching_rows)
 
 
-# A name for compiled code: numba puts what `overload` returns in its place.
+# A declaration: compiled code calls the function that `overload` returns.
 def _unpack(kind: Any, start: int, offset: int, ahead: int, is_ahead: bool) -> Any:
-    """The vectors of the next steps, INTS, at an offset of a column that starts at an address;
-    is_ahead: those that lie `ahead` bytes further on are brought into the cache."""
+    """Unpack the vectors, INTS, of the next steps at `offset` of a column at address `start`;
+    is_ahead: also prefetch `ahead` bytes further."""
     raise NotImplementedError
 
 
@@ -123,25 +127,15 @@ def _choose_unpack(
     return _LAYOUTS[kind].unpack
 
 
-# Neither Python nor `call` reaches them.
-_OUTLINED: Final[Any] = {
-    "nogil": True,
-    "error_model": "numpy",
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}
-
-
 def tile(rows: int, columns: int) -> Any:
-    """The function of a tile of this size; their product is how many sums are kept in registers.
+    """Create the kernel of a tile of this size, with rows * columns vectors of sums in registers.
 
-    It takes the kind of the vectors; a tuple of the addresses of the columns; and inputs, of the
-    same kind or bfloat16, and sums, float32 [rows, columns * 16], which are written, as addresses
-    and strides in bytes. Only where columns lie one behind the other, and so do tiles, may vectors
-    be of a kind that has rows to be fetched.
+    Arguments: the kind of the vectors; a tuple of addresses of the columns; inputs, of the same
+    kind or bfloat16, and output sums, float32 [rows, columns * 16], as addresses and strides in
+    bytes. A kind with `fetching_rows` requires contiguous columns and tiles.
     """
 
-    @njit(**_OUTLINED)
+    @njit(**INTERNAL)
     def multiply_tile(
         kind: Any, starts: Any, inputs: int, stride: int, steps: int, sums: int, sums_stride: int
     ) -> None:
@@ -157,22 +151,22 @@ def tile(rows: int, columns: int) -> Any:
 
 
 class Pages(NamedTuple):
-    """Vectors that lie in several places, one after another."""
+    """Vectors in several places, in order."""
 
     # [num_pages] addresses, int64.
     pages: Address
     num_pages: Count
-    # In each page, where the vectors of the first column lie, from one column to the next, and of
-    # how many steps they are.
+    # In each page: offset of the first column, bytes from one column to the next, steps of a
+    # column.
     offset: Count
     column_bytes: Count
     steps: Count
 
 
 def paged_tile(rows: int, columns: int) -> Any:
-    """`tile` for columns that lie in pages, which sums grow by."""
+    """`tile` for columns in pages; adds to the sums."""
 
-    @njit(**_OUTLINED)
+    @njit(**INTERNAL)
     def add_pages(
         kind: Any, pages: Pages, inputs: int, stride: int, sums: int, sums_stride: int
     ) -> None:
@@ -191,7 +185,7 @@ def paged_tile(rows: int, columns: int) -> Any:
 
 @inlined
 def dequantize(vectors: int, steps: int, target: int) -> None:
-    """Packed bytes, so many steps of one column, as the bfloat16 that they are multiplied with."""
+    """Convert `steps` steps of a packed int8 column to bfloat16."""
     for step in range(0, steps, 2):
         first, second = _unpack(INT8, vectors, step * VECTOR_BYTES // 2, 0, False)
         store(first, target + step * VECTOR_BYTES)

@@ -1,7 +1,7 @@
-"""Numbers of several kinds under the same code.
+"""One code for several kinds of numbers.
 
-Kinds are told apart by the numba type of a marker: uint16 stands for bfloat16, float32 for itself;
-those of weights have more. Rows are of one of these two kinds.
+The numba type of a marker is the kind: uint16 is bfloat16, float32 is itself. Rows are of one of
+these two kinds; weights have more kinds.
 """
 
 from typing import Any, Final
@@ -36,38 +36,40 @@ from text_generation_shard.device.cpu.kernels.vector_code import (
     scaled,
 )
 
-# Here, because numba asks when it meets a function to be kept, and all of them import this module.
+# Here, because numba reads the setting when it decorates a cached function, and all files with such
+# functions import this one.
 choose_directory()
 
 STEP_BYTES: Final = 4
-"""Of a row, what one step of `tile` multiplies."""
+"""Bytes of a row per step of `tile`."""
 
 BFLOAT16: Final = np.uint16(0)
 FLOAT32: Final = np.float32(0)
 ADDRESS: Final = np.int64(0)
 INT8: Final = np.int8(0)
-"""As weights of a bfloat16 product: whole numbers, a byte each."""
+"""Weights of a bfloat16 product: int8."""
 INT4: Final = np.uint8(0)
-"""Likewise: see `grouped_linear`."""
+"""Weights of a bfloat16 product: int4, see `grouped_linear`."""
 BFLOAT12: Final = np.int16(0)
-"""Likewise: bfloat16 in 12 bits, see `bfloat12`."""
+"""Weights of a bfloat16 product: bfloat16 in 12 bits, see `bfloat12`."""
 
-inlined: Any = njit(
-    forceinline=True,
-    nogil=True,
-    boundscheck=False,
-    error_model="numpy",
-    no_cpython_wrapper=True,
-    no_cfunc_wrapper=True,
-)
-"""For functions that become a part of whatever compiled function calls them."""
+INTERNAL: Final[Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+"""Options of functions that neither Python nor `llvm.call` calls: they compile faster."""
+
+inlined: Any = njit(forceinline=True, boundscheck=False, **INTERNAL)
+"""Decorator of functions that are always inlined."""
 
 _IS_WIDE: Final = are_vectors_wide()
 _LOG2_E: Final = 1.4426950408889634
-# Where 2 ** x is the smallest normal number.
+# The exponent of the smallest normal number.
 _LOWEST: Final = -126.0
-# The series of 2 ** f for f in [0, 1], highest power first; exact at 0, else fitted so that the
-# largest relative error is smallest: 9e-5 (a bfloat16 is rounded by up to 2e-3) and 2e-9.
+# Polynomials of 2 ** f for f in [0, 1], highest power first; exact at 0. Minimax fits with relative
+# errors of at most 9e-5 (rounding to bfloat16: 2e-3) and 2e-9.
 _SHORT_SERIES: Final = (0.07706706865913662, 0.22764496183962538, 0.6951167931865881, 1.0)
 _LONG_SERIES: Final = (
     2.161291914548068e-4,
@@ -81,31 +83,31 @@ _LONG_SERIES: Final = (
 
 
 def marker(dtype: torch.dtype) -> Any:
-    """What tells the kernels which kind of numbers they get."""
+    """The marker of rows of this dtype."""
     return {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[dtype]
 
 
 def aligned(size: int, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of `size` numbers that begins at a multiple of 64 bytes."""
+    """An empty, 64-byte aligned tensor of `size` numbers."""
     memory = torch.empty(size + VECTOR_BYTES // dtype.itemsize, dtype=dtype)
     start = -memory.data_ptr() % VECTOR_BYTES // dtype.itemsize
     return memory[start : start + size]
 
 
 def numbers_per_step(dtype: torch.dtype) -> int:
-    """How many numbers of a row one step multiplies."""
+    """Numbers of a row per step."""
     return STEP_BYTES // dtype.itemsize
 
 
 @inlined
 def widen(shorts: Any) -> Any:
-    """16 bfloat16, which are the upper halves of float32, as these."""
+    """Convert 16 bfloat16, the upper halves of float32, to float32."""
     return reinterpreted(FLOATS, converted(INTS, shorts) << 16)
 
 
 @inlined
 def load_numbers(kind: Any, address: int, count: int) -> Any:
-    """The first `count` of 16 numbers of a kind as float32; the others are 0."""
+    """Load the first `count` of 16 numbers as float32; the others are 0."""
     if itemsize(kind) == 2:
         return widen(
             load(SHORTS, address) if count == LANES else load_first(SHORTS, address, count)
@@ -115,8 +117,7 @@ def load_numbers(kind: Any, address: int, count: int) -> Any:
 
 @inlined
 def store_numbers(kind: Any, value: Any, address: int, count: int) -> Any:
-    """Put the first `count` of 16 float32 to an address as numbers of a kind, rounded to it;
-    returns what these are."""
+    """Store the first `count` of 16 float32 as numbers of a kind; returns the rounded values."""
     if itemsize(kind) == 2:
         numbers = round_to_bfloat16(value)
         if count == LANES:
@@ -133,7 +134,7 @@ def store_numbers(kind: Any, value: Any, address: int, count: int) -> Any:
 
 @inlined
 def exponential(kind: Any, value: Any) -> Any:
-    """e ** value for a vector of values <= 0, as exact as the kind; exactly 1 for 0."""
+    """e ** value for values <= 0, as precise as the kind; exactly 1 for 0."""
     value = value * _LOG2_E
     if _IS_WIDE:
         return scaled(_power(kind, above_floor(value)), value)
@@ -145,7 +146,7 @@ def exponential(kind: Any, value: Any) -> Any:
 
 @inlined
 def _power(kind: Any, part: Any) -> Any:
-    """2 ** part for a vector of numbers from 0 to 1."""
+    """2 ** part for parts from 0 to 1."""
     if itemsize(kind) == 2:
         return polynomial(part, _SHORT_SERIES)
     return polynomial(part, _LONG_SERIES)

@@ -1,6 +1,4 @@
-"""Vectors of float32 and of bfloat16: arithmetic beyond operators, and the steps of a tile, whose
-sums stay in registers. A file of its own because, with `llvm`, there would be too much in one.
-"""
+"""Vector arithmetic beyond operators, and the steps of a tile, whose sums stay in registers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +32,7 @@ from text_generation_shard.device.cpu.kernels.llvm import (
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -47,7 +45,7 @@ class _BFloat(ir.Type):
 
 
 class Sums(types.Type):
-    """A grid of vectors of 16 float32, all of which stay in registers: the sums of a tile."""
+    """The sums of a tile: a grid of vectors of 16 float32 in registers."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows, self.columns = rows, columns
@@ -71,7 +69,7 @@ def _fma(builder: Any, kind: Vector, total: Any, left: Any, right: Any) -> Any:
 
 @instruction(lambda vector, factors: vector)
 def polynomial(builder: Any, kinds: Any, vector: Any, factors: Any) -> Any:
-    """The sum of factors times powers of a vector, highest power first; by `fma`."""
+    """A polynomial of a vector, highest power first, by `fma`."""
     kind, count = kinds.return_type, kinds.args[1].count
     first, *others = cgutils.unpack_tuple(builder, factors, count)
     total = fill(builder, kind, first)
@@ -81,7 +79,7 @@ def polynomial(builder: Any, kinds: Any, vector: Any, factors: Any) -> Any:
 
 
 def _define_unary(name: str, llvm_name: str) -> Any:
-    """An intrinsic for one of LLVM's functions, from a vector to a vector of its type."""
+    """An intrinsic for a unary LLVM function on vectors."""
 
     def write(builder: Any, kinds: Any, vector: Any) -> Any:
         kind = kinds.return_type
@@ -102,7 +100,7 @@ def first_lane(builder: Any, kinds: Any, vector: Any) -> Any:
 
 
 def _halved(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """What halves combined with halves leave: the same order for any processor's vectors."""
+    """Reduce a vector by combining halves: the same order on every processor."""
     count = vector.type.count
     while count > 1:
         count //= 2
@@ -117,13 +115,13 @@ def _halved(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> An
 
 @instruction(lambda vector: vector.number)
 def sum_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
-    """Halves added to halves."""
+    """The sum of all lanes, by halves."""
     return _halved(builder, vector, builder.fadd)
 
 
 @instruction(lambda vector: vector.number)
 def largest_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
-    """Of halves and halves the larger; of two that can not be compared, the latter."""
+    """The largest lane, by halves; of two unordered numbers, the second."""
 
     def larger(left: Any, right: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", left, right), left, right)
@@ -133,14 +131,14 @@ def largest_of_lanes(builder: Any, kinds: Any, vector: Any) -> Any:
 
 @instruction(lambda vector: vector.number)
 def largest_number(builder: Any, kinds: Any, vector: Any) -> Any:
-    """The largest lane of those that are not NaN."""
+    """The largest lane that is not NaN."""
     kind = kinds.args[0]
     return call_llvm(builder, f"llvm.vector.reduce.fmax.{suffix(kind)}", FLOAT, vector)
 
 
 @instruction(types.boolean)
 def is_any(builder: Any, kinds: Any, mask: Any) -> Any:
-    """Whether a mask is set anywhere."""
+    """Whether any lane of a mask is set."""
     bits = ir.IntType(kinds.args[0].lanes)
     return builder.icmp_unsigned("!=", builder.bitcast(mask, bits), bits(0))
 
@@ -153,33 +151,33 @@ def _avx512(builder: Any, name: str, left: Any, right: Any) -> Any:
 
 @instruction(FLOATS)
 def above_floor(builder: Any, kinds: Any, vector: Any) -> Any:
-    """What is left above the next whole numbers below; of AVX-512, without exceptions."""
+    """vector - floor(vector); AVX-512, without exceptions."""
     return _avx512(builder, "reduce", vector, INT32(0b1001))
 
 
 @instruction(FLOATS)
 def scaled(builder: Any, kinds: Any, vector: Any, exponents: Any) -> Any:
-    """vector * 2 ** floor(exponents); of AVX-512."""
+    """vector * 2 ** floor(exponents); AVX-512."""
     return _avx512(builder, "scalef", vector, exponents)
 
 
 @instruction(WORDS)
 def look_up(builder: Any, kinds: Any, table: Any, indices: Any) -> Any:
-    """Words of a table of 32 by the lowest 5 bits of each index; of AVX-512."""
+    """Look up words in a table of 32 by the lowest 5 bits of each index; AVX-512."""
     return call_llvm(builder, "llvm.x86.avx512.permvar.hi.512", WORDS.code, table, indices)
 
 
 @instruction(BYTES)
 def look_up_bytes(builder: Any, kinds: Any, lower: Any, indices: Any, upper: Any) -> Any:
-    """Bytes of a table of two vectors by the lowest 7 bits of each index; of AVX512_VBMI."""
+    """Look up bytes in a table of two vectors by the lowest 7 bits of each index; AVX512_VBMI."""
     name = "llvm.x86.avx512.vpermi2var.qi.512"
     return call_llvm(builder, name, BYTES.code, lower, indices, upper)
 
 
 @instruction(INTS)
 def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) -> Any:
-    """Of the lower and the upper bytes of words, those of the first 8 of every 16 words, or of the
-    last 8: `half`, a literal."""
+    """Interleave lower and upper bytes of the first or last 8 of every 16 words; `half`: a
+    literal."""
     first = 8 * kinds.args[2].literal_value
     order = [
         side * VECTOR_BYTES + quarter + number
@@ -193,7 +191,7 @@ def pairs_of_bytes(builder: Any, kinds: Any, lower: Any, upper: Any, half: Any) 
 
 @instruction(SHORTS)
 def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
-    """16 float32, none of them NaN, as the bits of bfloat16 (to nearest, ties to even)."""
+    """Round 16 float32 to bfloat16 bits (to nearest, ties to even); NaN is not supported."""
     if processor.has_bfloat16_products():
         code = ir.VectorType(_BFloat(), LANES)
         rounded = call_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", code, vector)
@@ -203,7 +201,7 @@ def round_to_bfloat16(builder: Any, kinds: Any, vector: Any) -> Any:
 
 
 def _add_pairs(builder: Any, total: Any, left: Any, right: Any) -> Any:
-    """total + the products of pairs of bfloat16, lane by lane."""
+    """Add the products of pairs of bfloat16 to the total, lane by lane."""
     if processor.has_bfloat16_products():
         code = ir.VectorType(_BFloat(), 2 * LANES)
         pairs = builder.bitcast(left, code), builder.bitcast(right, code)
@@ -222,12 +220,12 @@ def _add_floats(builder: Any, total: Any, left: Any, right: Any) -> Any:
 
 @instruction(lambda rows, columns: Sums(rows.literal_value, columns.literal_value))
 def no_sums(builder: Any, kinds: Any, rows: Any, columns: Any) -> Any:
-    """Sums of 0; rows and columns: literals."""
+    """Zero sums; rows and columns: literals."""
     return ir.Constant(kinds.return_type.code, None)
 
 
 def _grid(builder: Any, sums: Sums, address: Any, stride: Any) -> list[Any]:
-    """Where the vectors of sums lie in rows of `stride` bytes."""
+    """Pointers to the vectors of sums, in rows of `stride` bytes."""
     rows = (builder.mul(stride, INT64(row)) for row in range(sums.rows))
     starts = [builder.add(address, row) for row in rows]
     return [
@@ -239,7 +237,7 @@ def _grid(builder: Any, sums: Sums, address: Any, stride: Any) -> list[Any]:
 
 @instruction(lambda rows, columns, *_: Sums(rows.literal_value, columns.literal_value))
 def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, stride: Any) -> Any:
-    """Sums that lie at an address, in rows of so many bytes; rows and columns: literals."""
+    """Load sums in rows of `stride` bytes; rows and columns: literals."""
     sums = kinds.return_type
     pointers = _grid(builder, sums, address, stride)
     return _joined(builder, sums, [builder.load(pointer, align=4) for pointer in pointers])
@@ -247,7 +245,7 @@ def load_sums(builder: Any, kinds: Any, rows: Any, columns: Any, address: Any, s
 
 @instruction(types.void)
 def store_sums(builder: Any, kinds: Any, sums: Any, address: Any, stride: Any) -> None:
-    """Put sums to an address, in rows of so many bytes."""
+    """Store sums in rows of `stride` bytes."""
     for index, pointer in enumerate(_grid(builder, kinds.args[0], address, stride)):
         builder.store(builder.extract_value(sums, index), pointer, align=4)
 
@@ -270,10 +268,10 @@ def add_steps(
     inputs: Any,
     stride: Any,
 ) -> Any:
-    """Sums and the products of the next steps. columns: the address of each column's vectors, of
-    which `unpack`, of (the kind, an address, *others), makes a tuple of INTS, one of each step.
-    inputs: the address of the first row's; rows lie `stride` bytes apart. Of each step and row, 4
-    bytes are multiplied with every lane: two bfloat16, or one float32 if that is the kind."""
+    """Add the products of the next steps to the sums. columns: address of each column's vectors;
+    `unpack`(kind, address, *others) returns a tuple of INTS, one per step. inputs: address of the
+    first row; rows are `stride` bytes apart. For each step and row, 4 bytes are multiplied with
+    every lane: two bfloat16, or one float32 for that kind."""
     one = unpack.get_call_type(typingctx, (kind, types.int64, *others), {})
     multiply = _add_floats if kind == types.float32 else _add_pairs
 
@@ -302,7 +300,7 @@ def add_steps(
 
 @instruction(lambda totals, factor, sums: totals)
 def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) -> Any:
-    """Totals and a vector times sums, each rounded once."""
+    """totals + factor * sums, each rounded once."""
     kind = kinds.return_type
     pairs = (
         (builder.extract_value(totals, index), builder.extract_value(sums, index))
@@ -313,7 +311,7 @@ def add_scaled(builder: Any, kinds: Any, totals: Any, factor: Any, sums: Any) ->
 
 @intrinsic(prefer_literal=True)
 def spaced(typingctx: Any, count: Any, start: Any, distance: Any) -> Any:
-    """The tuple of so many (a literal) addresses, from `start` on."""
+    """A tuple of `count` (a literal) addresses from `start`."""
     result = types.UniTuple(types.int64, count.literal_value)
 
     def generate(context: Any, builder: Any, kinds: Any, values: Any) -> Any:

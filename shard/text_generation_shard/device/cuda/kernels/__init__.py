@@ -1,9 +1,10 @@
-"""Triton kernels. Each reads its inputs once, accumulates in float32, and gives a row the same bits
-whatever else is in the batch.
+"""Triton kernels. Each reads its inputs once and accumulates in float32. A row's result is bit for
+bit independent of the rest of the batch.
 
-Nothing is tuned at run time: sizes of tiles are in `tiles`, so that a start compiles what the last
-one did. Nor is anything compiled for a number that changes from step to step, which would hold up
-the step that has a new one (`do_not_specialize`). Under TRITON_INTERPRET=1 all run on the CPU.
+Nothing is tuned at run time: `tiles` has the tile sizes, so that every start compiles the same
+kernels. Arguments that change from step to step are not specialized (`do_not_specialize`), because
+a new value would delay its step by a compilation. With TRITON_INTERPRET=1 all kernels run on the
+CPU.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
-    """Start one kernel. Every kernel is started here and nowhere else: what counts them counts
-    here."""
+    """Launch a kernel. All launches go through this function, so that tests can count them."""
     if all(grid):
         kernel[tuple(grid)](*arguments, **options)

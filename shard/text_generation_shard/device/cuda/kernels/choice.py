@@ -1,5 +1,5 @@
-"""One token of each row of scores [S, vocab] float32: the best, or one drawn from those that are
-likely enough, without a sort. See `sampling.sample`, which says the same with torch's operators.
+"""Chooses one token from each row of scores [S, vocab] float32, greedily or by sampling, without a
+sort. `sampling.sample` is the reference in torch.
 
 Sums of weights are float32 within a tile and float64 over tiles, in a fixed order.
 """
@@ -7,9 +7,10 @@ Sums of weights are float32 within a tile and float64 over tiles, in a fixed ord
 import triton
 import triton.language as tl
 
-# How far below the best score tokens are looked at first; almost always that is enough.
+# A search first considers only scores at most this far below the best one; this is almost always
+# enough.
 _DEPTH: tl.constexpr = tl.constexpr(8.0)
-# The largest finite float32, and as bits.
+# The bits of the largest finite float32; limits per turn of a search.
 _LARGEST: tl.constexpr = tl.constexpr(0x7F7FFFFF)
 _LIMITS: tl.constexpr = tl.constexpr(8)
 
@@ -25,8 +26,8 @@ def summarise(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (row, part of PART scores): the best score, the first index it has, and the sum of
-    e ** (score - best): best and sum float32, index int32, all [S, num_parts]."""
+    """Program (row, part of PART scores): best score, its first index, and the sum of e ** (score -
+    best). best and sum are float32, index int32; all [S, num_parts]."""
     row, part = tl.program_id(0), tl.program_id(1)
     scores_ptr += row.to(tl.int64) * vocab
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -52,8 +53,8 @@ def summarise(
 def take_best(
     best_ptr, index_ptr, sum_ptr, out_ptr, num_rows, vocab, num_parts, PARTS_PAD: tl.constexpr
 ):
-    """Program (row): what `summarise` left becomes the best token and its log-probability: out [3,
-    num_rows] float64: token, log-probability, score."""
+    """Program (row): merge the results of `summarise` into out [3, num_rows] float64: best token,
+    its log-probability, its score."""
     row = tl.program_id(0)
     part = tl.arange(0, PARTS_PAD)
     at, is_part = row * num_parts + part, part < num_parts
@@ -61,7 +62,7 @@ def take_best(
     index = tl.load(index_ptr + at, mask=is_part, other=0)
     total = tl.load(sum_ptr + at, mask=is_part, other=0.0)
     top = tl.max(best, 0)
-    # NaN, if a score is, or if the best is infinite.
+    # NaN if a score is NaN or the best one is infinite.
     mass = tl.sum(tl.where(total == 0.0, 0.0, total * tl.exp(best - top)), 0)
     token = tl.min(tl.where(best == top, index, vocab), 0)
     tl.store(out_ptr + row, tl.minimum(token, vocab - 1).to(tl.float64))
@@ -84,12 +85,12 @@ def draw(
     TILE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Program (draw): a token of row places[d], where a number made of seeds[d] and of the row's
-    position [num_rows] falls; scores become (score - best) / temperature, -inf where nothing can be
+    """Program (draw): draw a token of row places[d] by a random number from seeds[d] and the row's
+    position [num_rows]. Scores become (score - best) / temperature, -inf for tokens that can not be
     drawn.
 
     values [d, 5] float32: temperature, top_k, top_p, typical_p, log of min_p; out: see `take_best`;
-    indices [d, CAPACITY] int32 is written. TILE scores are looked at together, or FEW in a search.
+    indices [d, CAPACITY] int32 is written. Tiles have TILE scores, in a search FEW.
     """
     drawn = tl.program_id(0)
     place = tl.load(places_ptr + drawn)
@@ -105,15 +106,15 @@ def draw(
     total, near, count = _temper(
         scores_ptr, best, temperature, log_min_p, indices_ptr, vocab, is_filtered, CAPACITY, TILE
     )
-    # What some threads wrote, others read.
+    # Other threads read the stored values.
     tl.debug_barrier()
-    # Whether all scores are searched, or those near the best one.
+    # Whether to search all scores, or only those near the best one.
     is_whole = (not is_filtered) | (count > CAPACITY)
     is_whole = is_whole | (is_cut & (count < top_k) & (log_min_p < -_DEPTH))
     is_whole = is_whole | ((not is_cut) & (near < top_p * total))
     count = tl.where(is_whole, vocab, count)
-    # What is kept: scores above `value`, and those that equal it up to the index `last`; of these,
-    # what is no further from `middle` than `widest`.
+    # Kept are scores above `value`, and equal ones up to index `last`; of these, those at most
+    # `widest` from `middle`.
     value, last, middle, widest = float("-inf"), vocab, 0.0, float("inf")
     if is_cut:
         target = top_k.to(tl.float64)
@@ -152,15 +153,15 @@ def _temper(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Scores become (score - best) / temperature, -inf below `log_min_p`. Returns the mass of all,
-    and of those near the best one; if anything is filtered, the indices of these are written, in
-    order, as many as there is room for, and how many there are is returned."""
+    """Scores become (score - best) / temperature, -inf below `log_min_p`. Returns the mass of all
+    scores and of those near the best one. If `is_filtered`, writes the indices of these in order,
+    up to CAPACITY, and returns their number."""
     total, near = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     count = tl.full([], 0, tl.int32)
     for start in range(0, vocab, TILE):
         index = start + tl.arange(0, TILE)
         score = tl.load(scores_ptr + index, mask=index < vocab, other=float("-inf"))
-        # From the best one down, so that the smallest temperatures overflow to -inf, not to NaN.
+        # The best score is subtracted first, so that small temperatures overflow to -inf, not NaN.
         score = (score - best) / temperature
         score = tl.where(score < log_min_p, float("-inf"), score)
         tl.store(scores_ptr + index, score, mask=index < vocab)
@@ -177,7 +178,7 @@ def _temper(
 
 @triton.jit
 def _candidates(scores_ptr, indices_ptr, start, count, is_whole, value, last, TILE: tl.constexpr):
-    """A tile of what is searched: indices, scores, and whether each is kept."""
+    """A tile of the searched scores: indices, scores, and whether each is kept."""
     at = start + tl.arange(0, TILE)
     is_there = at < count
     found = tl.load(indices_ptr + at, mask=is_there & (not is_whole), other=0)
@@ -200,10 +201,11 @@ def _reached(
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """How far from `middle` one must go for the weights of what is kept to add up to the target;
-    the largest number, if they never do. By KIND: `count`: all weigh 1; `mass`: e ** score.
+    """The distance from `middle` within which the weights of kept scores add up to the target; the
+    largest float32 if they do not. KIND `count`: all weights are 1; `mass`: e ** score.
 
-    Bits of numbers that are not negative grow as these do: the answer is found three bits a turn.
+    The bits of non-negative floats are ordered like the floats, so each turn finds three bits of
+    the result.
     """
     low = tl.full([], 0, tl.int64)
     for turn in range(11):
@@ -227,8 +229,8 @@ def _reached(
 
 @triton.jit
 def _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE: tl.constexpr):
-    """What is kept: the sum of its weights e ** score, and of its scores by weight. Their ratio is
-    what the scores are expected to be (Meister et al. 2022)."""
+    """Of the kept scores, the sum of the weights e ** score and the weighted sum of the scores.
+    Their ratio is the expected score (Meister et al. 2022)."""
     total, weighted = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     for start in range(0, count, TILE):
         _, score, is_kept = _candidates(
@@ -244,7 +246,7 @@ def _masses(scores_ptr, indices_ptr, count, is_whole, value, last, TILE: tl.cons
 def _last_of_equals(
     scores_ptr, indices_ptr, count, is_whole, value, vocab, target, TILE: tl.constexpr
 ):
-    """The index of the last score equal to `value` that is needed to reach the target."""
+    """Index of the last score equal to `value` that is needed to reach the target."""
     above = tl.full([], 0.0, tl.float64)
     for start in range(0, count, TILE):
         _, score, is_kept = _candidates(
@@ -266,17 +268,17 @@ def _last_of_equals(
 
 @triton.jit
 def _kept(score, index, value, last, middle, widest):
-    """Scores, -inf for those that can not be drawn."""
+    """Scores; -inf for tokens that can not be drawn."""
     is_kept = (score > value) | ((score == value) & (index <= last))
     is_kept = is_kept & (tl.abs(score - middle) <= widest)
-    # What is no number stays none.
+    # NaN stays NaN.
     return tl.where(is_kept | (score != score), score, float("-inf"))
 
 
 @triton.jit
 def _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE: tl.constexpr):
-    """Write the scores of what is not kept; returns the first index at which the mass of the others
-    exceeds `number` of all, and its log-probability."""
+    """Set scores that are not kept to -inf. Returns the first index at which the cumulative mass
+    exceeds the fraction `number`, and its log-probability."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, vocab, TILE):
         index = start + tl.arange(0, TILE)
@@ -298,7 +300,7 @@ def _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE: tl.con
             is_hit = (weight > 0.0) & (reached > target)
             token = tl.min(tl.where(is_hit, index, final), 0)
         before = after
-    # Should rounding put the target behind all, the last that weighs anything is taken.
+    # If rounding puts the target beyond the total, take the last token with a weight.
     token = tl.minimum(token, final)
     tl.debug_barrier()
     return token, tl.load(scores_ptr + token) - tl.log(total)
@@ -306,7 +308,7 @@ def _choose(scores_ptr, vocab, value, last, middle, widest, number, TILE: tl.con
 
 @triton.jit
 def _uniform(seed, position):
-    """One number in [0, 1) for a (seed, position): splitmix64 (Steele et al. 2014)."""
+    """A number in [0, 1) from (seed, position): splitmix64 (Steele et al. 2014)."""
     bits = _mixed(seed.to(tl.uint64, bitcast=True))
     bits = _mixed(bits + position.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15)
     return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16

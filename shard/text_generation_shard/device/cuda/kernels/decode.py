@@ -1,5 +1,5 @@
-"""Attention of one token a row over the paged cache, in splits of fixed size (Flash-Decoding, Dao
-et al. 2023): a row's result depends neither on the other rows nor on how many there are."""
+"""Attention of rows with one token over the paged cache, in splits of fixed size (Flash-Decoding,
+Dao et al. 2023). A row's result does not depend on the other rows or their number."""
 
 import triton
 import triton.language as tl
@@ -35,13 +35,13 @@ def attend_split(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (row, kv head, split): the query heads of one KV head over SPLIT tokens of a row.
+    """Program (row, KV head, split): attention of the query heads of one KV head over SPLIT tokens.
 
     heads [R, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys and values [blocks, BLOCK, NUM_KV_HEADS,
     HEAD_DIM] in the type of the heads or in 8 bits; lens [R] int32; tables [*, table_width] int32,
-    a row's is the one of its number, or of owners [R] int32; slopes [NUM_HEADS] float32 or None.
-    Writes parts [R, splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS], the log2 of the
-    sum of the weights, -inf where nothing is seen.
+    indexed by row or by owners [R] int32; slopes [NUM_HEADS] float32 or None. Writes parts [R,
+    splits, NUM_HEADS, HEAD_DIM] and sums [R, splits, NUM_HEADS]: log2 of the sum of weights, -inf
+    if no token is seen.
     """
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -112,8 +112,8 @@ def merge_splits(
     DIM_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (row, head): what `attend_split` left of a row, in the order of its splits. out [R,
-    NUM_HEADS * HEAD_DIM]; sinks [NUM_HEADS] float32 or None: a score beside those of the tokens."""
+    """Program (row, head): merge the results of `attend_split` in the order of the splits. out [R,
+    NUM_HEADS * HEAD_DIM]; sinks [NUM_HEADS] float32 or None: scores of attention sinks."""
     row, head = tl.program_id(0), tl.program_id(1)
     feature = tl.arange(0, DIM_PAD)
     is_feature = feature < HEAD_DIM
@@ -126,7 +126,7 @@ def merge_splits(
     for split in range(0, tl.cdiv(tl.load(lens_ptr + row), SPLIT)):
         at = (row * num_splits + split) * NUM_HEADS + head
         summed = tl.load(sums_ptr + at)
-        # A sum that is no number must not be left out: it makes all of the row none.
+        # NaN is not skipped: it makes the whole row NaN.
         if summed != -float("inf"):
             larger = tl.maximum(largest, summed)
             shrunk, weight = tl.exp2(largest - larger), tl.exp2(summed - larger)

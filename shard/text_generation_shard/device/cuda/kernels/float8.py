@@ -1,5 +1,5 @@
-"""Keys and values that the cache keeps in 8 bits, without a scale: float8_e4m3fn or float8_e5m2
-(Micikevicius et al. 2022). What is computed with them has the type of the queries."""
+"""Conversion of keys and values to and from a float8 cache, without a scale: float8_e4m3fn or
+float8_e5m2 (Micikevicius et al. 2022). Computations use the dtype of the queries."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def to_cache(values, kind: tl.constexpr):
-    """values as the cache keeps them, in its type kind. 8 bits are the nearest there are, of two
-    the even ones; what is beyond the largest number becomes that, and NaN stays NaN."""
+    """Convert values to the cache dtype `kind`. float8: round to nearest, ties to even; saturate;
+    NaN stays NaN."""
     if kind == tl.float8e4nv:
         return _rounded(values, 1 << 20, 7, 14, 448.0).to(kind, bitcast=True)
     elif kind == tl.float8e5:
@@ -22,15 +22,15 @@ def to_cache(values, kind: tl.constexpr):
 def _rounded(
     values, UNIT: tl.constexpr, BIAS: tl.constexpr, SHIFT: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """The 8 bits of values, whose last one is worth UNIT in the bits of a float32; the last place
-    of 2^SHIFT is the least number there is. Triton's own conversion makes NaN a number where a GPU
-    has no instruction for it (8.0)."""
+    """Round values to float8 bits. UNIT: the last bit of a float8 within the bits of a float32.
+    SHIFT: one unit in the last place of 2^SHIFT is the smallest subnormal. Triton's own conversion
+    turns NaN into a number on GPUs without an instruction for it (8.0)."""
     wide = values.to(tl.float32)
     size = tl.minimum(tl.abs(wide), LARGEST)
     bits = size.to(tl.uint32, bitcast=True)
     nearest = bits + (UNIT // 2 - 1) + bits // UNIT % 2
     normal = (nearest - ((127 - BIAS) << 23)) // UNIT
-    # Below the least number of full precision all are multiples of the least number.
+    # Subnormals are multiples of the smallest one.
     shift = tl.full(size.shape, (127 + SHIFT) << 23, tl.uint32)
     small = (size + shift.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True) - shift
     code = tl.where(bits < (128 - BIAS) << 23, small, normal)
@@ -41,8 +41,9 @@ def _rounded(
 
 @triton.jit
 def from_cache(kept, kind: tl.constexpr):
-    """What the cache keeps, in the type kind and exactly."""
+    """Convert cached values to `kind`, exactly."""
     if kept.dtype == tl.float8e5:
-        # Half of a float16. Triton's own conversion to bfloat16 makes NaN a number.
+        # float8_e5m2 is the upper half of a float16. Triton's direct conversion to bfloat16 turns
+        # NaN into a number.
         kept = kept.to(tl.float16)
     return kept.to(kind)

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer: norms, rotation, the cache, gates."""
+"""Kernels between the products of a layer: norm, rotation, cache writes, gate."""
 
 import triton
 import triton.language as tl
@@ -52,12 +52,12 @@ def rotate_and_store(
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Program (token): queries are rotated in place, keys into the cache, values copied there, both
-    in its type (see `float8`).
+    """Program (token): rotate queries in place; write rotated keys, and values, to the cache in its
+    dtype (see `float8`).
 
     heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; angles [*, 2, HALF] float32, cosines and
     sines; rows [T] of them; slots [T]; keys and values [slots, NUM_KV_HEADS, HEAD_DIM]. Feature i
-    is rotated with feature i + HALF; HALF 0: nothing is.
+    is rotated with feature i + HALF; HALF 0: no rotation.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -113,9 +113,9 @@ def gather(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (row, block of TILE tokens, part of the width): copy the keys and values [slots,
-    WIDTH] of a row, whose blocks are tables[row] and whose tokens lens[row], to [*, WIDTH] of any
-    type, from starts[row] on."""
+    """Program (row, block of TILE tokens, part of the width): copy keys and values [slots, WIDTH]
+    of the lens[row] tokens in blocks tables[row] to [*, WIDTH] of any dtype, from index
+    starts[row]."""
     row = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token = token < tl.load(lens_ptr + row)
@@ -141,7 +141,7 @@ def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: 
     is_feature = feature < SIZE
     at = both_ptr + row * (2 * SIZE) + feature
     gates = tl.load(at, mask=is_feature, other=0.0).to(tl.float32)
-    others = tl.load(at + SIZE, mask=is_feature, other=0.0).to(tl.float32)
+    ups = tl.load(at + SIZE, mask=is_feature, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         gates = gates / (1.0 + tl.exp(-gates))
     elif ACTIVATION == "gelu":
@@ -153,20 +153,20 @@ def gate(both_ptr, out_ptr, SIZE: tl.constexpr, TILE: tl.constexpr, ACTIVATION: 
     else:
         tl.static_assert(ACTIVATION == "relu")
         gates = tl.maximum(gates, 0.0)
-    out = (gates * others).to(out_ptr.dtype.element_ty)
+    out = (gates * ups).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + feature, out, mask=is_feature)
 
 
 @triton.jit
 def quantize_rows(hidden_ptr, numbers_ptr, scales_ptr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """Program (row): hidden [T, SIZE] becomes numbers [T, SIZE] float8_e4m3fn and scales [T]
-    float32: the largest of a row becomes 448, which is the largest number."""
+    """Program (row): quantize hidden [T, SIZE] to numbers [T, SIZE] float8_e4m3fn and scales [T]
+    float32. The largest value of a row becomes 448, the largest float8_e4m3fn."""
     row = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, SIZE_PAD)
     is_feature = feature < SIZE
     at = row * SIZE + feature
     hidden = tl.load(hidden_ptr + at, mask=is_feature, other=0.0).to(tl.float32)
-    # A row of zeros, or of nearly nothing, has a scale that can be divided by.
+    # The scale of a row of zeros must be a valid divisor.
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(hidden), 0), 1e-30), 448.0)
     numbers = tl.div_rn(hidden, tl.zeros([SIZE_PAD], tl.float32) + scale)
     tl.store(numbers_ptr + at, numbers.to(tl.float8e4nv), mask=is_feature)

@@ -1,4 +1,4 @@
-"""Attention of several tokens a row over the paged cache (FlashAttention-2, Dao 2023)."""
+"""Attention of rows with several tokens over the paged cache (FlashAttention-2, Dao 2023)."""
 
 import triton
 import triton.language as tl
@@ -32,8 +32,8 @@ def attend_prompts(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Program (tile of queries, head, row). A row's tokens are starts[row] to starts[row + 1] of
-    the pass, and the last of its lens[row] tokens; their keys and values are in the cache.
+    """Program (tile of queries, head, row). A row's queries are tokens starts[row] to starts[row +
+    1] of the pass, the last of its lens[row] tokens. All their keys and values are in the cache.
 
     heads [T, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; keys, values, tables, slopes and sinks: see
     `decode`; starts [R + 1] and lens [R] int32; out [T, NUM_HEADS * HEAD_DIM].
@@ -93,7 +93,7 @@ def attend_prompts(
         )
         values = from_cache(values, query.dtype)
         largest, total, mixed = add_tile(scores, values, largest, total, mixed)
-    # Behind the last query of a row nothing may be seen, and nothing is written.
+    # Padding queries may see no key; their results are not stored.
     total = tl.where(total > 0.0, total, 1.0)
     at_out = (token * NUM_HEADS + head) * HEAD_DIM
     tl.store(

@@ -1,14 +1,15 @@
-"""Products of hidden states and weights: floats, or 8 or 4 bits that become floats in registers.
+"""Products of hidden states with float weights, or with int8 or int4 weights dequantized in
+registers.
 
-The sum over the inputs is taken in one order, and never split: what a row gets depends on that row,
-on the weight and on the sizes of the tiles alone, bit for bit. Weights are the left operand, so
-that tensor cores take them from registers, and the tile of a few rows is narrow.
+The sum over the inputs is never split and has one order: a row's result depends, bit for bit, only
+on the row, the weight and the tile sizes. Weights are the left operand, so that tensor cores take
+them from registers and a tile of few rows is narrow.
 """
 
 import triton
 import triton.language as tl
 
-# What float32 holds as 1.5 * 2 ** 23, and that number.
+# 1.5 * 2 ** 23 as float32 bits, and as a number.
 _SHIFT_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _SHIFT: tl.constexpr = tl.constexpr(12582912.0)
 _GROUP: tl.constexpr = tl.constexpr(32)
@@ -35,7 +36,7 @@ def multiply(
     weight [NUM_OUTPUTS, NUM_INPUTS] in the type of hidden, scales None; or in int8, with scales
     [NUM_OUTPUTS]. IS_GROUPED: in 4 bits, with scales and zeros of groups: see `_add_block`.
     """
-    # Programs that read the same weights follow each other.
+    # Consecutive programs read the same weights.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_row, is_output = (row < num_rows)[None, :], (output < NUM_OUTPUTS)[:, None]
@@ -71,7 +72,7 @@ def _add(total, weight, hidden_ptr, input, is_row, NUM_INPUTS: tl.constexpr):
     is_hidden = is_row & (input < NUM_INPUTS)[:, None]
     hidden = tl.load(hidden_ptr + input[:, None], mask=is_hidden, other=0.0)
     if weight.dtype == tl.int8:
-        # Whole numbers up to 127 are exact in every float: the scale comes last.
+        # Integers up to 127 are exact in every float dtype: the scale is applied last.
         weight = _floats(weight.to(tl.int32))
     return tl.dot(weight.to(hidden.dtype), hidden, total, input_precision="ieee")
 
@@ -89,12 +90,12 @@ def _add_block(
     NUM_INPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """The same of a block of INPUTS in 4 bits, from `first` on, where `at` [OUTPUTS, 1] counts the
-    blocks before it: w = scale * (q - 8) + zero.
+    """`_add` for an int4 block of INPUTS from input `first`; `at` [OUTPUTS, 1]: index of the block.
+    w = scale * (q - 8) + zero.
 
     weight [NUM_OUTPUTS, blocks, INPUTS / 2] uint8: q of the first half of a block in the low bits,
     of the second half in the high ones. scales [NUM_OUTPUTS, blocks, INPUTS / 2 / 32, 2, 2]: for
-    each group of 32 inputs of a half, both halves, scale and zero. The last block is filled up.
+    each group of 32 inputs of a half, both halves, scale and zero. The last block is padded.
     """
     HALF: tl.constexpr = INPUTS // 2
     GROUPS: tl.constexpr = HALF // _GROUP
@@ -117,8 +118,8 @@ def _add_block(
 
 @triton.jit
 def _dequantized(numbers, scales, zeros):
-    """Numbers [OUTPUTS, inputs] from 0 to 15, by scales and zeros [OUTPUTS, inputs / 32], as
-    float32."""
+    """Dequantize values [OUTPUTS, inputs] from 0 to 15, with scales and zeros [OUTPUTS, inputs /
+    32], to float32."""
     SHAPE: tl.constexpr = numbers.shape
     wide = _floats(numbers - 8)
     wide = tl.reshape(wide, [SHAPE[0], SHAPE[1] // _GROUP, _GROUP])
@@ -127,6 +128,6 @@ def _dequantized(numbers, scales, zeros):
 
 @triton.jit
 def _floats(numbers):
-    """int32 numbers between -2 ** 22 and 2 ** 22 as float32, by two additions: instructions that
-    convert bytes are several times slower."""
+    """Convert int32 between -2 ** 22 and 2 ** 22 to float32 by two additions, because conversion
+    instructions have a lower throughput."""
     return (numbers + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT

@@ -1,16 +1,16 @@
-"""What changes scores before a token is chosen: grammars, penalties, biases. scores [S, vocab] are
-float32; `places` say which of the S rows are meant."""
+"""Changes of scores before the choice: grammars, penalties, biases. scores [S, vocab] are float32;
+`places` are row indices."""
 
 import triton
 import triton.language as tl
 
-# A token of the prompt; below it, how often the output has the token.
+# Bit of a token of the prompt; the lower bits count the token in the output.
 _IN_PROMPT: tl.constexpr = tl.constexpr(1 << 30)
 
 
 @triton.jit
 def keep_allowed(scores_ptr, places_ptr, masks_ptr, num_words, vocab, TILE: tl.constexpr):
-    """Program (mask, tile): -inf for the tokens whose bit in masks [C, num_words] int32 is 0."""
+    """Program (mask, tile): set scores to -inf where the bit in masks [C, num_words] int32 is 0."""
     mask = tl.program_id(0)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token = token < vocab
@@ -25,9 +25,8 @@ def keep_allowed(scores_ptr, places_ptr, masks_ptr, num_words, vocab, TILE: tl.c
 def count_tokens(
     counts_ptr, tokens_ptr, lens_ptr, prompt_lens_ptr, width, vocab, TILE: tl.constexpr
 ):
-    """Program (row, tile of its tokens): counts [m, vocab] int32, zeros before, of the first
-    lens[row] of tokens [m, width] int32: how often each is behind the prompt, and whether it is in
-    it."""
+    """Program (row, tile of its tokens): add the first lens[row] of tokens [m, width] int32 to
+    counts [m, vocab] int32, initially 0: count in the output, and bit for the prompt."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_known = at < tl.load(lens_ptr + row)
@@ -40,8 +39,8 @@ def count_tokens(
 
 @triton.jit
 def penalise(scores_ptr, places_ptr, counts_ptr, values_ptr, vocab, TILE: tl.constexpr):
-    """Program (row, tile): by counts (see `count_tokens`) and values [m, 3] float32: repetition,
-    frequency and presence penalty."""
+    """Program (row, tile): apply penalties by counts (see `count_tokens`) and values [m, 3]
+    float32: repetition, frequency and presence penalty."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_token = token < vocab
@@ -61,7 +60,7 @@ def penalise(scores_ptr, places_ptr, counts_ptr, values_ptr, vocab, TILE: tl.con
 def add_biases(
     scores_ptr, places_ptr, tokens_ptr, values_ptr, num_biases, vocab, TILE: tl.constexpr
 ):
-    """Program (tile of biases): values [b] float32 are added to the scores of tokens [b]."""
+    """Program (tile of biases): add values [b] float32 to the scores of tokens [b]."""
     bias = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_bias = bias < num_biases
     place = tl.load(places_ptr + bias, mask=is_bias, other=0).to(tl.int64)
@@ -72,7 +71,7 @@ def add_biases(
 
 @triton.jit
 def forbid(scores_ptr, places_ptr, tokens_ptr, num_tokens, vocab, TILE: tl.constexpr):
-    """Program (row): -inf for tokens [num_tokens]."""
+    """Program (row): set the scores of tokens [num_tokens] to -inf."""
     place = tl.load(places_ptr + tl.program_id(0)).to(tl.int64)
     nothing = tl.full([TILE], float("-inf"), tl.float32)
     for start in range(0, num_tokens, TILE):

@@ -1,5 +1,5 @@
-"""What decode and prefill do with the scores of a tile of keys (online softmax, Milakov and
-Gimelshein 2018). Scores are multiplied by log2(e), so that all powers are of 2."""
+"""Online softmax over tiles of keys, for decode and prefill (Milakov and Gimelshein 2018). Scores
+are multiplied by log2(e), so that all powers have base 2."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def scaled(products, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
-    """Scores of products of queries and keys: scaled and, unless SOFT_CAP is 0, limited to
+    """Scores from products of queries and keys: scaled, and unless SOFT_CAP is 0 limited to
     SOFT_CAP * tanh(score / SOFT_CAP)."""
     scores = products * SCALE
     if SOFT_CAP > 0:
@@ -19,11 +19,11 @@ def scaled(products, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def add_tile(scores, values, largest, total, mixed):
-    """Add the values [N, D] of a tile by scores [M, N], -inf where a query does not see a key, to
-    what each query has: its largest score [M], the sum of its weights [M], and the sum of the
-    weighted values [M, D]. Returns the three."""
+    """Add the values [N, D] of a tile with scores [M, N], -inf where a key is masked, to the state
+    of each query: largest score [M], sum of weights [M], sum of weighted values [M, D]. Returns the
+    new state."""
     larger = tl.maximum(largest, tl.max(scores, 1))
-    # A query may see no key of the tile, and none before it.
+    # All keys so far may be masked.
     shift = tl.where(larger == float("-inf"), 0.0, larger)
     shrunk = tl.exp2(largest - shift)
     weights = tl.exp2(scores - shift[:, None])

@@ -1,4 +1,4 @@
-"""Sizes of tiles by architecture: a static table, so that nothing is measured at a start."""
+"""Tile sizes by GPU architecture: a static table, so that no start tunes anything."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,9 @@ import torch
 
 
 class DecodeTile(NamedTuple):
-    """How `decode` cuts the context of a row."""
+    """How `decode` splits the context of a row."""
 
-    # Tokens of a program, whatever else is in the batch; and of one of its products.
+    # Tokens per program, independent of the batch; tokens per product.
     split: int
     tile: int
     num_warps: int
@@ -16,7 +16,7 @@ class DecodeTile(NamedTuple):
 
 
 class PrefillTile(NamedTuple):
-    """How `prefill` cuts queries and keys."""
+    """How `prefill` tiles queries and keys."""
 
     queries: int
     keys: int
@@ -25,7 +25,7 @@ class PrefillTile(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    """How `product` cuts rows, outputs and inputs."""
+    """How `product` tiles rows, outputs and inputs."""
 
     rows: int
     outputs: int
@@ -35,23 +35,23 @@ class ProductTile(NamedTuple):
 
 
 INT4_BLOCK = 128
-"""Inputs that lie together in a weight of 4 bits, and so the `inputs` of its tiles."""
+"""Inputs per block of an int4 weight, and so the `inputs` of its tiles."""
 
-# By compute capability: the last row that is not above a device's own serves it; 0 is the
-# interpreter's. Chosen by what compiles without spills within the shared memory of a block (99 KiB
-# on 8.9); not measured yet.
+# By compute capability: the largest key not above the device's applies; 0 is for the interpreter.
+# Chosen so that kernels compile without spills and within the shared memory of a block (99 KiB on
+# 8.9), not by measurement.
 _DECODE = {0: DecodeTile(64, 64, 4, 2), 80: DecodeTile(512, 64, 4, 2)}
 _PREFILL = {
     0: PrefillTile(32, 64, 4, 2),
     80: PrefillTile(128, 32, 8, 3),
     89: PrefillTile(128, 64, 8, 2),
 }
-# Where the cache has 8 bits: what was read takes registers beside what it becomes.
+# For a float8 cache: the converted tile takes additional registers.
 _PREFILL_FLOAT8 = {**_PREFILL, 89: _PREFILL[80], 90: _PREFILL[89]}
-# Of products, by the bits of a number of the weight; the same for all GPUs, and not measured yet.
-# `_FEW` is for as many rows as its tile has, `_SOME` for 256, and also for any number of rows where
-# these must not change the tile. Float32 has one for all, with 32 outputs: with 64, Triton 3.7
-# gives it to the tensor cores of compute capability 10.0, which leave out bits.
+# Products, by bits per weight; the same for all GPUs, and not measured. `_FEW` serves as many rows
+# as its tile has, `_SOME` up to 256 rows, and any number of rows if one tile must serve all.
+# Float32 has one tile of 32 outputs: with 64, Triton 3.7 uses the tensor cores of compute
+# capability 10.0, which drop bits.
 _FEW = {8: ProductTile(16, 32, 256, 4, 4), 4: ProductTile(16, 32, INT4_BLOCK, 4, 6)}
 _SOME = {
     16: ProductTile(64, 64, 64, 4, 5),
@@ -65,7 +65,7 @@ _FLOAT32 = {
     8: ProductTile(64, 32, 32, 4, 3),
     4: ProductTile(64, 32, INT4_BLOCK, 4, 2),
 }
-# Heads of more features than this get half of a tile.
+# Heads with more features than this get half the tile.
 _WIDE_HEAD = 128
 
 
@@ -85,8 +85,8 @@ def prefill_tile(capability: int, head_dim: int, cache_dtype: torch.dtype) -> Pr
 
 
 def product_tile(bits: int, is_float32: bool, num_rows: int | None) -> ProductTile:
-    """bits: of a number of the weight; is_float32: hidden states are float32. num_rows None: the
-    one tile that serves every number of rows."""
+    """bits: per weight; is_float32: hidden states are float32. num_rows None: the one tile for
+    every number of rows."""
     if is_float32:
         return _FLOAT32[bits]
     if num_rows is None:

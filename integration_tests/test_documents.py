@@ -1,0 +1,85 @@
+"""The documents: no long line, no broken link, and commands and flags that exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from text_generation_launcher.options import OPTIONS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCUMENTS = (
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    ROOT / "docker" / "MIGRATION.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
+MOST_CHARACTERS = 220
+_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+of_each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+
+
+def prose(document: Path) -> str:
+    """The document without its blocks of code."""
+    return _FENCE.sub("", document.read_text("utf-8"))
+
+
+def links(document: Path) -> Iterator[tuple[Path, str]]:
+    """File and anchor of each link that stays in the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            yield (document.parent / path).resolve() if path else document, anchor
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@of_each_document
+def test_no_line_is_long(document: Path) -> None:
+    lines = enumerate(document.read_text("utf-8").splitlines(), 1)
+    assert [number for number, line in lines if len(line) > MOST_CHARACTERS] == []
+
+
+@of_each_document
+def test_every_link_leads_somewhere(document: Path) -> None:
+    broken = [
+        f"{path.name}#{anchor}"
+        for path, anchor in links(document)
+        if not path.exists() or (anchor and anchor not in anchors(path))
+    ]
+    assert broken == []
+
+
+def test_every_document_can_be_reached_from_the_readme() -> None:
+    reached, waiting = {README}, [README]
+    while waiting:
+        found = {path for path, _ in links(waiting.pop()) if path.suffix == ".md"} - reached
+        reached |= found
+        waiting += found
+    assert set(DOCUMENTS) - reached == set()
+
+
+@of_each_document
+def test_every_make_target_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    fenced = "".join(_FENCE.findall(document.read_text("utf-8")))
+    named = set(re.findall(r"^make ([a-z-]+)", fenced, re.MULTILINE))
+    named |= set(re.findall(r"`make ([a-z-]+)", prose(document)))
+    assert named - targets == set()
+
+
+def test_the_flags_exist() -> None:
+    text = (ROOT / "docs" / "flags.md").read_text("utf-8")
+    named = set(re.findall(r"`--([a-z-]+)`", text))
+    assert len(named) > 40
+    assert named - {option.name for option in OPTIONS} - {"help"} == set()
+
+
+def test_the_readme_fits_on_a_screen() -> None:
+    assert len(README.read_text("utf-8").splitlines()) <= 80

@@ -1,0 +1,1 @@
+"""The flags of the launcher by subject, in the order of --help."""

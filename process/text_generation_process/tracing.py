@@ -1,0 +1,113 @@
+"""Sends spans to a collector with OpenTelemetry's packages, which are imported when a tracer is
+opened."""
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Tracer
+
+# How long a process waits at its end for unsent spans.
+FLUSH_S = 2.0
+# After that, how long the exporter has to stop.
+_STOP_S = 0.2
+# Default ports, as in TGI.
+_PORTS = {"http": 80, "https": 443}
+_SDK, _EXPORTER = "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"
+_EXPORTER_LOG = f"{_EXPORTER}.exporter"
+
+logger = logging.getLogger(__name__)
+
+
+def collector(value: str) -> str:
+    """The canonical address of a collector; ValueError names what was expected."""
+    expected = "the gRPC address of a collector, like http://127.0.0.1:4317"
+    try:
+        url = urlsplit(value)
+        port = url.port
+    except ValueError as error:  # the port is not a number
+        raise ValueError(expected) from error
+    is_good = url.scheme in _PORTS and bool(url.hostname) and port != 0
+    is_plain = url.path in ("", "/") and not url.query and not url.fragment
+    if not (is_good and is_plain) or "@" in url.netloc or not value.isprintable() or " " in value:
+        raise ValueError(expected)
+    return f"{url.scheme}://{url.netloc.rstrip(':')}" + (
+        f":{_PORTS[url.scheme]}" if port is None else ""
+    )
+
+
+def check_tracing(endpoint: str | None) -> None:
+    """Raises ValueError, with a sentence for the user, if traces can not be sent to `endpoint`."""
+    if endpoint is None:
+        return
+    try:
+        collector(endpoint)
+    except ValueError as error:
+        raise ValueError(f"`--otlp-endpoint` must be {error}. Given: {endpoint}") from error
+    if not (_is_installed(_SDK) and _is_installed(_EXPORTER)):
+        raise ValueError(
+            "--otlp-endpoint needs OpenTelemetry, which is not installed: install it with "
+            "`pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc`, or start "
+            "without --otlp-endpoint"
+        )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent package is missing, too
+        return False
+
+
+@contextmanager
+def open_tracer(
+    endpoint: str, service_name: str, version: str, attributes: Mapping[str, str | int]
+) -> Iterator["Tracer"]:
+    """A tracer whose spans a thread sends to a collector in batches. At the end it waits up to
+    `FLUSH_S` for the last ones. `attributes` describe this process.
+
+    A slow or unreachable collector delays no request: spans are lost, and the log reports it. A
+    span is sent if the trace that it continues is sampled. A new trace is sampled by
+    OTEL_TRACES_SAMPLER, or always. `check_tracing` must have passed.
+    """
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # A failed try is a warning, and the failure of all of them an error.
+    logging.getLogger(_EXPORTER_LOG).setLevel(logging.ERROR)
+    exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http:"))
+    resource = Resource.create(
+        {"service.name": service_name, "service.version": version, **attributes}
+    )
+    # Not the global provider, which other packages would use for their spans.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        yield provider.get_tracer("pytgi", version)
+    finally:
+        _shut_down(provider, exporter, endpoint)
+
+
+def _shut_down(provider: "TracerProvider", exporter: "SpanExporter", endpoint: str) -> None:
+    """Sends the remaining spans, for a shorter time than the provider's own shutdown."""
+    flushing = threading.Thread(target=provider.shutdown, name="flush-spans", daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_S)
+    if flushing.is_alive():
+        logger.warning(
+            "The last spans were not sent to %s within %g s, and are lost", endpoint, FLUSH_S
+        )
+        # The exporter logs the interruption of a call as failures, one with a traceback.
+        for name in ("opentelemetry", _EXPORTER_LOG):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        exporter.shutdown()
+        flushing.join(_STOP_S)

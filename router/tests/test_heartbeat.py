@@ -1,0 +1,129 @@
+"""What the launcher hears of the router."""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from text_generation_router import heartbeat
+from text_generation_router.heartbeat import Heartbeat
+
+from router.tests.virtual_time import VirtualTime
+
+pytestmark = pytest.mark.usefixtures("clock")
+ALIVE = {"event": "alive"}
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    yield reader, writer  # each test closes the writer
+    os.close(reader)
+
+
+def heard(reader: int) -> list[dict[str, str]]:
+    data = b""
+    with suppress(BlockingIOError):
+        while part := os.read(reader, 65536):
+            data += part
+    return [json.loads(line) for line in data.splitlines()]
+
+
+async def test_it_beats_until_it_is_closed(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    assert not os.get_inheritable(writer)
+    beat.begin()
+    assert heard(reader) == [ALIVE]
+    await asyncio.sleep(10.5 * heartbeat.PERIOD_S)
+    assert heard(reader) == [ALIVE] * 10
+    beat.close()
+    beat.close()
+    assert os.read(reader, 1) == b"", "the launcher sees the pipe's end"
+
+
+async def test_a_loop_that_stands_still_is_silent(
+    pipe: tuple[int, int], clock: VirtualTime
+) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    beat.begin()
+    heard(reader)
+
+    clock.stand_still(100 * heartbeat.PERIOD_S)
+    assert heard(reader) == []
+    await asyncio.sleep(0.5 * heartbeat.PERIOD_S)
+    assert ALIVE in heard(reader)
+    beat.close()
+
+
+def test_each_loss_is_told(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    beat.lost('Shard 1 is "silent"\nand more')
+    assert heard(reader) == [{"event": "lost", "why": 'Shard 1 is "silent"\nand more'}]
+    beat.lost("another reason")
+    assert heard(reader) == [{"event": "lost", "why": "another reason"}]
+    beat.close()
+    beat.lost("too late")
+
+
+def test_a_long_reason_is_one_line_that_fits(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    beat.lost("é" * 10_000)
+    beat.close()
+    [line] = heard(reader)
+    assert set(line["why"]) == {"é"} and 100 < len(line["why"]) < 4096
+
+
+async def test_a_full_pipe_loses_beats_but_not_the_loss(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n" * 4096)
+    beat.begin()
+    beat.lost("gone")
+    await asyncio.sleep(2.5 * heartbeat.PERIOD_S)
+    while True:
+        try:
+            assert set(os.read(reader, 65536)) == {ord("\n")}
+        except BlockingIOError:
+            break
+    await asyncio.sleep(5 * heartbeat.PERIOD_S)
+    assert heard(reader) == [{"event": "lost", "why": "gone"}] + [ALIVE] * 5
+    beat.close()
+
+
+async def test_without_a_reader(pipe: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    reader, writer = pipe
+    beat = Heartbeat(writer)
+    beat.begin()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), reader)
+    await asyncio.sleep(5 * heartbeat.PERIOD_S)
+    beat.lost("gone")
+    assert [record.getMessage() for record in caplog.records] == [
+        "The launcher has closed its end of --launcher-fd: Broken pipe"
+    ]
+    with pytest.raises(OSError):
+        os.fstat(writer)
+
+
+async def test_without_a_launcher_nothing_is_done() -> None:
+    beat = Heartbeat(None)
+    beat.begin()
+    beat.lost("gone")
+    beat.close()
+
+
+def test_what_can_not_be_written_to(pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    os.close(writer)
+    with pytest.raises(ValueError, match=r"`--launcher-fd` must .* is not \(Bad file"):
+        Heartbeat(reader)
+    with pytest.raises(ValueError, match="12345 is not"):
+        Heartbeat(12345)

@@ -1,0 +1,203 @@
+"""Connecting to new shards: another socket, the same model, the same limits."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from text_generation_router.client import reconnect
+from text_generation_router.client.reconnect import OtherShardsError, Reconnection
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.shards import GoneShardError
+
+from router.tests.test_cli import INFO, WARMUP
+
+pytestmark = pytest.mark.usefixtures("clock")
+
+
+class FakeShards:
+    """What is connected to; says what a test wants."""
+
+    def __init__(
+        self,
+        info: ShardInfo = INFO,
+        warmup: WarmupResult = WARMUP,
+        error: GenerationError | None = None,
+        hangs: bool = False,
+    ) -> None:
+        self.limits: dict[str, int | None] = {}
+        self.is_closed = False
+        self._info, self._warmup, self._error, self._hangs = info, warmup, error, hangs
+
+    async def clear_cache(self, batch_id: int | None) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def info(self) -> ShardInfo:
+        return self._info
+
+    async def warmup(self, **limits: int | None) -> WarmupResult:
+        self.limits = limits
+        if self._hangs:
+            await asyncio.Event().wait()
+        return self._warmup
+
+    async def health(self) -> None:
+        if self._hangs:
+            raise GenerationError("Server error", "deadline exceeded")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Place:
+    """Where rank 0 listens, and the shards that are found there, one after the other."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = folder / "shard-0"
+        self.found: list[FakeShards | GenerationError] = []
+        self.told: list[str] = []
+        self.listen()
+        monkeypatch.setattr(reconnect, "ShardedClient", self)
+        monkeypatch.setattr(reconnect, "PATIENCE_S", 0.01)
+        monkeypatch.setattr(reconnect, "GRACE_S", 0.1)
+        self.reconnection = Reconnection(str(self.path), 1.0, INFO, WARMUP, 4096, 128)
+
+    def listen(self) -> None:
+        """There is another socket."""
+        self.path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self.path))
+
+    async def connect(self, path: str, answer_s: float) -> FakeShards:
+        assert path == str(self.path) and answer_s == 1.0
+        found = self.found.pop(0)
+        if isinstance(found, GenerationError):
+            raise found
+        return found
+
+    def again(self) -> "asyncio.Task[object]":
+        """The wait for new shards."""
+        return asyncio.ensure_future(self.reconnection(self.told.append))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(tmp_path, monkeypatch)
+
+
+async def test_the_socket_of_before_is_not_asked(place: Place) -> None:
+    again = place.again()
+    await asyncio.sleep(0.5)
+    # The launcher may not have been able to end them yet.
+    assert len(place.told) > 1
+    assert set(place.told) == {"The shards do not answer, and have not ended"}
+    os.unlink(place.path)
+    await asyncio.sleep(0.05)
+    assert not again.done()
+    shards = FakeShards()
+    place.found = [shards]
+    place.listen()
+    assert await again is shards and not shards.is_closed
+    assert shards.limits == {
+        "max_prefill_tokens": 4096,
+        "max_batch_size": 128,
+        "max_input_tokens": WARMUP.max_input_tokens,
+        "max_total_tokens": WARMUP.max_total_tokens,
+        "max_batch_total_tokens": WARMUP.num_blocks * INFO.block_size,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda: FakeShards(replace(INFO, dtype="int8")), "they have dtype 'int8'"),
+        (lambda: FakeShards(warmup=replace(WARMUP, num_blocks=7)), "they have 7 KV blocks"),
+    ],
+)
+async def test_others_are_refused(
+    change: Callable[[], FakeShards], sentence: str, place: Place
+) -> None:
+    shards = change()
+    place.found = [shards]
+    again = place.again()
+    place.listen()
+    with pytest.raises(OtherShardsError, match=sentence):
+        await again
+    assert shards.is_closed
+
+
+async def test_what_a_rank_may_say_differently(place: Place) -> None:
+    place.found = [FakeShards(replace(INFO, last_number=9, spares_core=True))]
+    again = place.again()
+    place.listen()
+    await again
+
+
+async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None:
+    place.found = [FakeShards(error=GenerationError("Server error", "too little memory"))]
+    again = place.again()
+    place.listen()
+    with pytest.raises(GenerationError, match="too little memory"):
+        await again
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        GenerationError("the shard listens and has not answered for 1 s"),
+        FakeShards(error=GoneShardError("Could not connect")),
+        FakeShards(hangs=True),
+    ],
+)
+async def test_those_that_are_lost_at_once_have_followers(
+    first: FakeShards | GenerationError, place: Place
+) -> None:
+    second = FakeShards()
+    place.found = [first, second]
+    again = place.again()
+    place.listen()
+    await asyncio.sleep(0.4)
+    assert place.told and not again.done()  # no launcher has ended them
+    place.listen()
+    assert await again is second
+    assert isinstance(first, GenerationError) or first.is_closed
+
+
+async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
+    hanging, second = FakeShards(hangs=True), FakeShards()
+    reconnect.PATIENCE_S = 100.0
+    place.found = [hanging, second]
+    again = place.again()
+    place.listen()
+    await asyncio.sleep(0.1)
+    assert hanging.limits and not hanging.is_closed
+    place.listen()
+    assert await again is second and hanging.is_closed and place.told == []
+
+
+async def test_who_is_cancelled_while_an_attempt_ends_is_over(place: Place) -> None:
+    is_closing = asyncio.Event()
+
+    class Slow(FakeShards):
+        async def health(self) -> None:
+            return
+
+        async def close(self) -> None:
+            is_closing.set()
+            await asyncio.sleep(0.1)
+
+    place.found = [Slow(hangs=True), Slow(hangs=True)]
+    again = place.again()
+    place.listen()
+    await asyncio.sleep(0.05)
+    place.listen()
+    async with asyncio.timeout(5):
+        await is_closing.wait()
+        again.cancel()
+        await asyncio.wait({again}, timeout=1)
+    assert again.cancelled()

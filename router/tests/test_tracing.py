@@ -1,0 +1,257 @@
+"""Which spans there are, on shards that are played. Over gRPC: integration_tests/test_traces.py."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import StatusCode
+from text_generation_router.errors import GenerationError
+from text_generation_router.request import Request
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.shards import Advance, StepResult
+from text_generation_router.tracing import steps
+from text_generation_router.tracing.requests import MOST_SEQUENCES, TracedRequests
+from text_generation_router.tracing.steps import TracedShards
+
+from router.tests.scheduling import (
+    Failing,
+    FakeShards,
+    Gate,
+    Outcome,
+    Rig,
+    collect,
+    make_request,
+    running,
+)
+
+PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+STEPS = [f"text_generation.v1.TextGenerationService/{method}" for method in ("Prefill", "Decode")]
+
+
+class Kept(SpanProcessor):
+    """The spans that began and those that ended, in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[ReadableSpan] = []
+        self.ended: list[ReadableSpan] = []
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self.begun.append(span)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.ended.append(span)
+
+    def named(self, *names: str) -> list[ReadableSpan]:
+        """Those that ended, of these names."""
+        return [span for span in self.ended if span.name in names]
+
+
+class Told:
+    """Shards that record their trace contexts."""
+
+    def __init__(self, shards: FakeShards) -> None:
+        self._shards = shards
+        self.contexts: list[str] = []
+
+    async def prefill(
+        self,
+        batch_id: int,
+        entries: Sequence[Entry],
+        cached_batch_id: int | None,
+        advance: Advance | None = None,
+        trace_context: str = "",
+    ) -> StepResult:
+        self.contexts.append(trace_context)
+        return await self._shards.prefill(batch_id, entries, cached_batch_id, advance)
+
+    async def decode(
+        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
+    ) -> StepResult:
+        self.contexts.append(trace_context)
+        return await self._shards.decode(batch_ids, advance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shards, name)
+
+
+class Traced:
+    """A router's traces, from requests to shards."""
+
+    def __init__(self, ratio: float = 1.0) -> None:
+        provider = TracerProvider(ParentBased(TraceIdRatioBased(ratio)), shutdown_on_exit=False)
+        self.kept = Kept()
+        provider.add_span_processor(self.kept)
+        self.requests = TracedRequests(provider.get_tracer("test"), "a model")
+        self.told: Told
+        self.shards: TracedShards
+
+    def over(self, shards: FakeShards) -> TracedShards:
+        """The traced shards, for the batcher."""
+        self.told = Told(shards)
+        self.shards = TracedShards(self.told, self.requests)
+        return self.shards
+
+    async def ask(
+        self, rig: Rig, *requests: Request, leaves: bool = False, parent: str = ""
+    ) -> list[Outcome]:
+        """What `Infer` and the application do for sequences of one HTTP request."""
+        headers = [(b"traceparent", parent.encode())] if parent else []
+        scope = {"method": "POST", "path": "/", "scheme": "http", "headers": headers}
+        trace, arrival = self.requests.begin(scope), time.perf_counter()
+        entries = rig.batcher.submit_many(requests)
+        if trace is not None:
+            trace.follow(entries, arrival)
+        outcomes = []
+        if leaves:
+            await rig.turn(random.randrange(30))
+        else:
+            outcomes = list(await asyncio.gather(*(collect(entry) for entry in entries)))
+        for place, entry in enumerate(entries):
+            rig.batcher.cancel(entry)
+            if trace is not None:
+                trace.end(entry, None if leaves else outcomes[place].generated, "dropped")
+        if trace is not None:
+            trace.close(scope)
+        return outcomes
+
+    def check_all_ended(self) -> None:
+        """Every span ends once, and no state is kept of requests that have ended."""
+        assert sorted(map(id, self.kept.begun)) == sorted(
+            id(span) for span in self.kept.begun if span.end_time is not None
+        )
+        assert len(self.kept.begun) == len(self.kept.ended)
+        assert not self.requests.sequences and not self.shards._rows
+
+
+def ids(span: ReadableSpan) -> tuple[int, int]:
+    """Of a span its own id and that of the one above it, 0 if there is none."""
+    return span.context.span_id, span.parent.span_id if span.parent is not None else 0
+
+
+async def test_phases_and_steps() -> None:
+    traced = Traced()
+    async with running(over=traced.over) as rig:
+        await traced.ask(rig, make_request((1, 2, 3), 9), parent=PARENT)
+    traced.check_all_ended()
+    kept = traced.kept
+    [root] = kept.named("POST")
+    assert {f"{span.context.trace_id:032x}" for span in kept.ended} == {"a" * 32}
+    assert f"{ids(root)[1]:016x}" == "b" * 16
+    phases = kept.named("validation", "queue", "prefill", "decode")
+    assert [span.name for span in phases] == ["validation", "queue", "prefill", "decode"]
+    assert {ids(span)[1] for span in phases} == {ids(root)[0]}
+    # A prefill, and of eight decodes the first and the last.
+    below = kept.named(*STEPS)
+    assert [ids(span)[1] for span in below] == [ids(p)[0] for p in (*phases[2:], phases[3])]
+    # The shards get all contexts but the last one, which is unknown before the step.
+    told = [f"00-{'a' * 32}-{ids(span)[0]:016x}-01" for span in below[:2]]
+    assert [context for context in traced.told.contexts if context] == told
+    assert [link.context.span_id for link in phases[3].links] == [ids(s)[0] for s in below[1:]]
+
+
+async def test_steps_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "EVERY_S", -1.0)
+    traced = Traced()
+    async with running(over=traced.over) as rig:
+        await traced.ask(rig, make_request((1, 2, 3), 9))
+    assert len(traced.kept.named(*STEPS)) == 9
+    assert all(traced.told.contexts)
+    [decode] = traced.kept.named("decode")
+    assert len(decode.links) == 2, "the first and the last"
+
+
+async def test_a_step_of_several_is_linked() -> None:
+    """The second request's first steps are linked with the first request, and below its own."""
+    traced, gate = Traced(), Gate("decode")
+    async with running(FakeShards(hook=gate), over=traced.over) as rig:
+        tasks = [asyncio.create_task(traced.ask(rig, make_request((1, 2, 3), 9)))]
+        await rig.until(lambda: gate.is_reached)
+        tasks.append(asyncio.create_task(traced.ask(rig, make_request((4, 5, 6), 9))))
+        gate.open()
+        await asyncio.gather(*tasks)
+    traced.check_all_ended()
+    kept = traced.kept
+    first, second = kept.named("decode")
+    of_second = [s for s in kept.named(STEPS[1]) if ids(s)[1] == ids(second)[0]]
+    assert ids(first)[0] in [link.context.span_id for link in of_second[0].links]
+    assert ids(of_second[0])[0] in [link.context.span_id for link in second.links]
+    assert first.context.trace_id != second.context.trace_id
+
+
+async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MOST_LINKS", 2)
+    traced = Traced()
+    requests = [make_request((1, 2, 3), 4) for _ in range(6)]
+    async with running(over=traced.over) as rig:
+        await traced.ask(rig, *requests)
+    assert max(len(span.links) for span in traced.kept.named(*STEPS)) == 2
+    assert all(span.links for span in traced.kept.named("prefill", "decode"))
+
+
+async def test_what_is_not_sampled_costs_no_step() -> None:
+    traced = Traced(ratio=0.0)
+    async with running(over=traced.over) as rig:
+        await traced.ask(rig, make_request())
+        await traced.ask(rig, make_request(), parent=PARENT.removesuffix("01") + "00")
+        assert traced.told.contexts.count("") == len(traced.told.contexts) > 0
+        await traced.ask(rig, make_request(), parent=PARENT)
+    assert {span.context.trace_id for span in traced.kept.ended} == {int("a" * 32, 16)}
+
+
+async def test_a_step_that_fails() -> None:
+    traced = Traced()
+    async with running(FakeShards(hook=Failing(decode=[1])), over=traced.over) as rig:
+        [outcome] = await traced.ask(rig, make_request())
+        assert isinstance(outcome.error, GenerationError)
+        [outcome] = await traced.ask(rig, make_request())
+        assert outcome.error is None
+    traced.check_all_ended()
+    step = traced.kept.named(STEPS[1])[0]
+    assert step.status.status_code is StatusCode.ERROR
+    assert step.attributes["error.type"] == "GenerationError"
+    assert traced.kept.named("decode")[0].status.status_code is StatusCode.ERROR
+    assert traced.kept.named("decode")[1].status.status_code is StatusCode.UNSET
+
+
+async def test_of_many_sequences_some_have_phases() -> None:
+    traced, num = Traced(), MOST_SEQUENCES + 4
+    async with running(over=traced.over) as rig:
+        await traced.ask(rig, *[make_request((1, 2, 3), 3) for _ in range(num)])
+    traced.check_all_ended()
+    assert len(traced.kept.named("prefill")) == MOST_SEQUENCES
+    [root] = traced.kept.named("POST")
+    assert root.attributes["gen_ai.usage.num_sequences"] == num
+    assert root.attributes["gen_ai.usage.output_tokens"] == 3 * num
+    assert root.attributes["gen_ai.usage.input_tokens"] == 3, "one prompt for all"
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_every_span_ends(seed: int) -> None:
+    """Requests that are cancelled, fail, wait, are preempted, or have chunked prefills."""
+    random.seed(seed)
+    traced = Traced(ratio=0.7)
+    shards = FakeShards(num_blocks=24, hook=Failing(prefill=[4, 9], decode=[7, 30], filter=[3]))
+    limits: dict[str, Any] = {"max_batch_prefill_tokens": 8, "speculate": seed % 3}
+    async with running(shards, over=traced.over, max_batch_size=6, **limits) as rig:
+        tasks = []
+        for _ in range(40):
+            prompt = [random.randrange(1, 99) for _ in range(random.randrange(1, 20))]
+            num = random.choice((1, 1, 2, 3))
+            requests = [make_request(prompt, random.randrange(1, 12))] * num
+            leaves = random.random() < 0.3
+            tasks.append(asyncio.create_task(traced.ask(rig, *requests, leaves=leaves)))
+            await rig.turn(random.randrange(12))
+        await asyncio.gather(*tasks)
+    traced.check_all_ended()
+    kept = traced.kept
+    steps_by_id = {ids(span)[0] for span in kept.named(*STEPS)}
+    for phase in kept.named("prefill", "decode"):
+        assert {link.context.span_id for link in phase.links} <= steps_by_id
+    good = [s for s in kept.named("prefill") if s.status.status_code is StatusCode.UNSET]
+    assert len(good) > 10
+    assert all(span.links for span in good)

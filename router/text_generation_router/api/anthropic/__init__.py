@@ -1,0 +1,1 @@
+"""Anthropic's POST /v1/messages."""

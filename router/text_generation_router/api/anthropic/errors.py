@@ -1,0 +1,52 @@
+"""Every error of Anthropic's routes as Anthropic writes it, so that clients raise theirs."""
+
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from text_generation_router.api.anthropic.schemas import MessageErrorBody
+from text_generation_router.api.models import is_anthropics
+from text_generation_router.api.v1_errors import ERRORS as OPENAI_ERRORS
+from text_generation_router.api.v1_errors import describe
+from text_generation_router.api.v1_errors import respond as openai_respond
+from text_generation_router.errors import RouterError
+
+PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**known, "model": MessageErrorBody} for status, known in OPENAI_ERRORS.items()
+}
+
+
+def respond(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed; `error` is anything a route or the framework raised."""
+    path = request.url.path if isinstance(error, HTTPException) else PATH
+    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
+    status, detail = describe(error, path, request.method)
+    return JSONResponse(_body(status, detail["message"]), status, headers=headers)
+
+
+def respond_about_models(request: Request, error: Exception) -> Response:
+    """The same for the list of models, which OpenAI's clients read as well."""
+    return (respond if is_anthropics(request) else openai_respond)(request, error)
+
+
+def error_event(error: Exception) -> dict[str, Any]:
+    """The last event of a stream that failed."""
+    status, detail = describe(error, PATH)
+    return _body(status, detail["message"])
+
+
+def _body(status: int, message: str) -> dict[str, Any]:
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}

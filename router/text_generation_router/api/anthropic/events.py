@@ -1,0 +1,97 @@
+"""One answer to a Messages request, as the events that Anthropic's clients expect."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from text_generation_router.api import sse
+from text_generation_router.api.anthropic.input import conversation_of
+from text_generation_router.api.anthropic.output import ContentWriter, Json
+from text_generation_router.api.anthropic.schemas import MessagesRequest
+from text_generation_router.api.ids import make_id
+from text_generation_router.chat.service import ChatGeneration, ChatStep
+from text_generation_router.request import FinishReason
+from text_generation_router.services import Services
+
+_STOP_REASONS = {
+    FinishReason.EOS_TOKEN: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+}
+
+
+class MessageRun:
+    """Answers one request; `message` is complete after the last event."""
+
+    def __init__(self, body: MessagesRequest, services: Services) -> None:
+        self._chat = services.chat
+        self._conversation = conversation_of(body)
+        self._is_stream = bool(body.stream)
+        self.message: Json = {
+            "id": make_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": services.config.model_names[0],
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def events(self) -> AsyncGenerator[list[Json]]:
+        """The events, those together that are ready together. Raises RouterError.
+
+        message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it. The
+        usage in message_delta is final.
+        """
+        writer = ContentWriter()
+        async with self._chat.start(self._conversation) as (generation,):
+            if not self._is_stream:
+                generation.hide()
+            first = asyncio.ensure_future(anext(generation))
+            try:
+                await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
+                if first.done():
+                    first.result()
+                message = {**self.message, "usage": _usage(generation, 0)}
+                yield [{"type": "message_start", "message": message}]
+                if new := _blocks(writer, await first):
+                    yield new
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            async for steps in generation:
+                if new := _blocks(writer, steps):
+                    yield new
+        assert generation.ending is not None
+        usage = _usage(generation, generation.ending.generated.generated_tokens)
+        delta = _stop(generation)
+        last = list(writer.finish())
+        self.message |= {"content": writer.blocks, **delta, "usage": usage}
+        yield [
+            *last,
+            {"type": "message_delta", "delta": delta, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+
+def _blocks(writer: ContentWriter, steps: Sequence[ChatStep]) -> list[Json]:
+    return [made for step in steps for event in step.events for made in writer.feed(event)]
+
+
+def _usage(generation: ChatGeneration, output_tokens: int) -> Json:
+    """`input_tokens` are the tokens that were not cached: clients add up all three kinds."""
+    return {
+        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": generation.cached_tokens,
+        "output_tokens": output_tokens,
+    }
+
+
+def _stop(generation: ChatGeneration) -> Json:
+    """Why the message ended: `tool_use` if the model ended it after a call."""
+    assert generation.ending is not None
+    generated = generation.ending.generated
+    reason = _STOP_REASONS[generated.finish_reason]
+    if generation.has_tool_calls and reason == "end_turn":
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": generated.stop_sequence}

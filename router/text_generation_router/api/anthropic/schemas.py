@@ -1,0 +1,239 @@
+"""Anthropic's Messages bodies. What is not served is refused by name, never ignored."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+
+from text_generation_router.api.descriptions import (
+    DETERMINISTIC,
+    STREAM,
+    TEMPERATURE,
+    TOP_P,
+)
+from text_generation_router.api.hints import IGNORED, Hint
+from text_generation_router.bounded import IN_SLICES, Items
+from text_generation_router.fields import NOT_SUPPORTED, Body, CacheSalt, Float32, Refused, refuses
+
+
+class TextBlock(Body):
+    """A text."""
+
+    type: Literal["text"]
+    text: str = Field(description="The text.")
+
+
+class ThinkingBlock(Body):
+    """What the assistant thought before it answered."""
+
+    type: Literal["thinking"]
+    thinking: str = Field(description="The text.")
+
+
+class RedactedThinkingBlock(Body):
+    """Thoughts that only Anthropic can read: left out of the prompt."""
+
+    type: Literal["redacted_thinking"]
+    data: str = Field(default="", description="Not read.")
+
+
+class ToolUseBlock(Body):
+    """A call that the assistant asked for."""
+
+    type: Literal["tool_use"]
+    id: str = Field(description="The id of the call. The result names it.")
+    name: str = Field(description="The name of the tool.")
+    input: dict[str, Any] = Field(description="The input of the tool.")
+
+
+class ToolResultBlock(Body):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(description="The id of the call.")
+    content: str | Items[TextBlock] = Field(default="", description="The result.")
+    is_error: bool = Field(default=False, description="Whether the call failed.")
+
+
+def _kind(block: Any) -> str | None:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return None if kind is None else str(kind)
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")],
+    Discriminator(
+        _kind,
+        custom_error_type="block_type",
+        custom_error_message="Blocks can be of type text, thinking, redacted_thinking, tool_use "
+        "and tool_result; this model reads text only",
+    ),
+]
+
+
+class MessageParam(Body):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"] = Field(description="Who says it.")
+    content: str | Items[ContentBlock] = Field(description="A text, or blocks.")
+
+
+def _is_no_choice(name: str) -> str:
+    if name in ("auto", "none", "required"):
+        raise ValueError(f"a tool can not be called {name!r}")
+    return name
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = Field(default=None, description="May be left out.")
+    name: Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)] = Field(
+        description="The name of the tool."
+    )
+    description: str | None = Field(default=None, description="What the tool does, for the model.")
+    input_schema: dict[str, Any] = Field(description="JSON schema of the input.")
+    strict: bool = Field(
+        default=False, description="Refuse the request if a part of the schema can not be enforced."
+    )
+
+
+class ToolChoice(Body):
+    """Whether tools are called, and which."""
+
+    type: Literal["auto", "any", "none"] = Field(
+        description="`auto`: the model decides. `any`: at least one tool is called. `none`: no "
+        "tool is called."
+    )
+    disable_parallel_tool_use: bool = Field(default=False, description="At most one call.")
+
+
+class ForcedToolChoice(Body):
+    """The tool that has to be called."""
+
+    type: Literal["tool"]
+    name: str = Field(description="The name of the tool.")
+    disable_parallel_tool_use: bool = Field(default=False, description="At most one call.")
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers: `enable_thinking` of the chat template."""
+
+    type: Literal["adaptive", "enabled", "disabled"] = Field(
+        description="`disabled`: the model does not think first. The other two: it does."
+    )
+    budget_tokens: Annotated[Any, Hint(), IGNORED] = None
+
+
+class JsonOutputFormat(Body):
+    """Text that is JSON of this schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema.")
+
+
+class OutputConfig(Body):
+    """The form of the text."""
+
+    format: JsonOutputFormat | None = Field(
+        default=None, description="The form that the text must have."
+    )
+    effort: Annotated[Any, Hint(), IGNORED] = None
+
+
+class CountTokensRequest(Body):
+    """Body of POST /v1/messages/count_tokens.
+
+    `cache_control` and fields that only concern Anthropic's own service (`metadata`,
+    `service_tier`, …) are not read.
+    """
+
+    model: str = Field(description="The served model, or `tgi`.", examples=["tgi"])
+    messages: Annotated[Annotated[list[MessageParam], Field(min_length=1)], IN_SLICES] = Field(
+        description="The conversation so far. If the last message is the assistant's, the answer "
+        "continues it.",
+        examples=[[{"role": "user", "content": "What is deep learning?"}]],
+    )
+    system: str | Items[TextBlock] | None = Field(default=None, description="The system prompt.")
+    tools: Items[Tool] = Field(default=[], description="The tools that the model may call.")
+    tool_choice: Annotated[ToolChoice | ForcedToolChoice, Field(discriminator="type")] | None = (
+        Field(default=None, description="Whether tools are called, and which one.")
+    )
+    thinking: Thinking | None = Field(
+        default=None, description="Whether the model thinks before it answers."
+    )
+    output_config: OutputConfig | None = Field(default=None, description="The form of the text.")
+    mcp_servers: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
+    container: Refused = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**32)] = Field(
+        description="The most tokens to generate."
+    )
+    stop_sequences: Items[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], description="The text ends before any of these."
+    )
+    stream: bool = Field(default=False, description=STREAM)
+    temperature: Annotated[Float32, Field(ge=0)] | None = Field(
+        default=None, description=TEMPERATURE
+    )
+    top_p: Annotated[Float32, Field(ge=0, le=1)] | None = Field(default=None, description=TOP_P)
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        default=None, description="Draw only from this many of the likeliest tokens."
+    )
+    deterministic: bool | None = Field(default=None, description=DETERMINISTIC)
+    cache_salt: CacheSalt | None = None
+
+
+class UsageBody(BaseModel):
+    """Tokens of the prompt and of the answer."""
+
+    input_tokens: int = Field(
+        description="Tokens of the prompt that were computed for this request."
+    )
+    cache_creation_input_tokens: int = Field(description="Always 0.")
+    cache_read_input_tokens: int = Field(
+        description="Tokens of the prompt that were in the cache already."
+    )
+    output_tokens: int = Field(description="Tokens that were generated.")
+
+
+class MessageBody(BaseModel):
+    """The answer: blocks of type text, thinking and tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]] = Field(description="The blocks.")
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = Field(
+        description="Why the message ended."
+    )
+    stop_sequence: str | None = Field(description="The stop sequence that ended it, if one did.")
+    usage: UsageBody = Field(description="How many tokens it took.")
+
+
+class TokenCountBody(BaseModel):
+    """Tokens of the prompt."""
+
+    input_tokens: int = Field(description="How many tokens the prompt has.")
+
+
+class MessageErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str = Field(description="The kind of the error, in a word.")
+    message: str = Field(description="What was wrong, in a sentence.")
+
+
+class MessageErrorBody(BaseModel):
+    """Body of every error, and of the event that ends a stream."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail = Field(description="The error.")

@@ -1,0 +1,1 @@
+"""The routes of platforms: SageMaker, Vertex AI, KServe, and the probes of orchestrators."""

@@ -1,0 +1,352 @@
+"""KServe's Open Inference Protocol (v2): tensors of texts go in, and come out.
+
+TGI has its own form of it, in which the tensors of a request and of its answer are lists of
+UTF-8 bytes, one text each. What TGI takes is answered as TGI does; all else is the protocol's.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter, HTTPException, Request, Response
+from starlette.convertors import StringConvertor, register_url_convertor
+
+from text_generation_router.api.dependencies import ServicesDependency, get
+from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
+from text_generation_router.api.hints import warning
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.models import check_model
+from text_generation_router.api.platforms.kserve_errors import ERRORS as OPEN_ERRORS
+from text_generation_router.api.platforms.kserve_errors import InferenceError, mark_as_open
+from text_generation_router.api.platforms.kserve_schemas import (
+    INPUT,
+    OUTPUT,
+    PROTOCOLS,
+    InferenceRequest,
+    InferenceResponse,
+    InputTensor,
+    LiveResponse,
+    MetadataModelResponse,
+    MetadataServerResponse,
+    TensorMetadata,
+)
+from text_generation_router.api.platforms.kserve_tensors import (
+    TensorRequest,
+    TensorRoute,
+    packed,
+    shape_complaint,
+    written,
+)
+from text_generation_router.api.streaming import unless_disconnected
+from text_generation_router.api.tgi.generate import generate_answer
+from text_generation_router.api.tgi.info import UNHEALTHY, check_health
+from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest
+from text_generation_router.api.v1_errors import ModelNotFoundError
+from text_generation_router.config import VERSION
+from text_generation_router.errors import RouterError, ValidationError
+from text_generation_router.infer import gather_or_cancel
+from text_generation_router.services import Services
+
+
+class _ModelName(StringConvertor):
+    """Names of models may have a few slashes; what may follow them in a path is no part of them."""
+
+    regex = "[^/]+(?:/(?!(?:versions|infer|ready|config|stats)(?:/|$))[^/]+){0,7}"
+
+
+register_url_convertor("model", _ModelName())
+
+_MODEL = "/v2/models/{model_name:model}"
+_VERSION = f"{_MODEL}/versions/{{model_version}}"
+# The server has one model, in one version; any is taken for it.
+_ONLY_VERSION = "1"
+
+# Health needs no key.
+router = APIRouter(tags=["KServe"])
+key_router = APIRouter(dependencies=NEEDS_KEY, tags=["KServe"])
+body_router = APIRouter(route_class=TensorRoute, dependencies=NEEDS_KEY, tags=["KServe"])
+
+
+class Utf8Error(RouterError):
+    """An input whose bytes are no text."""
+
+    status_code = 422
+    error_type = "utf8"
+    metric_label = "validation"
+
+
+class LengthMismatchError(RouterError):
+    """Not as many outputs are named as there are inputs."""
+
+    status_code = 422
+    error_type = "length mismatch"
+    metric_label = "validation"
+
+
+@get(router, "/v2/health/live", summary="Liveness", response_model=LiveResponse)
+async def kserve_live() -> Response:
+    """The process answers, whatever its shards do."""
+    return _json({"live": True})
+
+
+@get(
+    router,
+    "/v2/health/ready",
+    summary="Readiness",
+    response_model=LiveResponse,
+    responses=UNHEALTHY,
+)
+async def kserve_ready(services: ServicesDependency) -> Response:
+    """Every shard takes work and the scheduler runs."""
+    await check_health(services)
+    return _json({"live": True})
+
+
+@get(
+    router,
+    f"{_VERSION}/ready",
+    summary="Readiness of the model",
+    response_model=LiveResponse,
+    responses=UNHEALTHY,
+)
+async def kserve_model_ready(
+    model_name: str, model_version: str, services: ServicesDependency
+) -> Response:
+    """The same as the readiness of the server, which has one model; any name and version do."""
+    return await kserve_ready(services)
+
+
+@get(
+    key_router,
+    "/v2",
+    summary="Server metadata",
+    response_model=MetadataServerResponse,
+    responses=UNAUTHORIZED,
+)
+async def kserve_metadata() -> Response:
+    """What the server is."""
+    extensions = ["health", "models", "metrics"]
+    name = "text-generation-inference"
+    return _json({"name": name, "version": VERSION, "extensions": extensions})
+
+
+@get(
+    key_router,
+    _VERSION,
+    summary="Model metadata",
+    response_model=MetadataServerResponse,
+    responses=UNAUTHORIZED,
+)
+async def kserve_model_metadata(model_name: str, model_version: str) -> Response:
+    """The name and the version from the path, since the server has one model."""
+    extensions = ["infer", "ready"]
+    return _json({"name": model_name, "version": model_version, "extensions": extensions})
+
+
+@get(
+    router,
+    f"{_MODEL}/ready",
+    summary="Readiness of the model in any version",
+    response_model=LiveResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_ready(model_name: str, services: ServicesDependency) -> Response:
+    """The same as the readiness of the server. It needs no key, and so shows no name."""
+    try:
+        check_model(model_name, services)
+    except ModelNotFoundError:
+        raise HTTPException(404) from None
+    return await kserve_ready(services)
+
+
+@get(
+    key_router,
+    _MODEL,
+    summary="Model metadata of the protocol",
+    response_model=MetadataModelResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_metadata(
+    model_name: str, services: ServicesDependency
+) -> MetadataModelResponse:
+    """The tensors that the model takes and gives; inputs and outputs may have other names."""
+    check_model(model_name, services)
+    return MetadataModelResponse(
+        name=model_name,
+        versions=[_ONLY_VERSION],
+        platform="text-generation-inference",
+        inputs=[TensorMetadata(name=INPUT, datatype="BYTES", shape=[-1])],
+        outputs=[TensorMetadata(name=OUTPUT, datatype="BYTES", shape=[-1])],
+    )
+
+
+@body_router.post(
+    f"{_VERSION}/infer", summary="Inference", response_model=InferenceResponse, responses=ERRORS
+)
+async def kserve_infer(
+    model_name: str,
+    model_version: str,
+    body: InferenceRequest,
+    request: Request,
+    services: ServicesDependency,
+) -> Response:
+    """Generates for every input, as TGI does for what TGI takes, else by the protocol."""
+    services.metrics.request_count.inc()
+    if not _is_tgis(body, request):
+        mark_as_open(request.scope)
+        return await _infer(model_name, model_version, body, request, services)
+    outputs = body.outputs or []
+    if len(body.inputs) != len(outputs):
+        raise LengthMismatchError("Inputs and outputs length mismatch")
+    texts = await _generate_all(body, _texts(body.inputs), request, services)
+    if texts is None:
+        return Response(status_code=499)
+    made: list[dict[str, Any]] = [
+        {"name": output.name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
+        for output, text in zip(outputs, map(str.encode, texts), strict=True)
+    ]
+    return _json({"id": body.id, "outputs": made}, warning(body))
+
+
+@body_router.post(
+    f"{_MODEL}/infer",
+    summary="Inference by the protocol",
+    response_model=InferenceResponse,
+    responses=OPEN_ERRORS,
+)
+async def kserve_any_version_infer(
+    model_name: str, body: InferenceRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generates for every element of every input."""
+    services.metrics.request_count.inc()
+    return await _infer(model_name, _ONLY_VERSION, body, request, services)
+
+
+def _is_tgis(body: InferenceRequest, request: Request) -> bool:
+    """Whether TGI takes it: JSON that has `id` and `outputs`, bytes as data, and asks for no binary
+    output."""
+    assert isinstance(request, TensorRequest)
+    if body.id is None or body.outputs is None or not request.is_json:
+        return False
+    is_binary = any(_is_binary(body, place) for place in range(len(body.outputs)))
+    return not is_binary and all(tensor.has_bytes for tensor in body.inputs)
+
+
+async def _infer(
+    model_name: str,
+    model_version: str,
+    body: InferenceRequest,
+    request: Request,
+    services: Services,
+) -> Response:
+    """The protocol's answer. Raises RouterError."""
+    check_model(model_name, services)
+    names = _output_names(body)
+    sizes = [_num_texts(tensor) for tensor in body.inputs]
+    texts = await _generate_all(body, _texts(body.inputs), request, services)
+    if texts is None:
+        return Response(status_code=499)
+    answer: dict[str, Any] = {"model_name": model_name, "model_version": model_version}
+    if body.id is not None:
+        answer["id"] = body.id
+    answer["outputs"] = outputs = []
+    binary: list[bytes] = []
+    start = 0
+    for place, (name, size, tensor) in enumerate(zip(names, sizes, body.inputs, strict=True)):
+        shape = [1] if tensor.has_bytes else tensor.shape
+        output: dict[str, Any] = {"name": name, "datatype": "BYTES", "shape": shape}
+        part = texts[start : start + size]
+        start += size
+        if _is_binary(body, place):
+            binary.append(written(part))
+            output["parameters"] = {"binary_data_size": len(binary[-1])}
+        else:
+            output["data"] = part
+        outputs.append(output)
+    content, headers = packed(answer, binary)
+    return Response(content, headers=headers | warning(body))
+
+
+def _output_names(body: InferenceRequest) -> Sequence[str]:
+    """What the outputs are called. Raises InferenceError."""
+    num = len(body.inputs)
+    if not num:
+        raise InferenceError("`inputs` must have at least one tensor")
+    if not body.outputs:
+        return [OUTPUT] if num == 1 else [f"{OUTPUT}_{place}" for place in range(num)]
+    if len(body.outputs) != num:
+        raise InferenceError(
+            "`outputs` must name one tensor for each of `inputs`, or be left out. Given: "
+            f"{len(body.outputs)} outputs and {num} inputs"
+        )
+    return [output.name for output in body.outputs]
+
+
+def _num_texts(tensor: InputTensor) -> int:
+    """How many texts the tensor has. Raises InferenceError for one that contradicts itself."""
+    named = f"The input {tensor.name[:64]!r}"
+    is_bytes = tensor.datatype == "UINT8"
+    if tensor.datatype != "BYTES" and not is_bytes:
+        raise InferenceError(
+            f"{named} is {tensor.datatype[:16]!r}; send texts as BYTES, or the bytes of one as "
+            "UINT8"
+        )
+    if not tensor.data:
+        raise InferenceError(f"{named} has no elements; send at least one text")
+    if is_bytes and not tensor.has_bytes:
+        raise InferenceError(f"{named} is UINT8 and has texts; send them as BYTES")
+    # TGI's clients send the bytes of a text as BYTES, in any shape.
+    is_checked = is_bytes or not tensor.has_bytes
+    if is_checked and (complaint := shape_complaint(tensor.shape, len(tensor.data))):
+        raise InferenceError(f"{named}: {complaint}")
+    return 1 if tensor.has_bytes else len(tensor.data)
+
+
+def _is_binary(body: InferenceRequest, place: int) -> bool:
+    """Whether the output at a place goes behind the JSON."""
+    asked = body.outputs[place].parameters if body.outputs else None
+    if asked is not None and asked.binary_data is not None:
+        return asked.binary_data
+    return bool(body.parameters.binary_data_output)
+
+
+def _texts(tensors: Sequence[InputTensor]) -> list[str]:
+    """The prompts. Raises Utf8Error."""
+    texts: list[str] = []
+    for tensor in tensors:
+        if not tensor.has_bytes:
+            texts += cast(list[str], tensor.data)
+            continue
+        try:
+            texts.append(bytes(cast(list[int], tensor.data)).decode())
+        except UnicodeDecodeError as error:
+            raise Utf8Error(f"`data` must be text in UTF-8; it is not: {error}") from error
+    return texts
+
+
+async def _generate_all(
+    body: InferenceRequest, prompts: Sequence[str], request: Request, services: Services
+) -> list[str] | None:
+    """A text for each prompt; None if the client has left. Raises RouterError."""
+    if body.parameters.details or body.parameters.decoder_input_details:
+        raise ValidationError("`details` has no place in this answer; use /generate for it")
+    services.infer.check_could_fit(len(prompts))
+    parameters: GenerateParametersBody = body.parameters
+    if body.parameters.model_fields_set and body.parameters.model_fields_set <= PROTOCOLS:
+        parameters = GenerateParametersBody(do_sample=True)
+    asked = [GenerateRequest(inputs=prompt, parameters=parameters) for prompt in prompts]
+    return await unless_disconnected(
+        request, gather_or_cancel(_generate(one, services) for one in asked)
+    )
+
+
+async def _generate(request: GenerateRequest, services: Services) -> str:
+    asked = request.to_parameters()
+    best, others = await services.infer.generate_best_of(asked)
+    text = generate_answer(best, others, asked)["generated_text"]
+    assert isinstance(text, str)
+    return text
+
+
+def _json(content: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json", headers=headers)

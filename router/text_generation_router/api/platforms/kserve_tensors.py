@@ -1,0 +1,180 @@
+"""Tensors of the Open Inference Protocol: texts in JSON, or binary behind the JSON of a body.
+
+The binary form is Triton's extension: the header `Inference-Header-Content-Length` tells how long
+the JSON is, and `binary_data_size` of a tensor how many bytes behind it are its own. An element of
+a BYTES tensor is its length, four bytes with the lowest first, and its bytes.
+"""
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+
+from text_generation_router.api.body import BodyError, JsonRequest, JsonRoute, Parser, parsed, short
+from text_generation_router.bounded import MAX_ITEMS
+
+HEADER_LENGTH = "inference-header-content-length"
+_BINARY = "application/octet-stream"
+_MOST_DIMENSIONS = 8
+_LENGTH = struct.Struct("<I")
+
+
+class TensorRequest(JsonRequest):
+    """A request whose body is JSON, with or without binary tensors behind it.
+
+    Triton's client says what it sends in `Inference-Header-Content-Length` alone.
+    """
+
+    @property
+    def headers(self) -> Headers:
+        """Those that were sent; the content type is what FastAPI has to know."""
+        headers = super().headers
+        if self.is_json:
+            return headers
+        changed = MutableHeaders(raw=list(headers.raw))
+        changed["content-type"] = "application/json"
+        return changed
+
+    @property
+    def is_json(self) -> bool:
+        """Whether all of the body is JSON, and says so."""
+        headers = super().headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        return HEADER_LENGTH not in headers and kind not in ("", _BINARY)
+
+    def parser(self) -> Parser:
+        """Puts binary tensors where those in JSON are."""
+        given = super().headers.get(HEADER_LENGTH)
+        if given is None:
+            return parsed
+        if not (given.isascii() and given.isdecimal() and len(given) < 16):
+            raise BodyError(
+                400,
+                f"`Inference-Header-Content-Length` must be a number of bytes. Given: "
+                f"{short(given)}",
+            )
+        return partial(_parsed_with_tensors, json_length=int(given))
+
+
+class TensorRoute(JsonRoute):
+    """A route that takes tensors."""
+
+    request_class = TensorRequest
+
+
+def flat(data: Any) -> Any:
+    """The elements of a tensor, which JSON may have in lists of lists. Raises ValueError."""
+    while isinstance(data, list) and data and isinstance(data[0], list):
+        if not all(isinstance(row, list) for row in data):
+            raise ValueError("rows and elements are mixed; send all rows, or all elements")
+        data = list(chain.from_iterable(data))
+    return data
+
+
+def shape_complaint(shape: Sequence[int], num_elements: int) -> str | None:
+    """What is wrong with a shape for this number of elements."""
+    if len(shape) > _MOST_DIMENSIONS:
+        return f"a tensor can have {_MOST_DIMENSIONS} dimensions. Given: {len(shape)}"
+    expected = math.prod(shape)
+    if expected == num_elements:
+        return None
+    return f"a tensor of shape {list(shape)} has {expected} elements. Given: {num_elements}"
+
+
+def written(texts: Iterable[str]) -> bytes:
+    """The elements of a BYTES tensor in binary form."""
+    elements = (text.encode() for text in texts)
+    return b"".join(_LENGTH.pack(len(element)) + element for element in elements)
+
+
+def packed(answer: dict[str, Any], binary: Sequence[bytes]) -> tuple[bytes, dict[str, str]]:
+    """The body of an answer and its headers; `binary` are the tensors that are not in the JSON."""
+    text = orjson.dumps(answer)
+    if not binary:
+        return text, {"content-type": "application/json"}
+    headers = {"content-type": _BINARY, HEADER_LENGTH: str(len(text))}
+    return b"".join((text, *binary)), headers
+
+
+def _parsed_with_tensors(body: bytes | bytearray, json_length: int) -> Any:
+    """The JSON of a body, its binary tensors as `data`. Raises BodyError."""
+    if json_length > len(body):
+        raise BodyError(
+            400,
+            f"`Inference-Header-Content-Length` is {json_length}, but the body has only "
+            f"{len(body)} bytes",
+        )
+    value = parsed(body[:json_length])
+    behind = memoryview(body)[json_length:]
+    tensors = value.get("inputs") if isinstance(value, dict) else None
+    start = 0
+    for tensor in tensors if isinstance(tensors, list) else ():
+        size = _binary_size(tensor)
+        if size is None:
+            continue
+        if "data" in tensor:
+            raise BodyError(400, f"{_named(tensor)} has both `data` and `binary_data_size`")
+        if size > len(behind) - start:
+            raise BodyError(
+                400,
+                f"{_named(tensor)} has {size} bytes by its `binary_data_size`, but only "
+                f"{len(behind) - start} are left in the body",
+            )
+        tensor["data"] = _elements(tensor, behind[start : start + size])
+        start += size
+    if start != len(behind):
+        raise BodyError(
+            400, f"The body has {len(behind) - start} bytes that belong to none of its tensors"
+        )
+    return value
+
+
+def _binary_size(tensor: Any) -> int | None:
+    """None for a tensor whose data is in the JSON, or that is none. Raises BodyError."""
+    if not isinstance(tensor, dict) or not isinstance(tensor.get("parameters"), dict):
+        return None
+    size = tensor["parameters"].get("binary_data_size")
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise BodyError(400, f"{_named(tensor)}: `binary_data_size` must be a number of bytes")
+    return size
+
+
+def _elements(tensor: dict[str, Any], data: memoryview) -> list[str] | list[int]:
+    """The texts of a BYTES tensor; the bytes of any other. Raises BodyError."""
+    if tensor.get("datatype") != "BYTES":
+        return list(data)
+    texts = []
+    for element in _cut(tensor, data):
+        try:
+            texts.append(str(element, "utf-8"))
+        except UnicodeDecodeError as error:
+            raise BodyError(
+                400,
+                f"{_named(tensor)} must be texts in UTF-8; element {len(texts)} is not: {error}",
+            ) from None
+    return texts
+
+
+def _cut(tensor: dict[str, Any], data: memoryview) -> Iterator[memoryview]:
+    start = num = 0
+    while start < len(data):
+        num += 1
+        if num > MAX_ITEMS:
+            raise BodyError(400, f"{_named(tensor)} has more than {MAX_ITEMS} elements; send fewer")
+        begin = start + _LENGTH.size
+        end = begin + (_LENGTH.unpack(data[start:begin])[0] if begin <= len(data) else 0)
+        if max(begin, end) > len(data):
+            raise BodyError(400, f"{_named(tensor)} ends within an element")
+        yield data[begin:end]
+        start = end
+
+
+def _named(tensor: dict[str, Any]) -> str:
+    return f"The tensor {short(str(tensor.get('name')))!r}"

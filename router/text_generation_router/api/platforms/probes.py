@@ -1,0 +1,60 @@
+"""GET /livez, /readyz and /startupz for orchestrators. They read the state and call no shard."""
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Response
+from pydantic import BaseModel, Field
+
+from text_generation_router.api.dependencies import ServicesDependency, get
+from text_generation_router.state import ServerState, State
+
+PATHS = frozenset({"/livez", "/readyz", "/startupz"})
+
+# As /health, without a key.
+router = APIRouter(tags=["Text Generation Inference"])
+
+
+class ProbeResponse(BaseModel):
+    """How the server is."""
+
+    state: str = Field(description="starting, ready, degraded, draining or failed.")
+    phase: str = Field(description="What exactly it does, or why it has failed, in words.")
+    since: str = Field(description="Since when it is so, in UTC.")
+
+
+_ANSWERS: dict[str, Any] = {
+    "response_model": ProbeResponse,
+    "responses": {503: {"model": ProbeResponse, "description": "Not so"}},
+}
+
+
+def answer(state: ServerState, is_so: bool) -> Response:
+    """200 or 503, and how the server is."""
+    return Response(
+        orjson.dumps(state.as_json()),
+        200 if is_so else 503,
+        headers={"cache-control": "no-store"},
+        media_type="application/json",
+    )
+
+
+@get(router, "/livez", summary="Whether work that waits goes on", **_ANSWERS)
+async def livez(services: ServicesDependency) -> Response:
+    """503 if work waits and no step has ended within the deadline, or the scheduler has failed."""
+    state = services.state
+    stalled_s = min(services.batcher.stalled_s, state.age_s)
+    is_stuck = state.state is State.READY and stalled_s > services.stall_s
+    return answer(state, state.state is not State.FAILED and not is_stuck)
+
+
+@get(router, "/readyz", summary="Whether requests are taken and computed", **_ANSWERS)
+async def readyz(services: ServicesDependency) -> Response:
+    """503 while the server starts, its shards are down, it drains or has failed."""
+    return answer(services.state, services.state.state is State.READY)
+
+
+@get(router, "/startupz", summary="Whether the server has started", **_ANSWERS)
+async def startupz(services: ServicesDependency) -> Response:
+    """503 until it was ready for the first time."""
+    return answer(services.state, services.state.has_started)

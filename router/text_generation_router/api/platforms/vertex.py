@@ -1,0 +1,109 @@
+"""Google's Vertex AI: POST /vertex, and the paths that Vertex names with AIP_* variables."""
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.dependencies import ServicesDependency, get
+from text_generation_router.api.errors import ERRORS
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.openai.chat_request import ChatRequest
+from text_generation_router.api.streaming import unless_disconnected
+from text_generation_router.api.tgi.generate import generate_answer
+from text_generation_router.api.tgi.info import health
+from text_generation_router.api.tgi.schemas import GenerateRequest
+from text_generation_router.bounded import IN_SLICES
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import ValidationError
+from text_generation_router.fields import Body
+from text_generation_router.infer import gather_or_cancel
+from text_generation_router.services import Services
+
+router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Vertex"])
+
+
+def _kind(instance: Any) -> str:
+    is_chat = "messages" in instance if isinstance(instance, dict) else False
+    return "chat" if is_chat or isinstance(instance, ChatRequest) else "generate"
+
+
+Instance = Annotated[
+    Annotated[GenerateRequest, Tag("generate")] | Annotated[ChatRequest, Tag("chat")],
+    Discriminator(_kind),
+]
+
+
+class VertexRequest(Body):
+    """Bodies of /generate and of /v1/chat/completions, in any order."""
+
+    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], IN_SLICES] = Field(
+        description="One request each. All are generated at the same time."
+    )
+
+
+class VertexResponse(BaseModel):
+    """One prediction an instance, in order: its text, or /generate's answer with `details`."""
+
+    predictions: list[str | dict[str, Any]] = Field(
+        description="One for each instance, in the same order."
+    )
+
+
+@router.post(
+    "/vertex",
+    summary="Generate tokens from Vertex request",
+    response_model=VertexResponse,
+    responses=ERRORS,
+)
+async def vertex_compatibility(
+    body: VertexRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generates for all instances at once; one failure fails all."""
+    services.metrics.request_count.inc(len(body.instances))
+    services.infer.check_could_fit(len(body.instances))
+    work = gather_or_cancel([_prediction(instance, services) for instance in body.instances])
+    predictions = await unless_disconnected(request, work)
+    if predictions is None:
+        return Response(status_code=499)
+    return Response(orjson.dumps({"predictions": predictions}), media_type="application/json")
+
+
+def aip_routers(config: RouterConfig) -> tuple[APIRouter, ...]:
+    """The same predictions and health on the paths that the configuration names."""
+    predict = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY)
+    live = APIRouter()
+    if config.aip_predict_route is not None:
+        predict.add_api_route(
+            config.aip_predict_route,
+            vertex_compatibility,
+            methods=["POST"],
+            include_in_schema=False,
+        )
+    if config.aip_health_route is not None:
+        get(live, config.aip_health_route, include_in_schema=False)(health)
+    return (predict, live)
+
+
+async def _prediction(instance: Instance, services: Services) -> Any:
+    if isinstance(instance, ChatRequest):
+        return await _chat_prediction(instance, services)
+    asked = instance.to_parameters()
+    best, others = await services.infer.generate_best_of(asked)
+    answer = generate_answer(best, others, asked)
+    return answer if "details" in answer else answer["generated_text"]
+
+
+async def _chat_prediction(instance: ChatRequest, services: Services) -> str:
+    """The text as the model wrote it, with its tool calls in their markers."""
+    details = instance.logprobs, instance.return_token_ids, instance.prompt_logprobs is not None
+    if instance.is_stream or any(details) or instance.num_sequences != 1:
+        raise ValidationError(
+            "a prediction is one text; leave `stream`, `n`, `logprobs`, `prompt_logprobs` and "
+            "`return_token_ids` out, or use /v1/chat/completions"
+        )
+    async with services.chat.start(instance.to_conversation()) as (generation,):
+        message = await generation.collect()
+    return "".join(output.delta for output in message.outputs)

@@ -1,0 +1,163 @@
+"""What a Responses request asks for, as a conversation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from text_generation_router.api.grammars import ANY_OBJECT, schema_grammar
+from text_generation_router.api.responses.schemas import (
+    AllowedFunctions,
+    ForcedFunction,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputItem,
+    JsonSchemaFormat,
+    MessageItem,
+    Part,
+    PlainFormat,
+    ReasoningItem,
+    ResponsesRequest,
+    TextPart,
+)
+from text_generation_router.api.tiers import priority_of
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.messages import CalledFunction
+from text_generation_router.fields import MOST_TOP_LOGPROBS, drawing
+from text_generation_router.request import Grammar
+from text_generation_router.validation import GenerateParameters
+
+Message = dict[str, Any]
+
+
+def conversation_of(body: ResponsesRequest) -> Conversation:
+    """The conversation that the request carries on."""
+    choice, allowed = _choice(body)
+    return Conversation(
+        messages=tuple(_messages(body)),
+        tools=tuple(
+            ToolSpec(tool.name, tool.description, tool.parameters, bool(tool.strict))
+            for tool in body.tools or ()
+        ),
+        tool_choice=choice,
+        allowed_tools=allowed,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        # As at OpenAI: an answer is always a new turn.
+        add_generation_prompt=True,
+        parameters=GenerateParameters(
+            inputs="",
+            **drawing(body.temperature, body.top_p),
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            max_new_tokens=body.max_output_tokens,
+            top_n_tokens=body.top_logprobs if body.wants_logprobs else None,
+            most_top_n_tokens=MOST_TOP_LOGPROBS,
+            grammar=_grammar(body.text.format if body.text else None),
+            deterministic=bool(body.deterministic),
+            cache_salt=body.cache_salt,
+            priority=priority_of(body.service_tier),
+        ),
+    )
+
+
+def _choice(body: ResponsesRequest) -> tuple[str, tuple[str, ...] | None]:
+    """Which tool has to be called, and which may be; see `Conversation`."""
+    match body.tool_choice or "auto":
+        case AllowedFunctions() as allowed:
+            return allowed.mode, tuple(tool.name for tool in allowed.tools)
+        case ForcedFunction() as named:
+            return named.name, None
+        case word:
+            return word, None
+
+
+def _messages(body: ResponsesRequest) -> Iterator[Message]:
+    """Everything said, with one system message at most in front: templates want no second one."""
+    items: Sequence[InputItem] = (
+        [MessageItem(role="user", content=body.input)]
+        if isinstance(body.input, str)
+        else body.input
+    )
+    instructions = [] if body.instructions is None else [body.instructions]
+    said = 0
+    for item in items:
+        if not isinstance(item, MessageItem) or item.role not in ("system", "developer"):
+            break
+        instructions.append(_text(item.content))
+        said += 1
+    if instructions:
+        yield {"role": "system", "content": "\n\n".join(instructions)}
+    yield from _turns(items[said:])
+
+
+def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
+    """The items, with what belongs to one message of the assistant's put together."""
+    names = {item.call_id: item.name for item in items if isinstance(item, FunctionCallItem)}
+    turn: Message = {}
+    for item in items:
+        piece = _piece(item)
+        if piece is None or not _fits(turn, piece):
+            yield from _finished(turn)
+            turn = {}
+        if piece is None:
+            yield _message(item, names)
+        elif "tool_calls" in piece:
+            turn.setdefault("tool_calls", []).extend(piece["tool_calls"])
+        else:
+            turn |= piece
+    yield from _finished(turn)
+
+
+def _piece(item: InputItem) -> Message | None:
+    """What the item adds to a message of the assistant's; None if it belongs to another role."""
+    match item:
+        case ReasoningItem():
+            return {"reasoning_content": "".join(p.text for p in item.content or item.summary)}
+        case MessageItem(role="assistant"):
+            return {"content": _text(item.content)}
+        case FunctionCallItem():
+            return {"tool_calls": [_call(item)]}
+        case _:
+            return None
+
+
+def _fits(turn: Message, piece: Message) -> bool:
+    """Whether the message so far can be the one that the piece is of: reasoning comes first."""
+    (name,) = piece
+    return not turn or name == "tool_calls" or (name == "content" and name not in turn)
+
+
+def _finished(turn: Message) -> Iterator[Message]:
+    """The assistant's message; reasoning alone is none."""
+    if turn.keys() - {"reasoning_content"}:
+        yield {"role": "assistant", "content": "", **turn}
+
+
+def _message(item: InputItem, names: Mapping[str, str]) -> Message:
+    """A message that is not the assistant's; `names` are those of the calls."""
+    if isinstance(item, FunctionCallOutputItem):
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        name = names.get(item.call_id)
+        return message if name is None else {**message, "name": name}
+    assert isinstance(item, MessageItem)
+    role = "system" if item.role == "developer" else item.role
+    return {"role": role, "content": _text(item.content)}
+
+
+def _call(item: FunctionCallItem) -> Message:
+    called = CalledFunction(name=item.name, arguments=item.arguments)
+    function = {"name": called.name, "arguments": called.parsed_arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _text(content: str | list[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+
+
+def _grammar(asked: PlainFormat | JsonSchemaFormat | None) -> Grammar | None:
+    if isinstance(asked, JsonSchemaFormat):
+        return schema_grammar(asked.schema_)
+    if asked is not None and asked.type == "json_object":
+        return schema_grammar(ANY_OBJECT)
+    return None

@@ -1,0 +1,1 @@
+"""TGI's own routes: generation, tokens, and what the server says of itself."""

@@ -1,0 +1,254 @@
+"""POST /generate, /generate_stream and /, with TGI's fields in TGI's order."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from text_generation_router.api.body import JsonRoute
+from text_generation_router.api.dependencies import ServicesDependency
+from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.numbers import float32, float32_json
+from text_generation_router.api.sse import (
+    EventStream,
+    error_event,
+    event,
+)
+from text_generation_router.api.streaming import open_stream, unless_disconnected
+from text_generation_router.api.tgi.schemas import (
+    CompatGenerateRequest,
+    GenerateRequest,
+    GenerateResponse,
+    StreamResponse,
+)
+from text_generation_router.api.timing import timing_headers
+from text_generation_router.errors import RouterError
+from text_generation_router.infer import GenerateResult
+from text_generation_router.request import Output, Token, TokenOutput
+from text_generation_router.services import Services
+from text_generation_router.validation import GenerateParameters
+
+Json = dict[str, Any]
+
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Lines `data: {…}`; what goes wrong after the body was read is one too, "
+        "but for 429, 503 and 504 before the first token.",
+        "content": {
+            "text/event-stream": {"schema": {"$ref": "#/components/schemas/StreamResponse"}}
+        },
+    }
+}
+# Where an answer is a stream, FastAPI would document errors as events too.
+_STREAM_ERRORS: dict[int | str, dict[str, Any]] = UNAUTHORIZED | {
+    status: {
+        "description": answer["description"],
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}},
+    }
+    for status, answer in ERRORS.items()
+    if status not in UNAUTHORIZED
+}
+
+router = APIRouter(
+    route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Text Generation Inference"]
+)
+
+
+@router.post(
+    "/generate",
+    summary="Generate tokens",
+    response_model=GenerateResponse,
+    responses=ERRORS,
+)
+async def generate(
+    body: GenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate tokens."""
+    services.metrics.request_count.inc()
+    return await _generate(body.to_parameters(), request, services, in_list=False)
+
+
+@router.post(
+    "/generate_stream",
+    summary="Generate a stream of token using Server-Sent Events",
+    status_code=200,
+    response_class=EventStream,
+    response_model=StreamResponse,
+    responses=_EVENTS | _STREAM_ERRORS,
+)
+async def generate_stream(
+    body: GenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate a stream of tokens using Server-Sent Events."""
+    services.metrics.request_count.inc()
+    return await _generate_stream(body.to_parameters(), request, services)
+
+
+@router.post(
+    "/",
+    summary="Generate tokens if `stream == false` or a stream of token if `stream == true`",
+    response_model=list[GenerateResponse],
+    responses=_EVENTS | ERRORS,
+)
+async def compat_generate(
+    body: CompatGenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """Generate tokens, or a stream of tokens if `stream` is true."""
+    services.metrics.request_count.inc()
+    # What TGI does for a model whose task the Hub does not know otherwise.
+    asked = body.to_parameters(return_full_text=True)
+    if body.stream:
+        return await _generate_stream(asked, request, services)
+    return await _generate(asked, request, services, in_list=True)
+
+
+async def _generate(
+    asked: GenerateParameters, request: Request, services: Services, in_list: bool
+) -> Response:
+    """The whole answer; a client that leaves meanwhile ends the generation."""
+    outcome = await unless_disconnected(request, services.infer.generate_best_of(asked))
+    if outcome is None:
+        return Response(status_code=499)
+    best, others = outcome
+    answer = generate_answer(best, others, asked)
+    return Response(
+        orjson.dumps([answer] if in_list else answer),
+        media_type="application/json",
+        headers=timing_headers([best.ending], best.prompt_tokens, len(asked.inputs), services),
+    )
+
+
+def generate_answer(
+    best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters
+) -> Json:
+    """The body of /generate."""
+    answer: Json = {"generated_text": _full_text(best.ending.generated.text, asked)}
+    if asked.details or asked.decoder_input_details:
+        answer["details"] = _details(best, others, asked)
+    return answer
+
+
+async def _generate_stream(
+    asked: GenerateParameters, request: Request, services: Services
+) -> Response:
+    """The stream. As TGI has it, what is wrong with the request is an event; before admission only
+    what passes, as too many requests do, is answered with a status."""
+    headers = {
+        "x-compute-type": services.compute_type,
+        "x-compute-characters": str(len(asked.inputs)),
+    }
+    chunks = _stream(asked, services)
+    return await open_stream(request, chunks, headers, error_event, has_status=_passes)
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, RouterError) and error.passes
+
+
+async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
+    """Events as they become ready, those ready together in one chunk. The first chunk is empty: it
+    says that the request is admitted."""
+    async with services.infer.start(asked, is_stream=True) as generation:
+        yield b""
+        writer = TokenEvents(asked, generation.prompt_tokens)
+        async for outputs in generation:
+            yield writer.chunk(outputs)
+
+
+# Nearly every event; writing the payload with orjson gives the same bytes.
+_TOKEN_EVENT = (
+    'data: {"index":%d,"token":{"id":%d,"text":%s,"logprob":%s,"special":%s},'
+    '"generated_text":null,"details":null}\n\n'
+)
+
+
+class TokenEvents:
+    """Writes the events of one stream; owns their count."""
+
+    def __init__(self, asked: GenerateParameters, prompt_tokens: int) -> None:
+        self._asked = asked
+        self._prompt_tokens = prompt_tokens
+        self._index = 0
+
+    def chunk(self, outputs: Sequence[Output]) -> bytes:
+        """The events of outputs that are ready together. A PrefillOutput has no event."""
+        events = [self._event(output) for output in outputs if isinstance(output, TokenOutput)]
+        return "".join(events).encode()
+
+    def _event(self, output: TokenOutput) -> str:
+        self._index += 1
+        token, _, top_tokens, generated, _ = output
+        if top_tokens or generated is not None:
+            return event(self._payload(output)).decode()
+        return _TOKEN_EVENT % (
+            self._index,
+            token.id,
+            orjson.dumps(token.text).decode(),
+            float32_json(token.logprob),
+            "true" if token.special else "false",
+        )
+
+    def _payload(self, output: TokenOutput) -> Json:
+        payload: Json = {"index": self._index, "token": _token(output.token)}
+        if output.top_tokens:
+            payload["top_tokens"] = [_token(token) for token in output.top_tokens]
+        generated = output.generated
+        payload["generated_text"] = None
+        payload["details"] = None
+        if generated is not None:
+            payload["generated_text"] = _full_text(generated.text, self._asked)
+            if self._asked.details:
+                payload["details"] = {
+                    "finish_reason": generated.finish_reason.value,
+                    "generated_tokens": generated.generated_tokens,
+                    "seed": generated.seed,
+                    "input_length": self._prompt_tokens,
+                }
+        return payload
+
+
+def _details(best: GenerateResult, others: list[GenerateResult], asked: GenerateParameters) -> Json:
+    details = _sequence(best)
+    if others:
+        details["best_of_sequences"] = [
+            {"generated_text": _full_text(other.ending.generated.text, asked), **_sequence(other)}
+            | _top_tokens(other)
+            for other in others
+        ]
+    return details | _top_tokens(best)
+
+
+def _sequence(result: GenerateResult) -> Json:
+    generated = result.ending.generated
+    return {
+        "finish_reason": generated.finish_reason.value,
+        "generated_tokens": generated.generated_tokens,
+        "seed": generated.seed,
+        "prefill": [
+            {"id": token.id, "text": token.text, "logprob": float32(token.logprob)}
+            for token in result.prefill.tokens
+        ],
+        "tokens": [_token(token) for token in result.tokens],
+    }
+
+
+def _top_tokens(result: GenerateResult) -> Json:
+    """The key is absent when there are none."""
+    if not result.top_tokens:
+        return {}
+    return {"top_tokens": [[_token(token) for token in step] for step in result.top_tokens]}
+
+
+def _token(token: Token) -> Json:
+    return {
+        "id": token.id,
+        "text": token.text,
+        "logprob": float32(token.logprob),
+        "special": token.special,
+    }
+
+
+def _full_text(text: str, asked: GenerateParameters) -> str:
+    return asked.inputs + text if asked.return_full_text else text

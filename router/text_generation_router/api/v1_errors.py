@@ -1,0 +1,216 @@
+"""Every error of a /v1 route as OpenAI writes it, so that clients raise their typed exceptions.
+
+A wrong request is 400, as at OpenAI, independent of the layer that found it. TGI's 422 and 424 do
+not leave these routes.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from text_generation_router.api.body import SHOWN_COMPLAINT, short, shown
+from text_generation_router.errors import (
+    ContextLengthError,
+    GrammarError,
+    RouterError,
+    ValidationError,
+)
+
+BUG = "The server failed on this request; its log says why"
+_BACKTICKED = re.compile(r"`(\w+)`")
+# OpenAI's names of the parameters in the errors of validation.py.
+_NAMES: dict[str, dict[str, str]] = {
+    "/v1/completions": {
+        "inputs": "prompt",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "top_n_tokens": "logprobs",
+        "truncate": "truncate_prompt_tokens",
+    },
+    "/v1/chat/completions": {
+        "inputs": "messages",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "top_n_tokens": "top_logprobs",
+        "truncate": "truncate_prompt_tokens",
+        "grammar": "response_format",
+    },
+    "/v1/embeddings": {"inputs": "input", "truncate": "truncate_prompt_tokens"},
+    "/v1/score": {"inputs": "text_2"},
+    "/v1/rerank": {"inputs": "documents"},
+    "/v1/responses": {
+        "inputs": "input",
+        "max_new_tokens": "max_output_tokens",
+        "top_n_tokens": "top_logprobs",
+        "grammar": "text",
+        "response_format": "text",
+    },
+    "/v1/messages": {
+        "inputs": "messages",
+        "max_new_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "grammar": "output_config",
+        "response_format": "output_config",
+    },
+}
+_CODES = {401: "invalid_api_key", 404: "unknown_url", 429: "rate_limit_exceeded", 504: "timeout"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str = Field(description="What was wrong, in a sentence.")
+    type: str = Field(description="The kind of the error.")
+    param: str | None = Field(
+        description="The field of the body that was wrong, with dots in its path."
+    )
+    code: str | None = Field(description="The exact error, in a word.")
+
+
+class ErrorBody(BaseModel):
+    """Body of every error of OpenAI's routes, and of an event that ends a stream."""
+
+    error: ErrorDetail = Field(description="The error.")
+
+
+class RequestError(RouterError):
+    """A request that one of OpenAI's routes can not serve; `param` names the field at fault."""
+
+    status_code = 400
+    error_type = "invalid_request_error"
+    metric_label = "validation"
+
+    def __init__(self, sentence: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(sentence)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFoundError(RequestError):
+    """The request is for a model that is not served here."""
+
+    status_code = 404
+
+    def __init__(self, given: str, served: str) -> None:
+        super().__init__(
+            f"The model {given[:128]!r} is not served here; this server has {served!r}; send that "
+            "or `tgi` as `model`",
+            "model",
+            "model_not_found",
+        )
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": description}
+    for status, description in (
+        (400, "The request is wrong"),
+        (401, "The API key is missing or wrong"),
+        (404, "The model is not served"),
+        (408, "The body did not arrive in time"),
+        (413, "The body is too large"),
+        (415, "The body does not say that it is JSON"),
+        (429, "Model is overloaded"),
+        (500, "The generation failed"),
+        (503, "The server is busy, has had no turn for the request in time, or is being stopped"),
+        (504, "The answer has not ended in time"),
+        # Keeps FastAPI from writing down a 422, which these routes do not have.
+        ("4XX", "Whatever else is wrong with the request"),
+    )
+}
+
+
+def respond(request: Request, error: Exception) -> Response:
+    """The answer to a request that failed; `error` is anything a route or the framework raised."""
+    status, detail = describe(error, request.url.path, request.method)
+    headers = error.headers if isinstance(error, HTTPException | RouterError) else None
+    return JSONResponse({"error": detail}, status, headers=headers)
+
+
+def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, dict[str, Any]]:
+    """The status and the `error` object for a failure on the route at `path`."""
+    param: str | None = None
+    code: str | None = None
+    if isinstance(error, RequestError):
+        status, message, param, code = error.status_code, str(error), error.param, error.code
+    elif isinstance(error, RouterError):
+        status = {422: 400, 424: 500}.get(error.status_code, error.status_code)
+        # Without TGI's prefix.
+        message = str(error) if isinstance(error, ValidationError) else error.message
+        if status < 429:
+            message, param = _in_openai_words(message, path)
+            if isinstance(error, GrammarError):
+                param = _NAMES.get(path, {}).get("grammar")
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    elif isinstance(error, RequestValidationError):
+        status = 400
+        message, param = shape_complaint(error.errors(), error.body)
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+        if status == 404:
+            message = f"There is no {method} {path[:128]} on this server"
+        elif status == 405:
+            message = f"{path[:128]} does not take {method}"
+        elif status == 422:
+            status = 400
+    else:
+        status, message = 500, BUG
+    detail = {
+        "message": message,
+        "type": _type_of(status),
+        "param": param,
+        "code": code or _CODES.get(status),
+    }
+    return status, detail
+
+
+def shape_complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
+    """The sentence and the dotted field for JSON of the wrong shape.
+
+    Where a field has several forms, pydantic reports each; the one with the longest path counts.
+    """
+    located = [(_path_in(body, error), error) for error in errors]
+    path, first = max(located, key=lambda pair: len(pair[0]))
+    complaint = short(first["msg"].removeprefix("Value error, ").rstrip("."), SHOWN_COMPLAINT)
+    param = ".".join(map(short, path)) or None
+    sentence = f"`{param}`: {complaint}" if param else complaint
+    if first["type"] == "missing":
+        return sentence, param
+    return f"{sentence}. Given: {shown(first['input'])}", param
+
+
+def _path_in(body: Any, error: Mapping[str, Any]) -> list[str]:
+    """The parts of an error's location that are keys of the body, including a missing field; other
+    parts name pydantic's types."""
+    path: list[str] = []
+    for part in error["loc"][1:]:
+        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if is_index or (isinstance(body, dict) and part in body):
+            body = body[part]
+        elif not (error["type"] == "missing" and part == error["loc"][-1]):
+            continue
+        path.append(str(part))
+    return path
+
+
+def _in_openai_words(sentence: str, path: str) -> tuple[str, str | None]:
+    """A sentence with OpenAI's names of the parameters, and the first of them."""
+    names = _NAMES.get(path, {})
+    sentence = _BACKTICKED.sub(lambda match: f"`{names.get(match[1], match[1])}`", sentence)
+    first = _BACKTICKED.search(sentence)
+    return sentence, None if first is None else first[1]
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    if status == 504:
+        return "timeout"
+    return "server_error" if status >= 500 else "invalid_request_error"

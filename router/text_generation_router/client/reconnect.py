@@ -1,0 +1,157 @@
+"""Connects to the shards that replace lost ones."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from text_generation_router.client.shards import ShardedClient
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.errors import GenerationError
+from text_generation_router.scheduler.shards import LostStepError
+from text_generation_router.scheduler.watch import ANSWER_S, NUM_QUESTIONS
+
+# How often the socket is checked for a replacement.
+POLL_S = 0.02
+# A shard whose socket is still the old one after this has not ended: the launcher must end it.
+GRACE_S = 1.0
+# Interval of health checks while new shards warm up.
+PATIENCE_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+_Identity = tuple[int, int, int]
+
+
+class OtherShardsError(GenerationError):
+    """The new shards differ from the lost ones; one sentence says how."""
+
+
+class Reconnection:
+    """Knows the socket of the last shards: new ones have another one at the same path.
+
+    The shards that it returns serve the same model within the same limits, and are warm.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        answer_s: float,
+        info: ShardInfo,
+        warmup: WarmupResult,
+        max_prefill_tokens: int,
+        max_batch_size: int,
+    ) -> None:
+        """`info` and `warmup` are the answers of the first shards; rank 0 listens at `path`."""
+        self._path = path
+        self._answer_s = answer_s
+        self._info = info
+        self._warmup = warmup
+        self._max_prefill_tokens = max_prefill_tokens
+        self._max_batch_size = max_batch_size
+        self._last = _identity(path)
+
+    async def __call__(self, report: Callable[[str], None]) -> ShardedClient:
+        """Waits for new shards. Calls `report` with a sentence while the old ones have not ended.
+        Raises OtherShardsError, and GenerationError if the new shards refuse the same limits."""
+        while True:
+            await self._other_socket(report)
+            attempt = asyncio.ensure_future(self._connect())
+            change = asyncio.ensure_future(self._change())
+            try:
+                await asyncio.wait({attempt, change}, return_when=asyncio.FIRST_COMPLETED)
+                if attempt.done():
+                    return attempt.result()
+            except LostStepError as error:
+                logger.warning("The new shards are lost, too: %s", error)
+            finally:
+                change.cancel()
+                attempt.cancel()
+                # Not `await attempt`: a cancellation of this task is not the end of the attempt.
+                await asyncio.wait({attempt})
+                if not attempt.cancelled() and (failure := attempt.exception()) is not None:
+                    logger.debug("Connecting to new shards has failed: %s", failure)
+
+    async def _other_socket(self, report: Callable[[str], None]) -> None:
+        """Returns when there is a new socket. Until then it calls `report` repeatedly: the launcher
+        may not be able to end the shards yet."""
+        loop = asyncio.get_running_loop()
+        patience_ends = loop.time() + GRACE_S
+        while (found := _identity(self._path)) is None or found == self._last:
+            if found and loop.time() > patience_ends:
+                report("The shards do not answer, and have not ended")
+                patience_ends = loop.time() + GRACE_S
+            await asyncio.sleep(POLL_S)
+        self._last = found
+
+    async def _change(self) -> None:
+        """Returns when the socket has changed again."""
+        while _identity(self._path) == self._last:
+            await asyncio.sleep(POLL_S)
+
+    async def _connect(self) -> ShardedClient:
+        try:
+            shards = await ShardedClient.connect(self._path, answer_s=self._answer_s)
+        except GenerationError as error:
+            # Some may have failed before they listened; the launcher starts new ones.
+            raise LostStepError(*error.args) from error
+        warm_up = asyncio.ensure_future(self._warm_up(shards))
+        silence = asyncio.ensure_future(_silence(shards))
+        try:
+            await asyncio.wait({warm_up, silence}, return_when=asyncio.FIRST_COMPLETED)
+            if not warm_up.done():
+                raise LostStepError("The new shards have not answered while they warmed up")
+            warm_up.result()
+        except BaseException:
+            await shards.close()
+            raise
+        finally:
+            warm_up.cancel()
+            silence.cancel()
+            await asyncio.gather(warm_up, silence, return_exceptions=True)
+        return shards
+
+    async def _warm_up(self, shards: ShardedClient) -> None:
+        await shards.clear_cache(None)
+        self._check_info(await shards.info())
+        warmup = await shards.warmup(
+            max_prefill_tokens=self._max_prefill_tokens,
+            max_batch_size=self._max_batch_size,
+            max_input_tokens=self._warmup.max_input_tokens,
+            max_total_tokens=self._warmup.max_total_tokens,
+            max_batch_total_tokens=self._warmup.num_blocks * self._info.block_size,
+        )
+        if warmup.num_blocks != self._warmup.num_blocks:
+            raise OtherShardsError(
+                f"they have {warmup.num_blocks} KV blocks, the old ones had "
+                f"{self._warmup.num_blocks}"
+            )
+
+    def _check_info(self, info: ShardInfo) -> None:
+        for name in ShardInfo.__slots__:
+            new, old = getattr(info, name), getattr(self._info, name)
+            if new != old and name not in ("last_number", "spares_core"):
+                raise OtherShardsError(f"they have {name} {new!r}, the old ones had {old!r}")
+
+
+async def _silence(shards: ShardedClient) -> None:
+    """Returns after NUM_QUESTIONS unanswered health checks in a row."""
+    num_unanswered = 0
+    while num_unanswered < NUM_QUESTIONS:
+        await asyncio.sleep(PATIENCE_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await shards.health()
+        except (GenerationError, TimeoutError):
+            num_unanswered += 1
+        else:
+            num_unanswered = 0
+
+
+def _identity(path: str) -> _Identity | None:
+    """The identity of the file at a path; None: there is none. An inode number alone is reused."""
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_ctime_ns

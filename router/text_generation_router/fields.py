@@ -1,0 +1,105 @@
+"""Types of fields that several APIs and `LLM` share: ranges, and fields that are refused."""
+
+import struct
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from text_generation_router.bounded import Entries, Items
+
+
+def to_float32(value: float) -> float:
+    """The nearest 32-bit float, which is what the shard computes with."""
+    try:
+        (rounded,) = struct.unpack("<f", struct.pack("<f", value))
+    except OverflowError:
+        raise ValueError("must fit in a 32-bit float") from None
+    assert isinstance(rounded, float)
+    return rounded
+
+
+def _to_token_ids(biases: dict[str, float]) -> dict[str, float]:
+    """Checks that the keys are integers, written as in JSON."""
+    for key in biases:
+        # Longer ones are no ids, and `int` takes long for them.
+        if not (len(key) < 20 and key.isascii() and key.isdecimal() and key == str(int(key))):
+            raise ValueError(f'keys must be token ids such as "42", not {key[:20]!r}')
+    return biases
+
+
+Float32 = Annotated[float, AfterValidator(to_float32)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
+Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="Prompts share cached results only with prompts of the same salt.",
+    ),
+]
+LogitBias = Annotated[Entries[Float32], AfterValidator(_to_token_ids)]
+
+
+# The limits come first: OpenAPI shows them only there.
+Penalty = Annotated[float, Field(ge=-2, le=2), AfterValidator(to_float32)]
+Fraction = Annotated[float, Field(ge=0, le=1), AfterValidator(to_float32)]
+Positive = Annotated[float, Field(gt=0), AfterValidator(to_float32)]
+Temperature = Annotated[float, Field(ge=0), AfterValidator(to_float32)]
+TypicalP = Annotated[float, Field(gt=0, le=1), AfterValidator(to_float32)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+NumSequences = Annotated[int, Field(ge=1, le=128)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+MOST_TOP_LOGPROBS = 20
+
+
+def _none_empty(stops: str | list[str]) -> str | list[str]:
+    if "" in ([stops] if isinstance(stops, str) else stops):
+        raise ValueError("a stop string must not be empty")
+    return stops
+
+
+Stop = Annotated[str | Items[str], AfterValidator(_none_empty)]
+
+
+class Body(BaseModel):
+    """Types are taken literally: 1 is a number, "1" is not. Unknown fields are not read."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+def refuses(*harmless: Any, sentence: str = "not supported; leave it out") -> AfterValidator:
+    """For an unsupported field: only null and the values in `harmless` are accepted."""
+
+    def check(value: Any) -> None:
+        if value is not None and value not in harmless:
+            raise ValueError(sentence)
+
+    return AfterValidator(check)
+
+
+NOT_SUPPORTED = Field(description="Not supported.")
+Refused = Annotated[Any, refuses(), NOT_SUPPORTED]
+
+
+def drawing(
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None = None,
+    typical_p: float | None = None,
+) -> dict[str, Any]:
+    """How OpenAI and Anthropic ask for sampling, as fields of `GenerateParameters`.
+
+    Tokens are drawn unless temperature or top_p is 0; both are 1 if left out.
+    """
+    if 0 in (temperature, top_p):
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        # `GenerateParameters` has no values that cut nothing off.
+        "top_p": None if top_p == 1 else top_p,
+        "top_k": None if top_k in (0, -1) else top_k,
+        "typical_p": None if typical_p == 1 else typical_p,
+    }

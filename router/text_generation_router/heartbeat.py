@@ -1,0 +1,103 @@
+"""Reports to the launcher, over a pipe, that the event loop runs, and when the shards are lost.
+
+One JSON object per line: `{"event": "alive"}` each second, and `{"event": "lost", "why": "…"}` each
+time shards are declared lost. Nothing else is written, and nothing is read.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+
+import orjson
+
+PERIOD_S = 1.0
+"""Interval of `alive`. One line may be missing: the event loop is busy, or the pipe full. Several
+missing lines mean that the loop hangs."""
+# The longest line, in bytes, that a pipe writes atomically.
+_MOST_BYTES = select.PIPE_BUF
+_ALIVE = b'{"event":"alive"}\n'
+
+logger = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Owns the writing end of the pipe. Beats from `begin` to `close`; never waits for the reader.
+
+    While the pipe is full, `alive` lines are dropped; `lost` is written as soon as there is room.
+    Once the reading end is closed, nothing is written.
+    """
+
+    def __init__(self, descriptor: int | None) -> None:
+        """None: there is no launcher, and it does nothing. Raises ValueError if the descriptor is
+        not open for writing."""
+        self._descriptor = descriptor
+        self._lost: bytes | None = None
+        self._is_reported = False
+        self._timer: asyncio.TimerHandle | None = None
+        if descriptor is None:
+            return
+        try:
+            os.set_blocking(descriptor, False)
+            os.set_inheritable(descriptor, False)
+            os.write(descriptor, b"")
+        except OSError as error:
+            raise ValueError(
+                f"`--launcher-fd` must be the end of a pipe that is open for writing: {descriptor} "
+                f"is not ({error.strerror}); leave it out if no launcher has opened one"
+            ) from error
+
+    def begin(self) -> None:
+        """Beats from now on. Called in the event loop."""
+        self._beat(asyncio.get_running_loop())
+
+    def lost(self, why: str) -> None:
+        """Reports that the shards are lost. It may be repeated for later shards."""
+        self._lost, self._is_reported = _line_of_loss(why), False
+        self._report_loss()
+
+    def close(self) -> None:
+        """Closes the pipe; may be repeated."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._descriptor is None:
+            return
+        self._report_loss()
+        self._write(_ALIVE)
+        self._timer = loop.call_later(PERIOD_S, self._beat, loop)
+
+    def _report_loss(self) -> None:
+        if self._lost is not None and not self._is_reported:
+            self._is_reported = self._write(self._lost)
+
+    def _write(self, line: bytes) -> bool:
+        """Whether it was written."""
+        if self._descriptor is None:
+            return False
+        try:
+            os.write(self._descriptor, line)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            logger.warning("The launcher has closed its end of --launcher-fd: %s", error.strerror)
+            self.close()
+            return False
+        return True
+
+
+def _line_of_loss(why: str) -> bytes:
+    """One line of at most `_MOST_BYTES`; a longer sentence is cut."""
+    num_characters = len(why)
+    while True:
+        line = orjson.dumps({"event": "lost", "why": why[:num_characters]}) + b"\n"
+        if len(line) <= _MOST_BYTES:
+            return line
+        num_characters //= 2

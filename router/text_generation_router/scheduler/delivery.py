@@ -1,0 +1,72 @@
+"""From the result of a step to the text that clients read."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from text_generation_router.errors import GenerationError, RouterError
+from text_generation_router.request import FinishReason, Output, PrefillOutput
+from text_generation_router.scheduler.entry import Entry, EntryState
+from text_generation_router.scheduler.meter import Meter, Method
+from text_generation_router.scheduler.plan import Plan
+from text_generation_router.scheduler.shards import StepResult
+
+# Clients that get their tokens in one turn of the event loop. Then they write, and other tasks
+# (/health, new requests) have a turn.
+DELIVERIES_PER_TURN = 64
+
+
+class Delivery:
+    """Makes the text of each step and gives every client its outputs."""
+
+    def __init__(self, meter: Meter, end: Callable[[Entry, RouterError | None], None]) -> None:
+        """`end` ends an entry, with its error if there is one."""
+        self._meter = meter
+        self._end = end
+
+    async def deliver(self, plan: Plan, result: StepResult, method: Method) -> None:
+        """Delivers one step, some entries in each turn of the event loop."""
+        now = time.perf_counter()
+        for request_id, message in result.errors.items():
+            self._end(plan.entries[request_id], GenerationError(message))
+        columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
+        answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
+        for place, (request_id, num, finish_reason) in enumerate(answered, start=1):
+            entry, tokens = plan.entries[request_id], list(islice(columns, num))
+            if entry.state is not EntryState.ENDED:
+                self._deliver(entry, tokens, finish_reason, result, now)
+            if place % DELIVERIES_PER_TURN == 0:
+                await asyncio.sleep(0)
+        self._meter.note_delivery(method, time.perf_counter() - now)
+
+    def _deliver(
+        self,
+        entry: Entry,
+        tokens: Sequence[tuple[int, float, tuple[Sequence[int], Sequence[float]]]],
+        finish_reason: FinishReason | None,
+        result: StepResult,
+        now: float,
+    ) -> None:
+        """Gives one client the tokens of a step; tokens behind a stop string are dropped."""
+        outputs: list[Output] = []
+        if (prefill_logprobs := result.prefill_logprobs.get(entry.id)) is not None:
+            tops = result.prefill_top_tokens.get(entry.id, ((), ()))
+            ranks = result.prefill_ranks.get(entry.id, ())
+            outputs.append(entry.answer.prefill(prefill_logprobs, tops, ranks))
+        elif entry.request.is_prompt_only:
+            pooled = result.pooled_prompts.get(entry.id, b"")
+            scores = result.token_scores.get(entry.id, ())
+            outputs.append(PrefillOutput((), pooled=pooled, scores=scores))
+        num_tokens = 0
+        for token_id, logprob, top_tokens in tokens:
+            num_tokens += 1
+            reason = finish_reason if num_tokens == len(tokens) else None
+            output = entry.answer.step(token_id, logprob, reason, top_tokens, entry.timings)
+            outputs.append(output)
+            if output.generated is not None:
+                self._end(entry, None)
+                break
+        entry.deliver(*outputs)
+        if not entry.request.is_prompt_only:
+            self._meter.note_tokens(entry, num_tokens, now)

@@ -1,0 +1,146 @@
+"""Which KV blocks an entry holds, shares and still needs."""
+
+from collections.abc import Hashable, Iterable, Mapping
+
+from text_generation_router.scheduler.blocks import BlockAllocator
+from text_generation_router.scheduler.entry import Entry
+from text_generation_router.scheduler.plan import SchedulerLimits
+from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache, Tokens
+
+SharedBlocks = tuple[list[int], Chain | None]
+
+
+class EntryBlocks:
+    """Owns all blocks and the prefix cache; the only one that changes the blocks of an entry."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        """Raises ValueError, for the user, if there is not a single block."""
+        num_blocks = min(limits.num_blocks, limits.max_batch_total_tokens // limits.block_size)
+        if num_blocks < 1:
+            raise ValueError(
+                f"`--max-batch-total-tokens` must be >= {limits.block_size}, one KV block. "
+                f"Given: {limits.max_batch_total_tokens}"
+            )
+        self._limits = limits
+        self._num_blocks = num_blocks
+        self._begin()
+
+    def clear(self) -> None:
+        """Forgets all blocks and texts. No entry holds any."""
+        self.cache.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        limits = self._limits
+        self.allocator = BlockAllocator(self._num_blocks, limits.block_size, limits.shares_prefixes)
+        self.cache = PrefixCache(self.allocator)
+
+    # ---- Before an entry runs ----
+
+    def find(self, entry: Entry, pending: PendingBlocks, num_running: int) -> SharedBlocks | None:
+        """The cached blocks that a waiting entry would share; None: there are too few for the rest.
+
+        One block per running entry stays free, so that the next steps do not preempt the newcomer.
+        """
+        allocator, salt = self.allocator, self._salt(entry)
+        shared: list[int] = []
+        chain = None if salt is None else Chain(salt)
+        if salt is not None and not entry.needs_all_computed:
+            # The last token is always computed: its output is the next token.
+            blocks = entry.full_blocks(0, entry.num_tokens - 1, self._limits.block_size)
+            shared, chain = self.cache.match(salt, blocks, pending)
+        num_new = allocator.num_blocks_for(entry.num_tokens + 1) - len(shared)
+        if allocator.num_free - allocator.num_idle(shared) - num_new < num_running:
+            return None
+        return shared, chain
+
+    def assign(self, entry: Entry, found: SharedBlocks) -> None:
+        """Gives an entry the blocks that `find` has returned, and new ones for the rest."""
+        shared, entry.chain = found
+        entry.block_table = self.allocator.allocate(entry.num_tokens + 1, shared)
+
+    def _salt(self, entry: Entry) -> Hashable:
+        """What the KV of an entry depends on beyond its tokens; None: it shares no blocks. For
+        models that scale long contexts, lengths are a part of it."""
+        limits, num_prompt = self._limits, len(entry.request.input_ids)
+        limit, is_long = limits.recompute_at, False
+        if limit is not None:
+            is_long = entry.num_tokens > limit
+            if not is_long and entry.max_context > limit:
+                return None  # its blocks are rewritten when it crosses the limit
+        scale = num_prompt if num_prompt > (limits.prompt_scaled_at or num_prompt) else 0
+        if limits.shares_prefixes:
+            return (entry.request.cache_salt, is_long, scale)
+        return None if entry.group is None else (entry.group, is_long, scale)
+
+    # ---- What is in the blocks ----
+
+    def pending(self, running: Mapping[int, Entry], chunks: Mapping[int, int]) -> PendingBlocks:
+        """The blocks that the next step fills with these scheduled tokens."""
+        pending = PendingBlocks()
+        for entry_id, chunk in chunks.items():
+            self.expect(running[entry_id], chunk, pending)
+        return pending
+
+    def expect(self, entry: Entry, chunk: int, pending: PendingBlocks) -> None:
+        """Adds the blocks that the next step fills with `chunk` tokens of this entry."""
+        if (chain := entry.chain) is not None:
+            unknown = self._unknown(entry, chain, entry.num_computed + chunk)
+            self.cache.expect(chain, *unknown, pending)
+
+    def publish(self, entry: Entry) -> None:
+        """Adds the blocks that are computed to the prefix cache."""
+        chain = entry.chain
+        if chain is None or entry.num_computed // self._limits.block_size <= chain.num_blocks:
+            return
+        self.cache.publish(chain, *self._unknown(entry, chain, entry.num_computed))
+
+    def _unknown(
+        self, entry: Entry, chain: Chain, num_tokens: int
+    ) -> tuple[Iterable[Tokens], list[int]]:
+        """The full blocks behind its chain: their tokens and their ids."""
+        assert entry.block_table is not None
+        blocks = entry.full_blocks(chain.num_blocks, num_tokens, self._limits.block_size)
+        return blocks, entry.block_table.block_ids[chain.num_blocks :]
+
+    # ---- While an entry runs ----
+
+    def missing(self, entry: Entry, num_more: int) -> int:
+        """How many blocks an entry lacks for `num_more` more tokens, at most up to its end."""
+        assert entry.block_table is not None
+        num_tokens = min(entry.num_tokens + num_more, entry.max_context)
+        num_blocks = self.allocator.num_blocks_for(num_tokens)
+        return max(0, num_blocks - len(entry.block_table.block_ids))
+
+    def has_room(self, entries: Iterable[Entry], num_more: int) -> bool:
+        """Whether there are blocks for `num_more` more tokens of each."""
+        num_missing = sum(self.missing(entry, num_more) for entry in entries)
+        return num_missing <= self.allocator.num_free
+
+    def take_missing(self, entries: Iterable[Entry], num_more: int) -> list[tuple[int, int]]:
+        """Gives each entry the blocks it lacks; returns entry ids and block ids."""
+        return [
+            (entry.id, self.take(entry))
+            for entry in entries
+            for _ in range(self.missing(entry, num_more))
+        ]
+
+    def take(self, entry: Entry) -> int:
+        """Gives an entry one more block, which must be free."""
+        assert entry.block_table is not None
+        block_id = self.allocator.grow(entry.block_table)
+        assert block_id is not None, "check num_free first"
+        return block_id
+
+    def release(self, entry: Entry) -> None:
+        """Takes all blocks of an entry back. No step in flight may write to them."""
+        assert entry.block_table is not None
+        self.allocator.release(entry.block_table)
+        entry.block_table = entry.chain = None
+
+    def integrity(self, entries: Iterable[Entry]) -> None:
+        """Asserts that these entries, and no other ones, hold blocks, and that none is lost."""
+        self.cache.integrity()
+        tables = [entry.block_table for entry in entries]
+        assert None not in tables
+        self.allocator.integrity([table for table in tables if table is not None])

@@ -1,0 +1,86 @@
+"""The state of the server, in one word. Probes answer it without asking another process."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from enum import Enum
+
+
+class State(Enum):
+    """States of the server."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEGRADED = "degraded"
+    """Its shards are lost; it waits for new ones."""
+    DRAINING = "draining"
+    """It is stopping: running requests may end."""
+    FAILED = "failed"
+    """It can not go on, and ends."""
+
+
+# Allowed transitions; other ones are ignored. A failure is final.
+_NEXT = {
+    State.STARTING: {State.STARTING, State.READY, State.DRAINING, State.FAILED},
+    State.READY: {State.DEGRADED, State.DRAINING, State.FAILED},
+    State.DEGRADED: {State.DEGRADED, State.READY, State.DRAINING, State.FAILED},
+    State.DRAINING: {State.FAILED},
+    State.FAILED: set[State](),
+}
+
+
+class ServerState:
+    """Owns the state, its phase (a detail in words) and the time of the last change."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self.state = State.STARTING
+        self.phase = "starting"
+        """In words; of a failure, the reason."""
+        self.has_started = False
+        """Whether it was ever ready."""
+        self._since = clock()
+        self._began = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last change, by the monotonic clock."""
+        return time.monotonic() - self._began
+
+    def starting(self, phase: str) -> None:
+        """The start has reached its next phase."""
+        self._go(State.STARTING, phase)
+
+    def ready(self) -> None:
+        """Requests are served, for the first time or again."""
+        if self._go(State.READY, "serving"):
+            self.has_started = True
+
+    def restarting(self, phase: str = "waiting for new shards") -> None:
+        """The shards are lost; `ready` follows with new ones."""
+        self._go(State.DEGRADED, phase)
+
+    def draining(self) -> None:
+        """No new requests are accepted."""
+        self._go(State.DRAINING, "waiting for running requests")
+
+    def failed(self, why: str) -> None:
+        """The process ends."""
+        self._go(State.FAILED, why)
+
+    def as_json(self) -> dict[str, str]:
+        """As a JSON object."""
+        since = datetime.fromtimestamp(self._since, UTC).isoformat(timespec="milliseconds")
+        return {
+            "state": self.state.value,
+            "phase": self.phase,
+            "since": since.replace("+00:00", "Z"),
+        }
+
+    def _go(self, state: State, phase: str) -> bool:
+        if state not in _NEXT[self.state]:
+            return False
+        if (state, phase) != (self.state, self.phase):
+            self.state, self.phase = state, phase
+            self._since, self._began = self._clock(), time.monotonic()
+        return True

@@ -1,0 +1,1 @@
+"""Traces of requests and steps; only imported if traces are on."""
