@@ -73,6 +73,14 @@ def test_a_failed_rank_is_named_with_the_reason() -> None:
             assert error.value.is_final
 
 
+def test_values_that_are_complete_after_a_failure_do_not_count() -> None:
+    with meet(2) as meetings:
+        meetings[1]._store.set("loaded/1", "")
+        meetings[1].fail("it waited too long")
+        with pytest.raises(RankError, match=r"^shard 1 has failed: it waited too long$"):
+            meetings[0].all_here("loaded")
+
+
 def test_a_missing_rank_is_named() -> None:
     place = config_of(0, 2, free_port())
     where = f"localhost:{place.master_port}"

@@ -5,6 +5,8 @@ import gc
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,12 +16,14 @@ import psutil
 import pytest
 import torch
 from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
-from text_generation_shard.grammars.constraint import Constraint, sentence
+from text_generation_shard.grammars.constraint import Constraint, GrammarError, sentence
 from text_generation_shard.grammars.guard import (
     AnyConstraint,
+    Guard,
     GuardedConstraint,
     GuardedGrammar,
     begin,
+    pack,
 )
 from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 from text_generation_shard.grammars.trial import may_grow
@@ -257,6 +261,30 @@ async def test_a_guarded_grammar_does_what_one_here_does(
     # A preempted one goes on where it was.
     again = [begin(grammar, written[:4], max_new_tokens, 5) for grammar in (guarded, here)]
     assert masks_of(again[0], []) == masks_of(again[1], [])
+
+
+@pytest.mark.parametrize(("each_look_s", "is_killed"), [(0.0, False), (0.03, True)])
+def test_a_paused_machine_is_no_slow_grammar(
+    monkeypatch: pytest.MonkeyPatch, each_look_s: float, is_killed: bool
+) -> None:
+    """The clock of a process that ran goes on while a virtual machine is paused."""
+    looks = iter([10.0, 10.0, *(15.0 + number * each_look_s for number in range(1000))])
+    killed: list[bool] = []
+    monkeypatch.setattr("text_generation_shard.grammars.guard.cpu_s", lambda process: next(looks))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        guard = Guard(ours, 1, lambda: killed.append(True))
+        # The total is not what is tested here.
+        guard._allowed_s = 100.0
+        answer = threading.Timer(0.2, theirs.sendall, [pack("masks")])
+        answer.start()
+        if is_killed:
+            with pytest.raises(GrammarError, match="the next tokens take too long"):
+                guard.ask("masks")
+        else:
+            assert guard.ask("masks") == "masks"
+        answer.join()
+    assert killed == [True] * is_killed
 
 
 async def test_what_blows_up_while_it_is_followed_fails_alone_and_soon(

@@ -230,17 +230,20 @@ class Meeting:
                 self._signs[rank], self._heard[rank] = signs, time.monotonic()
 
     def _look(self, wanted: str | None) -> None:
-        """Read the gathered values, and whether a rank has failed."""
-        if wanted is not None:
+        """Read whether a rank has failed, then the gathered values: after a failure there are
+        none, as the failed rank may have left before they were complete."""
+        if self._failure:
+            return
+        if self._store.check(["failed"]):
+            self._store.add("read", 1)
+            self._failure = self._store.get("failed").decode()
+        elif wanted is not None:
             names = [f"{wanted}/{rank}" for rank in range(self.size)]
             if self._store.check(names):
                 found = [value.decode() for value in self._store.multi_get(names)]
                 with self._changed:
                     if self._wanted == wanted:
                         self._found = found
-        if not self._failure and self._store.check(["failed"]):
-            self._store.add("read", 1)
-            self._failure = self._store.get("failed").decode()
 
 
 def _host(config: ShardConfig, within_s: float) -> TCPStore:

@@ -27,8 +27,9 @@ __all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarError"]
 _CACHED_GRAMMARS, _CACHED_BYTES = 64, 64 << 20
 # Assumed size of a small grammar, and of the process of a guarded one.
 _LEAST_BYTES, _PROCESS_BYTES = 64 << 10, 6 << 20
-# A grammar whose trial took more memory or time than this stays in its process.
-_LARGE_BYTES, _SLOW_S = 1 << 20, 0.2
+# A grammar whose trial took more memory or time than this stays in its process. Small grammars
+# grow a process by up to 1.1 MiB, as the allocator takes memory from the kernel in steps of 1 MiB.
+_LARGE_BYTES, _SLOW_S = 2 << 20, 0.2
 
 
 @dataclass(slots=True)

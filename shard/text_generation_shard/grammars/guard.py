@@ -24,6 +24,9 @@ from text_generation_shard.grammars.elsewhere import ConstraintElsewhere, Gramma
 _HEADER = struct.Struct("<I")
 # Limits of one answer in CPU and elapsed time, and the interval of checks.
 _ANSWER_CPU_S, _ANSWER_S, _LOOK_MS = 0.1, 2.0, 20
+# Most CPU time that counts between two checks. Where a virtual machine is paused, the clock of the
+# running process goes on, and one check finds the whole pause.
+_MOST_BETWEEN_S = 2 * _LOOK_MS / 1000
 # Allowed CPU time of all answers: the initial amount, and the addition per token.
 _ALLOWANCE_S, _ALLOWANCE_EACH_S = 1.0, 0.005
 _TOO_SLOW = "the grammar is too complex to be followed: the next tokens take too long; simplify it"
@@ -132,12 +135,17 @@ class Guard:
         unpacker = Unpacker()
         began = time.monotonic()
         self._allowed_s += more_s
-        most = min(self._allowed_s, cpu_s(self._process) + _ANSWER_CPU_S + more_s)
+        before, used = cpu_s(self._process), 0.0
+        most = min(self._allowed_s - before, _ANSWER_CPU_S + more_s)
         while True:
             if self._poll.poll(_LOOK_MS):
                 if unpacker.add(self._connection.recv(1 << 16)):
                     return unpacker.message()
-            elif cpu_s(self._process) > most or time.monotonic() > began + _ANSWER_S:
+                continue
+            now = cpu_s(self._process)
+            used += min(now - before, _MOST_BETWEEN_S)
+            before = now
+            if used > most or time.monotonic() > began + _ANSWER_S:
                 self._failure = _TOO_SLOW
                 self._kill()
                 raise GrammarError(_TOO_SLOW)
