@@ -65,13 +65,21 @@ def test_many_sequences_hold_one_prompt(tiny_model_path: Path, launch: Launch) -
                 readings.append(metrics["tgi_kv_blocks_used"])
         return await task, readings
 
-    answer, readings = asyncio.run(answer_and_readings())
     length = server.generate(inputs, max_new_tokens=1, decoder_input_details=True)
     num_prompt_blocks = len(length["details"]["prefill"]) / BLOCK_SIZE
     assert num_prompt_blocks > 12
     own_blocks = 2 + max_new_tokens // BLOCK_SIZE
-    assert readings and max(readings) <= num_prompt_blocks + num * own_blocks
-    assert min(readings) < 2 * num_prompt_blocks + num
+    # Not shared, the prompts alone take 8 * num_prompt_blocks.
+    few = 2 * num_prompt_blocks + num
+    readings: list[float] = []
+    for _ in range(50):
+        # An answer takes less than a tenth of a second, and is sometimes over before a reading.
+        answer, more = asyncio.run(answer_and_readings())
+        readings += more
+        if readings and min(readings) < few:
+            break
+    assert min(readings) < few
+    assert max(readings) <= num_prompt_blocks + num * own_blocks
     assert len(sequences_of(answer)) == num
     check_each_alone(server, inputs, answer)
     server.assert_idle()
