@@ -4,7 +4,6 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable
 
 import httpx
 import psutil
@@ -12,7 +11,7 @@ from soak_answers import Answer, Wrong, raise_for_failure
 from soak_requests import KINDS, Ask, drawn
 from soak_verdict import READY_S, Kill, Outcome
 
-from integration_tests.server import LauncherHandle
+from integration_tests.server import LauncherHandle, has_ended
 
 # A request that has no end after this hangs.
 HANG_S = 60.0
@@ -112,8 +111,7 @@ class Load:
                 shard.send_signal(kind)
             except (AssertionError, psutil.NoSuchProcess):
                 return  # the verdict reports it: never ready again
-            gone = _is_gone(shard)
-            while not (gone() and await self._is_ready(number)):
+            while not (has_ended(shard) and await self._is_ready(number)):
                 if self.now() > kill.at_s + 2 * READY_S:
                     return
                 await asyncio.sleep(0.1)
@@ -128,7 +126,3 @@ class Load:
             return False
         said = f'tgi_restarts{{process="shard"}} {num_restarts}\n'
         return said in metrics.text and health.status_code == 200
-
-
-def _is_gone(process: psutil.Process) -> Callable[[], bool]:
-    return lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from soak_verdict import Life
 
-from integration_tests.server import LauncherHandle
+from integration_tests.server import LauncherHandle, has_ended
 
 ROLES = {
     "text-generation-launcher": "launcher",
@@ -106,8 +106,8 @@ def descriptors(handle: LauncherHandle) -> Counter[str]:
 
 def what_is_left(processes: Sequence[psutil.Process], folder: Path) -> list[str]:
     """The processes and sockets that are left after the server's end."""
-    _, alive = psutil.wait_procs(list(processes), timeout=5)
-    left = [f"process {process.pid}" for process in alive]
+    wait(lambda: all(map(has_ended, processes)), 5)
+    left = [f"process {process.pid}" for process in processes if not has_ended(process)]
     left += [f"socket {path.name}" for path in folder.glob("shard-*")]
     return left
 

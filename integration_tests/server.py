@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,23 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s still not so: {what}"
+        time.sleep(0.02)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process runs no more. An orphan may stay a zombie until process 1 reaps it, which
+    takes seconds on some machines."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def assert_ended(processes: Iterable[psutil.Process], within_s: float = 20) -> None:
+    """All of them have ended, or end in time."""
+    deadline = time.monotonic() + within_s
+    while alive := [process for process in processes if not has_ended(process)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.02)
 
 
@@ -164,8 +181,7 @@ class LauncherHandle:
                 self.process.send_signal(signal.SIGTERM)
             code = self.wait_for_exit(STOP_TIMEOUT_S)
             assert code == 0, f"the launcher ended with code {code}:\n{self.log}"
-            _, alive = psutil.wait_procs(family, timeout=5)
-            assert not alive, f"orphans: {alive}"
+            assert_ended(family, within_s=5)
             log = self.log
             assert "Traceback" not in log, log
             return log

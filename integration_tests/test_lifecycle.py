@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle, free_port, wait_until
+from integration_tests.server import LauncherHandle, assert_ended, free_port, wait_until
 
 PROMPT = "the cat sat on "
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
@@ -37,12 +37,6 @@ def stopped(process: psutil.Process) -> Iterator[None]:
         process.send_signal(signal.SIGCONT)
 
 
-def assert_gone(processes: list[psutil.Process]) -> None:
-    """All of them end soon."""
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive
-
-
 @pytest.mark.parametrize(
     ("script", "name"),
     [("text-generation-server", "shard 0"), ("text-generation-router", "router")],
@@ -54,7 +48,7 @@ def test_a_child_is_killed(launch: Launch, tiny_model_path: Path, script: str, n
     assert handle.wait_for_exit() == 1
     (error,) = [line for line in handle.log.splitlines() if " ERROR " in line]
     assert f"{name} was killed by signal 9" in error
-    assert_gone(family)
+    assert_ended(family)
 
 
 def test_launcher_is_killed(launch: Launch, tiny_model_path: Path) -> None:
@@ -62,7 +56,7 @@ def test_launcher_is_killed(launch: Launch, tiny_model_path: Path) -> None:
     family = handle.family()
     assert len(family) >= 2
     handle.process.kill()
-    assert_gone(family)
+    assert_ended(family)
     # Its leftovers do not disturb the next server.
     again = ready(launch, tiny_model_path, "--shard-uds-path", str(handle.uds_path))
     assert again.generate(PROMPT, max_new_tokens=2)["generated_text"]
@@ -115,7 +109,7 @@ def test_a_shard_that_hangs(launch: Launch, tiny_model_path: Path) -> None:
     error = handle.log.rpartition(" ERROR ")[2]
     assert error.startswith("text_generation_launcher: the router failed with exit code 1 while ")
     assert "The shards have not finished a step within 5 s; the server exits" in error
-    assert_gone(family)
+    assert_ended(family)
 
 
 @pytest.mark.timed
@@ -129,7 +123,7 @@ def test_a_second_signal_ends_at_once(launch: Launch, tiny_model_path: Path) -> 
         wait_until(lambda: "SIGTERM" in handle.log, 10, "the first signal is noticed")
         handle.process.send_signal(signal.SIGTERM)
         handle.wait_for_exit(10)
-    assert_gone(family)
+    assert_ended(family)
 
 
 @pytest.mark.timed
@@ -150,7 +144,7 @@ def test_stopped_while_it_starts(launch: Launch, tiny_model_path: Path) -> None:
     family = handle.family()
     handle.process.send_signal(signal.SIGTERM)
     assert handle.wait_for_exit(20) == 0
-    assert_gone(family)
+    assert_ended(family)
     assert "Traceback" not in handle.log
 
 

@@ -16,7 +16,13 @@ from text_generation_router import LLM, SamplingParams
 from text_generation_router.errors import GenerationError, GrammarError, ToolError, ValidationError
 from text_generation_router.offline import LLMError, RequestOutput
 
-from integration_tests.server import LauncherHandle, clean_environment, token_ids, wait_until
+from integration_tests.server import (
+    LauncherHandle,
+    assert_ended,
+    clean_environment,
+    token_ids,
+    wait_until,
+)
 
 PROMPTS = ["the cat sat on ", "def add(first", "what is the time", "the sun and the rain "]
 
@@ -296,8 +302,7 @@ def test_nothing_outlives_its_process(tiny_model_path: Path, end: str) -> None:
     _, said = process.communicate("\n", timeout=30)
     assert said == ""
     assert process.returncode == (-signal.SIGKILL if end == "is killed" else 0)
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
+    assert_ended(children)
 
 
 INTERRUPTED = """

@@ -17,6 +17,7 @@ from integration_tests.server import (
     SCRIPTS,
     LauncherHandle,
     _end_with_parent,
+    assert_ended,
     clean_environment,
     wait_until,
 )
@@ -143,8 +144,7 @@ def test_an_interrupted_run_continues(batch: BatchRun, number: signal.Signals) -
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     assert process.wait(30) == (-number if number is signal.SIGKILL else 128 + number)
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive
+    assert_ended(family)
     kept = batch.target.read_bytes()
     assert 3 <= kept.count(b"\n") < NUM_REQUESTS
     assert batch.run() == 0

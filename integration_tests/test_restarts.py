@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle, running, wait_until
+from integration_tests.server import LauncherHandle, assert_ended, running, wait_until
 
 pytestmark = pytest.mark.timed
 
@@ -104,8 +104,7 @@ def wait_until_ready_again(handle: LauncherHandle, times: int = 1) -> None:
 
 def assert_nothing_left(handle: LauncherHandle, before: Sequence[psutil.Process]) -> None:
     """After its end: no process that it ever had, no socket."""
-    _, alive = psutil.wait_procs(before, timeout=5)
-    assert not alive, f"orphans: {alive}"
+    assert_ended(before, within_s=5)
     assert not list(handle.uds_path.parent.glob("shard-[0-9]"))
 
 
@@ -375,8 +374,7 @@ def test_the_launchers_end_is_that_of_all(launch: Launch) -> None:
     handle.wait_until_ready()
     family = handle.family()
     handle.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
+    assert_ended(family, within_s=5)
 
 
 def test_new_shards_that_hang_are_replaced_too() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from integration_tests.hostile.contained import contained, cpu_seconds, family_bytes
 from integration_tests.hostile.neighbours import neighbours
-from integration_tests.server import LauncherHandle, wait_until
+from integration_tests.server import LauncherHandle, assert_ended, wait_until
 
 pytestmark = pytest.mark.timed
 
@@ -212,7 +212,7 @@ def test_sigterm_while_grammars_are_compiled_and_nothing_of_them_in_the_log() ->
                 await asyncio.to_thread(handle.process.wait, 20)
                 assert time.monotonic() - began < 12
                 await asyncio.gather(*asked, return_exceptions=True)
-                assert not psutil.wait_procs(family, 5)[1]
+                assert_ended(family, within_s=5)
 
         asyncio.run(leave_it_compiling())
         assert "secretpattern" not in handle.log

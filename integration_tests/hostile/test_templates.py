@@ -11,7 +11,7 @@ import pytest
 
 from integration_tests.hostile.contained import contained, cpu_seconds
 from integration_tests.hostile.neighbours import check_unharmed
-from integration_tests.server import LauncherHandle, wait_until
+from integration_tests.server import LauncherHandle, has_ended, wait_until
 
 pytestmark = pytest.mark.timed
 
@@ -136,7 +136,7 @@ def test_none_is_left_behind_a_router_that_is_killed(tmp_path: Path) -> None:
             found = workers(it)
             it.child("text-generation-router").kill()
             await asyncio.gather(hanging, return_exceptions=True)
-            await asyncio.to_thread(wait_until, lambda: not any(map(lives, found)), 2, "they end")
+            await asyncio.to_thread(wait_until, lambda: all(map(has_ended, found)), 2, "they end")
 
         asyncio.run(attack())
         it.wait_for_exit()
@@ -151,10 +151,6 @@ def test_a_template_that_does_not_even_compile_is_told_at_start(tmp_path: Path) 
         status, seconds, _ = asyncio.run(tokenize(handle, "a"))
         assert status == 422 and seconds < ANSWER_S
         assert_nothing_runs(handle)
-
-
-def lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def assert_nothing_runs(handle: LauncherHandle) -> None:
