@@ -53,6 +53,9 @@ def test_a_start_is_told_in_phases(launch: Launch, tiny_model_path: Path) -> Non
     phases = list(dict.fromkeys(one["phase"] for one in told))
     assert phases[0] == "loading the model" and phases[-1] == "serving", phases
     assert {one["state"] for one in told} == {"starting", "ready"}
+    progress = [one["progress"] for one in told if "progress" in one]
+    assert progress and all(words.startswith("shard 0") for words in progress), told
+    assert "progress" not in told[-1]
     assert codes(handle) == READY
     assert handle.client.get("/health").content == b""
     handle.stop()

@@ -13,6 +13,7 @@ from text_generation_launcher.heartbeat import GAP_S, SILENCE_S, STARTING_SILENC
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
 from text_generation_launcher.process import Command, ManagedProcess
+from text_generation_launcher.progress import ProgressPipe
 from text_generation_launcher.replacements import LEAST_PATIENCE_S, Part, Replacements
 from text_generation_launcher.restarts import LIMIT, WINDOW_S, Restart, Restarts
 from text_generation_launcher.supervisor import Supervisor
@@ -97,6 +98,23 @@ def test_losses_are_kept_in_order_whatever_stands_beside(beat: Heartbeat):
     os.write(beat.writer, b'st", "why": "c"}\n')
     beat.is_silent(1)
     assert beat.losses[2:] == ["c"]
+
+
+def test_progress_waits_for_nobody():
+    pipe = ProgressPipe()
+    for message in ("shard 0: one", "shard 0: one", "shard 0: a\nb"):
+        pipe.tell(message)
+    assert os.read(pipe.reader, 100) == b"shard 0: one\nshard 0: a b\n"
+    # A router that does not read: lines are dropped, and whole ones are there.
+    for number in range(100):
+        pipe.tell(f"{number}" * 3000)
+    lines = os.read(pipe.reader, 1 << 20).split(b"\n")
+    assert lines.pop() == b"" and 1 < len(lines) < 100
+    pipe.tell("there is room again")
+    assert os.read(pipe.reader, 100) == b"there is room again\n"
+    pipe.hand_over()
+    pipe.tell("the router has ended")
+    pipe.close()
 
 
 def test_the_pipe_ends_with_the_router(beat: Heartbeat):

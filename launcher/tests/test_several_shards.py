@@ -11,7 +11,7 @@ import time
 
 import pytest
 from text_generation_launcher.address import AddressError, MeetingPort
-from text_generation_launcher.supervisor import describe_waiting
+from text_generation_launcher.diagnosis import grouped
 
 from launcher.tests.conftest import SETTLED_S
 
@@ -160,7 +160,14 @@ def test_says_what_each_rank_is_doing(launch):
 if RANK == 1: serve_shard(); sleep()
 log("INFO", f"loading weights: {40 - RANK} of 80 tensors"); sleep()
 """
-    launched = launch(shard=shard, num_shards=3)
+    router = """
+[given] = [one for one in sys.argv if one.startswith("--progress-fd=")]
+lines = open(int(given.partition("=")[2]))
+while "38 of 80" not in (line := next(lines)) or "40 of 80" not in line: pass
+log("INFO", "the router has read: " + line.strip()); sleep()
+"""
+    launched = launch(shard=shard, router=router, num_shards=3)
+    launched.wait_for_line("the router has read: shard 0: loading weights: 40 of 80 tensors; shard")
     said = (
         "Waiting for shard 0 to be ready: loading weights: 40 of 80 tensors; "
         "shard 2 to be ready: loading weights: 38 of 80 tensors"
@@ -170,7 +177,7 @@ log("INFO", f"loading weights: {40 - RANK} of 80 tensors"); sleep()
 
 def test_those_that_say_the_same_are_named_together():
     said = [("shard 0", "compiling"), ("shard 1", ""), ("shard 2", "compiling"), ("shard 3", "")]
-    assert describe_waiting(said) == (
+    assert grouped(said, " to be ready") == (
         "shard 0, shard 2 to be ready: compiling; shard 1, shard 3 to be ready"
     )
 

@@ -81,3 +81,14 @@ def _with_words(child: ManagedProcess, end: End) -> End:
     """The end with the child's last words, which are not logged elsewhere after this."""
     child.drain()
     return replace(end, words=child.last_words())
+
+
+def grouped(messages: Sequence[tuple[str, str]], doing: str = "") -> str:
+    """Names with their last messages, grouped by message; `doing` follows the names."""
+    names: dict[str, list[str]] = {}
+    for name, message in messages:
+        names.setdefault(message, []).append(name)
+    return "; ".join(
+        f"{', '.join(group)}{doing}" + (f": {message}" if message else "")
+        for message, group in names.items()
+    )

@@ -21,7 +21,7 @@ from typing import NoReturn
 from text_generation_launcher.address import AddressError, SocketClaim
 from text_generation_launcher.addresses import Addresses
 from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
-from text_generation_launcher.diagnosis import CAUSE_S, describe_stopped, diagnose, end_of
+from text_generation_launcher.diagnosis import CAUSE_S, describe_stopped, diagnose, end_of, grouped
 from text_generation_launcher.failures import ChildDied
 from text_generation_launcher.heartbeat import Heartbeat
 from text_generation_launcher.log import Log
@@ -34,6 +34,7 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
+from text_generation_launcher.progress import ProgressPipe
 from text_generation_launcher.ready_line import how_to_ask
 from text_generation_launcher.replacements import Part, Replacements
 
@@ -77,6 +78,7 @@ class Supervisor:
         self._batch: ManagedProcess | None = None
         self._addresses: Addresses | None = None
         self._heartbeat: Heartbeat | None = None
+        self._progress: ProgressPipe | None = None
         self._is_socket_awaited = False
         self._is_ready = False
         # With nohup the server outlives its terminal.
@@ -91,8 +93,7 @@ class Supervisor:
         finally:
             for child in self._children():
                 child.kill()
-            if self._heartbeat:
-                self._heartbeat.close()
+            self._close_pipes()
             if self._addresses:
                 self._addresses.close()
 
@@ -207,14 +208,17 @@ class Supervisor:
         """Does not wait for the shards: the router has work to do before it needs them."""
         command = self._config.router
         assert command is not None
-        if not self._config.restarts:
-            self._router = self._start(command, model_path)
-            return
-        self._heartbeat = heartbeat = Heartbeat()
-        more = f"--launcher-fd={heartbeat.writer}", f"--num-restarts={num_restarts}"
-        command = replace(command, argv=(*command.argv, *more), descriptors=(heartbeat.writer,))
+        self._progress = progress = ProgressPipe()
+        more, descriptors = [f"--progress-fd={progress.reader}"], [progress.reader]
+        if self._config.restarts:
+            self._heartbeat = heartbeat = Heartbeat()
+            more += [f"--launcher-fd={heartbeat.writer}", f"--num-restarts={num_restarts}"]
+            descriptors.append(heartbeat.writer)
+        command = replace(command, argv=(*command.argv, *more), descriptors=tuple(descriptors))
         self._router = self._start(command, model_path)
-        heartbeat.hand_over()
+        for pipe in (self._progress, self._heartbeat):
+            if pipe is not None:
+                pipe.hand_over()
 
     def _wait_for_router(self) -> None:
         assert self._router is not None
@@ -240,10 +244,17 @@ class Supervisor:
             if not waiting:
                 return
             self._pause(STARTUP_POLL_S)
+            self._tell_progress()
             if time.monotonic() >= notice_at:
                 messages = [(child.name, child.last_message) for child in waiting]
-                self._log.info(f"Waiting for {describe_waiting(messages)}")
+                self._log.info(f"Waiting for {grouped(messages, ' to be ready')}")
                 notice_at += WAITING_NOTICE_S
+
+    def _tell_progress(self) -> None:
+        """Tells the router what the shards do. It forgets this once it is connected to them."""
+        if self._progress is not None:
+            messages = [(shard.name, shard.last_message) for shard in self._shards]
+            self._progress.tell(grouped(messages))
 
     def _is_healthy(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         config = self._config
@@ -281,6 +292,8 @@ class Supervisor:
             try:
                 self._pause(LISTEN_POLL_S if replacements.is_whole else STARTUP_POLL_S)
                 self._listen()
+                if not replacements.is_whole:
+                    self._tell_progress()
                 replacements.bring_back(time.monotonic())
                 if replacements.is_late(time.monotonic()):
                     self._end_late(replacements.patience_s)
@@ -305,10 +318,16 @@ class Supervisor:
         self._sockets.remove_sockets()
 
     def _end_router(self) -> None:
-        assert self._router is not None and self._heartbeat is not None
+        assert self._router is not None
         self._router.kill()
-        self._heartbeat.close()
-        self._router = self._heartbeat = None
+        self._router = None
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._heartbeat, self._progress):
+            if pipe is not None:
+                pipe.close()
+        self._heartbeat = self._progress = None
 
     def _is_ready_again(self) -> bool:
         if not self._have_sockets() or not self._is_healthy(REPLACED_PROBE_TIMEOUT_S):
@@ -419,14 +438,3 @@ class Supervisor:
         while self._router.is_alive and (remaining_s := deadline - time.monotonic()) > 0:
             if self._next_stop_signal(min(remaining_s, STARTUP_POLL_S)):
                 return
-
-
-def describe_waiting(messages: Sequence[tuple[str, str]]) -> str:
-    """Names with their last messages, grouped by message."""
-    names: dict[str, list[str]] = {}
-    for name, message in messages:
-        names.setdefault(message, []).append(name)
-    return "; ".join(
-        f"{', '.join(group)} to be ready" + (f": {message}" if message else "")
-        for message, group in names.items()
-    )

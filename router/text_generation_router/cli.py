@@ -23,6 +23,7 @@ from text_generation_router.front import Front
 from text_generation_router.heartbeat import Heartbeat
 from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs
+from text_generation_router.progress import Progress
 from text_generation_router.server import Server, answering, bind, server_config
 from text_generation_router.services import StartError, start
 from text_generation_router.state import ServerState
@@ -128,6 +129,9 @@ async def serve(
         if config.prometheus_port is not None:
             sockets.append(stack.enter_context(bind(config.hostname, config.prometheus_port)))
         state = ServerState()
+        progress = Progress(config.progress_fd, state)
+        stack.callback(progress.close)
+        progress.begin()
         starting = create_starting(config, state)
         hand_over = await stack.enter_async_context(
             answering(sockets, starting, config, certificate)

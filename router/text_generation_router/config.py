@@ -197,6 +197,9 @@ class RouterConfig:
     launcher_fd: int | None = _option(
         None, "Pipe on which the router reports to the launcher, which opens it.", 0
     )
+    progress_fd: int | None = _option(
+        None, "Pipe on which the launcher, which opens it, reports what the shards do.", 0
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):

@@ -41,7 +41,7 @@ from text_generation_router.scheduler.watch import (
     NUM_QUESTIONS_TO_SEVERAL,
     WatchedShards,
 )
-from text_generation_router.state import ServerState
+from text_generation_router.state import LOADING, ServerState
 from text_generation_router.terms import NO_TERMS, Terms
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
@@ -122,7 +122,7 @@ async def start(
     state = state or ServerState()
     load = asyncio.create_task(_load(config, workers))
     try:
-        state.starting("loading the model")
+        state.starting(LOADING)
         while config.await_shards and not os.path.exists(config.master_shard_uds_path):
             if load.done():
                 await load  # raises its failure

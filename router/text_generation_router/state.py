@@ -19,6 +19,11 @@ class State(Enum):
     """It can not go on, and ends."""
 
 
+LOADING = "loading the model"
+REPLACING = "waiting for new shards"
+# In these phases the launcher tells what the shards do.
+_WITH_PROGRESS = {LOADING, REPLACING}
+
 # Allowed transitions; other ones are ignored. A failure is final.
 _NEXT = {
     State.STARTING: {State.STARTING, State.READY, State.DRAINING, State.FAILED},
@@ -37,6 +42,8 @@ class ServerState:
         self.state = State.STARTING
         self.phase = "starting"
         """In words; of a failure, the reason."""
+        self.progress = ""
+        """What the shards do in this phase, in words; empty: nothing is known."""
         self.has_started = False
         """Whether it was ever ready."""
         self._since = clock()
@@ -56,7 +63,7 @@ class ServerState:
         if self._go(State.READY, "serving"):
             self.has_started = True
 
-    def restarting(self, phase: str = "waiting for new shards") -> None:
+    def restarting(self, phase: str = REPLACING) -> None:
         """The shards are lost; `ready` follows with new ones."""
         self._go(State.DEGRADED, phase)
 
@@ -68,6 +75,11 @@ class ServerState:
         """The process ends."""
         self._go(State.FAILED, why)
 
+    def note_progress(self, progress: str) -> None:
+        """What the shards do now. Ignored in other phases than loading."""
+        if self.phase in _WITH_PROGRESS:
+            self.progress = progress
+
     def as_json(self) -> dict[str, str]:
         """As a JSON object."""
         since = datetime.fromtimestamp(self._since, UTC).isoformat(timespec="milliseconds")
@@ -75,12 +87,13 @@ class ServerState:
             "state": self.state.value,
             "phase": self.phase,
             "since": since.replace("+00:00", "Z"),
+            **({"progress": self.progress} if self.progress else {}),
         }
 
     def _go(self, state: State, phase: str) -> bool:
         if state not in _NEXT[self.state]:
             return False
         if (state, phase) != (self.state, self.phase):
-            self.state, self.phase = state, phase
+            self.state, self.phase, self.progress = state, phase, ""
             self._since, self._began = self._clock(), time.monotonic()
         return True

@@ -21,7 +21,7 @@ _NOT_OFFLINE = frozenset(
         *("aip_predict_route", "aip_health_route", "graceful_termination_timeout"),
         *("max_concurrent_requests", "max_client_batch_size", "max_best_of"),
         *("json_output", "logger_level", "reranker", "otlp_endpoint", "otlp_service_name"),
-        *("launcher_fd", "restart", "resume_streams", "num_restarts"),
+        *("launcher_fd", "progress_fd", "restart", "resume_streams", "num_restarts"),
         *("ssl_certfile", "ssl_keyfile", "served_model_name", "any_model_name", "await_shards"),
     }
 )

@@ -21,6 +21,9 @@ class ProbeResponse(BaseModel):
     state: str = Field(description="starting, ready, degraded, draining or failed.")
     phase: str = Field(description="What exactly it does, or why it has failed, in words.")
     since: str = Field(description="Since when it is so, in UTC.")
+    progress: str | None = Field(
+        None, description="While a model is loaded: what the shards do, and how far they are."
+    )
 
 
 _ANSWERS: dict[str, Any] = {
