@@ -32,7 +32,7 @@ test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,te
 unit: .venv/.installed-dev ## the unit tests that are quick: two and a half minutes
 	$(PYTEST) -m "not gpu and not slow" $(UNITS) $(PARALLEL) $(ARGS)
 
-coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; half an hour
+coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; ten minutes
 	$(PYTEST) -m "not gpu and not timed" $(UNITS) $(COVERED) $(PARALLEL) --cov --cov-report=term $(ARGS)
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
