@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
@@ -31,6 +32,8 @@ from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
 
 router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Scoring"])
+_SCORE: Any = {"summary": "Score pairs", "response_model": ScoreListBody}
+_RERANK: Any = {"summary": "Rank documents", "response_model": RerankBody | list[RankedTextBody]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +45,8 @@ class _Scored:
     headers: dict[str, str]
 
 
-@router.post(
-    "/v1/score",
-    name="score_v1",
-    summary="Score pairs",
-    response_model=ScoreListBody,
-    responses=ERRORS,
-)
-@router.post(
-    "/score",
-    name="score",
-    summary="Score pairs",
-    response_model=ScoreListBody,
-    responses=TGI_ERRORS,
-)
+@router.post("/v1/score", name="score_v1", responses=ERRORS, **_SCORE)
+@router.post("/score", name="score", responses=TGI_ERRORS, **_SCORE)
 async def score_pairs(
     body: ScoreRequest, request: Request, services: ServicesDependency
 ) -> Response:
@@ -73,27 +64,9 @@ async def score_pairs(
     return _json(head | {"data": data, "usage": found.usage}, found)
 
 
-@router.post(
-    "/v1/rerank",
-    name="rerank_v1",
-    summary="Rank documents",
-    response_model=RerankBody | list[RankedTextBody],
-    responses=ERRORS,
-)
-@router.post(
-    "/v2/rerank",
-    name="rerank_v2",
-    summary="Rank documents",
-    response_model=RerankBody | list[RankedTextBody],
-    responses=TGI_ERRORS,
-)
-@router.post(
-    "/rerank",
-    name="rerank",
-    summary="Rank documents",
-    response_model=RerankBody | list[RankedTextBody],
-    responses=TGI_ERRORS,
-)
+@router.post("/v1/rerank", name="rerank_v1", responses=ERRORS, **_RERANK)
+@router.post("/v2/rerank", name="rerank_v2", responses=TGI_ERRORS, **_RERANK)
+@router.post("/rerank", name="rerank", responses=TGI_ERRORS, **_RERANK)
 async def rerank(body: RerankRequest, request: Request, services: ServicesDependency) -> Response:
     """The documents, those that answer the query best first; in TEI's form where they are called
     `texts`."""
