@@ -29,7 +29,7 @@ test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,te
 	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m "not gpu and not timed" integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu" integration_tests --ignore $(HOSTILE))
 
-unit: .venv/.installed-dev ## the unit tests that are quick: two and a half minutes
+unit: .venv/.installed-dev ## the unit tests that are quick: two minutes
 	$(PYTEST) -m "not gpu and not slow" $(UNITS) $(PARALLEL) $(ARGS)
 
 coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; ten minutes
