@@ -1,5 +1,6 @@
 """The probes of a real server, from its start to its end."""
 
+import shutil
 import signal
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import psutil
+from text_generation_launcher.progress import TOLD
 
 from integration_tests.conftest import Launch
 from integration_tests.server import LauncherHandle, wait_until
@@ -17,6 +19,7 @@ from integration_tests.server import LauncherHandle, wait_until
 PROBES = ("/livez", "/readyz", "/startupz")
 LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos_token": True}
 READY = (200, 200, 200)
+COMPILING = "shard 0: compiling the kernels for this processor (first start only)"
 
 
 def codes(handle: LauncherHandle) -> tuple[int, ...]:
@@ -24,9 +27,10 @@ def codes(handle: LauncherHandle) -> tuple[int, ...]:
     return tuple(handle.client.get(path).status_code for path in PROBES)
 
 
-def test_a_start_is_told_in_phases(launch: Launch, tiny_model_path: Path) -> None:
-    """One connection, kept from the first answer on, sees the whole start."""
-    handle = launch(tiny_model_path)
+def test_a_start_is_told_in_phases(launch: Launch, tiny_model_path: Path, tmp_path: Path) -> None:
+    """One connection, kept from the first answer on, sees the whole start. Kernels are compiled,
+    which takes seconds."""
+    handle = launch(tiny_model_path, NUMBA_CACHE_DIR=str(tmp_path))
     told: list[dict[str, Any]] = []
     refused: Counter[int] = Counter()
 
@@ -54,8 +58,20 @@ def test_a_start_is_told_in_phases(launch: Launch, tiny_model_path: Path) -> Non
     assert phases[0] == "loading the model" and phases[-1] == "serving", phases
     assert {one["state"] for one in told} == {"starting", "ready"}
     progress = [one["progress"] for one in told if "progress" in one]
-    assert progress and all(words.startswith("shard 0") for words in progress), told
+    assert COMPILING in progress
+    assert str(tiny_model_path) not in str(progress), "any client may read it"
     assert "progress" not in told[-1]
+    # The other message that is told, which is too short to be seen here.
+    assert all(f"text_generation_shard: {words}" in handle.log for words in TOLD)
+    # A shard that is replaced tells the same, here without its kernels.
+    for entry in tmp_path.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    handle.child("text-generation-server").kill()
+    wait_until(
+        lambda: handle.client.get("/readyz").json().get("progress") == COMPILING, 30, "it compiles"
+    )
+    assert handle.client.get("/readyz").json()["state"] == "degraded"
+    wait_until(lambda: codes(handle) == READY, 60, "it serves again")
     assert codes(handle) == READY
     assert handle.client.get("/health").content == b""
     handle.stop()

@@ -237,7 +237,7 @@ def test_a_router_that_is_stopped_is_replaced() -> None:
         handle.generate("x", max_new_tokens=3)
 
 
-def test_a_launcher_that_was_stopped_blames_nobody() -> None:
+def test_a_launcher_that_was_stopped_replaces_nothing() -> None:
     with running(None) as handle:
         router = handle.child(ROUTER)
         launcher = psutil.Process(handle.process.pid)

@@ -80,7 +80,7 @@ def _memory_limit() -> Iterator[Callable[[], None]]:
         yield lambda: _enter(members)
     finally:
         # A killed process leaves its group a little later.
-        wait_until(lambda: not members.read_text(), 10, f"nobody is left in {group}")
+        wait_until(lambda: not members.read_text(), 10, f"{group} is empty")
         group.rmdir()
 
 
@@ -95,7 +95,7 @@ def short_of_memory(process: psutil.Process, num_bytes: int) -> Iterator[None]:
         members.write_text(str(process.pid))
         yield
     finally:
-        wait_until(lambda: not members.read_text(), 10, f"nobody is left in {group}")
+        wait_until(lambda: not members.read_text(), 10, f"{group} is empty")
         group.rmdir()
 
 

@@ -72,7 +72,7 @@ def test_a_router_that_starts_may_read_a_large_tokenizer():
     heartbeat.close()
 
 
-def test_who_did_not_look_blames_nobody(beat: Heartbeat):
+def test_a_late_read_is_no_verdict(beat: Heartbeat):
     os.write(beat.writer, ALIVE)
     assert not beat.is_silent(0)
     later = 1000.0
@@ -100,7 +100,7 @@ def test_losses_are_kept_in_order_whatever_stands_beside(beat: Heartbeat):
     assert beat.losses[2:] == ["c"]
 
 
-def test_progress_waits_for_nobody():
+def test_progress_never_waits():
     pipe = ProgressPipe()
     for message in ("shard 0: one", "shard 0: one", "shard 0: a\nb"):
         pipe.tell(message)

@@ -3,11 +3,15 @@
 import os
 import select
 
+TOLD = ("loading weights: ", "compiling the kernels ")
+"""Beginnings of the log messages of shards that any client may read: they hold no paths."""
+
 
 class ProgressPipe:
     """Owns both ends of one pipe, until closed. Never waits: a line that has no room is dropped.
 
-    Each line is a message for people. The router shows the last one.
+    Each line is a message for people; an empty one says that nothing is known. The router shows the
+    last one.
     """
 
     def __init__(self) -> None:

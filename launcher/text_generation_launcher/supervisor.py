@@ -34,7 +34,7 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
-from text_generation_launcher.progress import ProgressPipe
+from text_generation_launcher.progress import TOLD, ProgressPipe
 from text_generation_launcher.ready_line import how_to_ask
 from text_generation_launcher.replacements import Part, Replacements
 
@@ -254,7 +254,7 @@ class Supervisor:
         """Tells the router what the shards do. It forgets this once it is connected to them."""
         if self._progress is not None:
             messages = [(shard.name, shard.last_message) for shard in self._shards]
-            self._progress.tell(grouped(messages))
+            self._progress.tell(grouped([one for one in messages if one[1].startswith(TOLD)]))
 
     def _is_healthy(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
         config = self._config

@@ -80,7 +80,7 @@ def levels() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def test_a_collector_that_says_nothing_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_collector_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -45,7 +45,7 @@ async def test_each_state(tmp_path: Path) -> None:
         assert told["phase"] == "The scheduler has failed: KeyError: 5"
 
 
-async def test_they_ask_nobody(tmp_path: Path) -> None:
+async def test_probes_call_no_shard(tmp_path: Path) -> None:
     async with serve(tmp_path) as server:
 
         async def health() -> None:

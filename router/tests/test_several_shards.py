@@ -323,3 +323,36 @@ async def test_a_batch_of_which_ranks_chose_differently_ends_and_the_next_begins
         # Both took the same messages, numbered without a gap.
         assert ranks[0].asked == ranks[1].asked and len(ranks[0].asked) > num_steps
         assert any(isinstance(request, pb.ClearCacheRequest) for request in ranks[0].asked)
+
+
+async def test_an_end_is_noticed_without_a_call(tmp_path: Path) -> None:
+    async with serving(tmp_path, 2) as (client, ranks):
+        await client.health()
+        gone = asyncio.create_task(client.gone())
+        await asyncio.sleep(2 * client_shards._GONE_POLL_S)
+        assert not gone.done()
+        await ranks[1].stop(None)
+        await asyncio.wait_for(gone, 5)
+
+
+async def test_a_channel_that_was_not_used_is_connected_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = ("grpc.client_idle_timeout_ms", 1000)
+    monkeypatch.setattr(client_shards, "_CHANNEL_OPTIONS", [*client_shards._CHANNEL_OPTIONS, idle])
+    async with serving(tmp_path, 2) as (client, _):
+        await client.health()
+        await until(
+            lambda: all(
+                one.get_state() is grpc.ChannelConnectivity.IDLE for one in client._channels
+            )
+        )
+        gone = asyncio.create_task(client.gone())
+        await until(
+            lambda: all(
+                one.get_state() is grpc.ChannelConnectivity.READY for one in client._channels
+            )
+        )
+        await asyncio.sleep(2 * client_shards._GONE_POLL_S)
+        assert not gone.done()
+        gone.cancel()

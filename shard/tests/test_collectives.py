@@ -166,7 +166,7 @@ def test_who_does_not_come_is_named() -> None:
     assert late.value.is_final and first.waited_ns > 150_000_000
 
 
-def test_a_rank_that_stops_waits_for_nobody() -> None:
+def test_a_rank_that_stops_ends_its_wait() -> None:
     first, _ = in_memory(2)
     threading.Timer(0.1, first.stop).start()
     began = time.monotonic()

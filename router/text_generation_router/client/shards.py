@@ -36,10 +36,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _HEALTH_TIMEOUT_S = 5.0
-# How often the channels are checked, and their states when they are connected: gRPC makes a channel
-# idle that was not used for half an hour.
+# How often the channels are checked.
 _GONE_POLL_S = 0.25
-_CONNECTED = (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.IDLE)
+_READY = grpc.ChannelConnectivity.READY
 # Once a rank has failed, the other ranks fail at once or complete. A rank without an answer
 # within this hangs.
 OTHERS_S = 0.5
@@ -107,7 +106,9 @@ class ShardedClient:
         """Returns when a shard has ended, also while no call is in flight."""
         while True:
             await asyncio.sleep(_GONE_POLL_S)
-            if all(channel.get_state() in _CONNECTED for channel in self._channels):
+            # A channel whose shard has ended is idle until the next call; so is one that was not
+            # used for half an hour, which that call connects again.
+            if all(channel.get_state() is _READY for channel in self._channels):
                 continue
             with suppress(GenerationError):
                 try:
