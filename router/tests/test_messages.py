@@ -52,8 +52,11 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
             message["content"].append(event["content_block"])
             pieces.append([])
         elif event["type"] == "content_block_delta":
-            (text,) = [value for key, value in event["delta"].items() if key != "type"]
-            pieces[event["index"]].append(text)
+            ((name, text),) = [(k, v) for k, v in event["delta"].items() if k != "type"]
+            if name == "signature":
+                message["content"][event["index"]][name] += text
+            else:
+                pieces[event["index"]].append(text)
         elif event["type"] == "message_delta":
             message |= event["delta"] | {"usage": event["usage"]}
     for block, texts in zip(message["content"], pieces, strict=True):
@@ -76,7 +79,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 async def test_thinking_text_and_tool_use(server: Server) -> None:
     answer = await ask(server, tools=[TOOL])
     thinking, text, use = answer["content"]
-    assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert thinking.pop("signature")
+    assert thinking == {"type": "thinking", "thinking": "hm"}
     assert text == {"type": "text", "text": "Hé!"}
     assert use.pop("id").startswith("toolu_")
     assert use == {"type": "tool_use", "name": "add", "input": {"x": 1}}
@@ -111,6 +115,22 @@ async def test_each_block_starts_and_stops(server: Server) -> None:
     bounds = [(e["type"], e["index"]) for e in events if e["type"].startswith("content_block_st")]
     starts_and_stops = ("content_block_start", "content_block_stop")
     assert bounds == [(name, index) for index in range(3) for name in starts_and_stops]
+
+
+@pytest.mark.parametrize("body", [{}, {"max_tokens": 9}], ids=["whole", "cut off"])
+async def test_thinking_ends_with_a_signature(server: Server, body: dict[str, Any]) -> None:
+    events = await ask_stream(server, **body)
+    thinking = [event for event in events if event.get("index") == 0]
+    kinds = [event.get("delta", event)["type"] for event in thinking]
+    assert kinds[0] == "content_block_start" and thinking[0]["content_block"]["signature"] == ""
+    assert kinds.count("signature_delta") == 1
+    assert kinds[-2:] == ["signature_delta", "content_block_stop"]
+    # It comes back with the thinking, and is not read.
+    (block, *_) = accumulated(events)["content"]
+    assert block["signature"] == thinking[-2]["delta"]["signature"] != ""
+    turns = [BODY["messages"][0], {"role": "assistant", "content": [block]}]
+    answer = await server.client.post("/v1/messages", json=BODY | {"messages": turns})
+    assert answer.status_code == 200, answer.text
 
 
 async def test_count_tokens(server: Server) -> None:

@@ -1,5 +1,6 @@
 """The content of an Anthropic message while it grows: its blocks, and the events about them."""
 
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from text_generation_router.chat.parser import (
 )
 
 Json = dict[str, Any]
+
+# Clients drop thinking without a signature from the history. In base64, as Anthropic's are.
+_SIGNATURE = b64encode(b"not signed: this server does not check thinking").decode()
 
 
 class ContentWriter:
@@ -33,18 +37,18 @@ class ContentWriter:
         match event:
             case ContentDelta(text):
                 yield from self._open_text({"type": "text", "text": ""})
-                yield self._delta(text, {"type": "text_delta", "text": text})
+                yield self._piece(text, {"type": "text_delta", "text": text})
             case ReasoningDelta(text):
                 yield from self._open_text({"type": "thinking", "thinking": "", "signature": ""})
-                yield self._delta(text, {"type": "thinking_delta", "thinking": text})
+                yield self._piece(text, {"type": "thinking_delta", "thinking": text})
             case ToolCallStart(_, name):
                 use = {"type": "tool_use", "id": make_id("toolu"), "name": name, "input": {}}
                 yield from self._open(use)
             case ToolCallArguments(_, text):
-                yield self._delta(text, {"type": "input_json_delta", "partial_json": text})
+                yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
 
     def finish(self) -> Iterator[Json]:
-        """The event of the end of the last block."""
+        """The events of the end of the last block."""
         if not self._is_open:
             return
         block, text = self.blocks[-1], "".join(self._pieces)
@@ -52,6 +56,9 @@ class ContentWriter:
             block = {**block, "input": _object(text)}
         else:
             block = {**block, block["type"]: text}
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         self.blocks[-1] = block
         self._pieces.clear()
         self._is_open = False
@@ -68,8 +75,11 @@ class ContentWriter:
         index = len(self.blocks) - 1
         yield {"type": "content_block_start", "index": index, "content_block": block}
 
-    def _delta(self, text: str, delta: Json) -> Json:
+    def _piece(self, text: str, delta: Json) -> Json:
         self._pieces.append(text)
+        return self._delta(delta)
+
+    def _delta(self, delta: Json) -> Json:
         index = len(self.blocks) - 1
         return {"type": "content_block_delta", "index": index, "delta": delta}
 
