@@ -242,6 +242,29 @@ def test_system_messages_in_front_are_one() -> None:
     )
 
 
+async def test_encrypted_reasoning_comes_back_as_reasoning(server: Server) -> None:
+    asked = {"include": ["reasoning.encrypted_content"], "store": False}
+    assert "encrypted_content" not in (await ask(server))["output"][0]
+    for body in (asked, asked | {"max_output_tokens": 9}):
+        reasoning = (await ask(server, **body))["output"][0]
+        last = (await ask_stream(server, **body))[-1]["response"]["output"][0]
+        assert last["encrypted_content"] == reasoning["encrypted_content"]
+        thought = reasoning["content"][0]["text"]
+        assert thought and thought not in reasoning["encrypted_content"]
+        turns = [{"role": "user", "content": "q"}, reasoning, {"role": "assistant", "content": "a"}]
+        for kept in ("encrypted_content", "content"):
+            turns[1] = {"type": "reasoning", "summary": [], kept: reasoning[kept]}
+            assert conversation(input=turns).messages[1]["reasoning_content"] == thought
+
+
+@pytest.mark.parametrize("field", ["gAAAAB…", "plain1.!", "plain1./w==", ""])
+def test_encrypted_reasoning_of_others_is_not_read(field: str) -> None:
+    summary = [{"type": "summary_text", "text": "in short"}]
+    item = {"type": "reasoning", "summary": summary, "encrypted_content": field}
+    turn, *_ = conversation(input=[item, {"role": "assistant", "content": "a"}]).messages
+    assert turn["reasoning_content"] == "in short"
+
+
 def test_items_of_one_turn_are_one_message() -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"x": 1}'}
     messages = conversation(

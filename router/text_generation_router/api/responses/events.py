@@ -24,13 +24,14 @@ class ResponseRun:
         self._conversation = conversation_of(body)
         self._is_stream = bool(body.stream)
         self._has_logprobs = body.wants_logprobs
+        self._has_encrypted_reasoning = body.wants_encrypted_reasoning
         self._num_top_logprobs = body.top_logprobs or 0
         self._trail = TokenTrail()
         self._response = _envelope(body, services)
 
     async def events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
-        writer = OutputWriter()
+        writer = OutputWriter(self._has_encrypted_reasoning)
         async with self._services.chat.start(self._conversation) as (generation,):
             if not self._is_stream:
                 generation.hide()

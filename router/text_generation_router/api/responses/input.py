@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from text_generation_router.api.grammars import ANY_OBJECT, schema_grammar
+from text_generation_router.api.responses import encrypted_content
 from text_generation_router.api.responses.schemas import (
     AllowedFunctions,
     ForcedFunction,
@@ -111,13 +112,21 @@ def _piece(item: InputItem) -> Message | None:
     """What the item adds to a message of the assistant's; None if it belongs to another role."""
     match item:
         case ReasoningItem():
-            return {"reasoning_content": "".join(p.text for p in item.content or item.summary)}
+            return {"reasoning_content": _reasoning(item)}
         case MessageItem(role="assistant"):
             return {"content": _text(item.content)}
         case FunctionCallItem():
             return {"tool_calls": [_call(item)]}
         case _:
             return None
+
+
+def _reasoning(item: ReasoningItem) -> str:
+    if not item.content and item.encrypted_content is not None:
+        text = encrypted_content.read(item.encrypted_content)
+        if text is not None:
+            return text
+    return "".join(part.text for part in item.content or item.summary)
 
 
 def _fits(turn: Message, piece: Message) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from text_generation_router.api.ids import make_id
+from text_generation_router.api.responses import encrypted_content
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -41,8 +42,9 @@ class OutputWriter:
     have no `sequence_number` yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_encrypted_reasoning: bool = False) -> None:
         self.items: list[Json] = []
+        self._has_encrypted_reasoning = has_encrypted_reasoning
         self._open: _Text | None = None
         self._is_call_open = False
         self._pieces: list[str] = []
@@ -91,7 +93,10 @@ class OutputWriter:
             more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
             yield self._told_of_part(f"response.{kind.part_type}.done", text=text, **more)
             yield self._told_of_part("response.content_part.done", part=part)
-            yield self._end_item(status, content=[part])
+            fields: Json = {"content": [part]}
+            if kind is _REASONING and self._has_encrypted_reasoning:
+                fields["encrypted_content"] = encrypted_content.write(text)
+            yield self._end_item(status, **fields)
         elif self._is_call_open:
             yield self._event("response.function_call_arguments.done", arguments=text)
             yield self._end_item(status, arguments=text)

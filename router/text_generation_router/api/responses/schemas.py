@@ -105,7 +105,12 @@ class ReasoningItem(Body):
     type: Literal["reasoning"]
     summary: Items[ReasoningText] = Field(default=[], description="A summary of the reasoning.")
     content: Items[ReasoningText] | None = Field(
-        default=None, description="The reasoning. If it is given, `summary` is not read."
+        default=None, description="The reasoning. If it is given, the other two are not read."
+    )
+    encrypted_content: str | None = Field(
+        default=None,
+        description="The reasoning as an answer of this server has it. If it is given, `summary` "
+        "is not read. That of another server is not read.",
     )
 
 
@@ -221,10 +226,7 @@ def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
 def _check_include(include: list[str] | None) -> list[str] | None:
     for name in include or ():
         if name not in (_ENCRYPTED_REASONING, _LOGPROBS):
-            raise ValueError(
-                f"can only name {_LOGPROBS} and {_ENCRYPTED_REASONING}, which changes nothing: "
-                "reasoning is always given in full, as plain text"
-            )
+            raise ValueError(f"can only name {_LOGPROBS} and {_ENCRYPTED_REASONING}")
     return include
 
 
@@ -289,7 +291,8 @@ class ResponsesRequest(Body):
     include: Annotated[Items[str] | None, AfterValidator(_check_include)] = Field(
         default=None,
         description="`message.output_text.logprobs`: return log-probabilities. "
-        "`reasoning.encrypted_content` changes nothing.",
+        "`reasoning.encrypted_content`: return reasoning in `encrypted_content`, too. It is not "
+        "encrypted.",
     )
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = Field(
         default=None, description=f"Needs {_LOGPROBS} in `include`."
@@ -316,6 +319,11 @@ class ResponsesRequest(Body):
     def wants_logprobs(self) -> bool:
         """Whether the answer has the log-probabilities of its tokens."""
         return _LOGPROBS in (self.include or ())
+
+    @property
+    def wants_encrypted_reasoning(self) -> bool:
+        """Whether reasoning items have `encrypted_content`."""
+        return _ENCRYPTED_REASONING in (self.include or ())
 
 
 class ResponseUsage(BaseModel):
