@@ -21,9 +21,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 
 
 @asynccontextmanager
-async def serve_chat(directory: Path, text: str, **options: Any) -> AsyncIterator[Server]:
+async def serve_chat(
+    directory: Path, text: str, template: str = TEMPLATE, **options: Any
+) -> AsyncIterator[Server]:
     """The model answers everything with `text` and ends."""
-    config = {"chat_template": TEMPLATE, "eos_token": "</s>"}
+    config = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     async with serve(directory, text, **options) as server:
         server.shards.script = [*script_of(text), EOS_ID]

@@ -3,7 +3,13 @@
 from typing import Any
 
 from text_generation_router.chat.format import FORMATS
-from text_generation_router.chat.history import plain_messages, with_instructions
+from text_generation_router.chat.history import (
+    joined,
+    plain_messages,
+    strict_form,
+    strict_form_without_system,
+    with_instructions,
+)
 
 GENERIC = FORMATS["generic"]
 CALL: dict[str, Any] = {
@@ -46,3 +52,44 @@ def test_instructions_need_no_system_message() -> None:
     user = {"role": "user", "content": "u"}
     assert with_instructions([system, user], "t") == [{**system, "content": "s\n\nt"}, user]
     assert with_instructions([user], "t") == [{**user, "content": "t\n\nu"}]
+
+
+def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_messages_of_one_role_are_one() -> None:
+    calls = [{**CALL, "id": place} for place in "12"]
+    messages = [
+        *(said("user", "a"), said("user", ""), said("user", "b")),
+        said("assistant", "c", reasoning_content="hm", tool_calls=calls[:1]),
+        said("assistant", "d", tool_calls=calls[1:]),
+        *(said("tool", "e"), said("tool", "f")),
+    ]
+    assert joined(messages, "user") == [said("user", "a\nb"), *messages[3:]]
+    assert joined(messages, "user", "assistant") == [
+        said("user", "a\nb"),
+        said("assistant", "c\nd", reasoning_content="hm", tool_calls=calls),
+        *messages[5:],
+    ]
+
+
+def test_strict_form() -> None:
+    call, result = {**CALL, "id": "call_0123"}, {"tool_call_id": "call_0123"}
+    messages = [
+        *(said("system", "s"), said("user", "a"), said("system", "t")),
+        said("assistant", "", tool_calls=[call]),
+        *(said("tool", "b", **result), said("user", "c"), said("assistant", "d")),
+    ]
+    system, user, calling, tool, nothing, *others = strict_form(messages)
+    assert (system, user) == (said("system", "s"), said("user", "a\nt"))
+    short = tool["tool_call_id"]
+    assert len(short) == 9 and short.isalnum() and calling["tool_calls"] == [{**call, "id": short}]
+    assert nothing == said("assistant", "") and others == messages[-2:]
+    first, *_ = strict_form_without_system(messages)
+    assert first == said("user", "s\na\nt")
+
+
+def test_ids_that_are_short_stay_as_they_are() -> None:
+    result = said("tool", "b", tool_call_id="abcdefgh1")
+    assert strict_form([result]) == [result]

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 from text_generation_router.chat import rendering
-from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.format import ToolSpec, detect_format
+from text_generation_router.chat.history import (
+    plain_messages,
+    strict_form,
+    strict_form_without_system,
+)
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.errors import TemplateError
@@ -40,6 +45,12 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "continued": [USER, {"role": "assistant", "content": "It is <noon> "}],
     "wrong order": [USER, USER],
 }
+ANSWER = {"role": "assistant", "content": "A"}
+LONG_IDS = [
+    USER,
+    {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": "call_0123456789"}]},
+    {"role": "tool", "content": "12:00", "tool_call_id": "call_0123456789"},
+]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "Ä <b>"}}}
 TOOLS = [ToolSpec("get_time", "Says it's late.", SCHEMA).as_openai(), ToolSpec("now").as_openai()]
 
@@ -93,6 +104,29 @@ def test_continues_as_transformers_does(name: str) -> None:
         rendered = render(source(name), messages, continue_final_message=True)
         assert rendered == expected
         assert rendered.rstrip().endswith(content.rstrip())
+
+
+ORDERS = {
+    "two users": [SYSTEM, USER, {"role": "user", "content": "B"}],
+    "late system": [USER, ANSWER, {"role": "system", "content": "B"}, USER],
+    "system last": [USER, {"role": "system", "content": "B"}],
+    "two answers": [USER, ANSWER, {"role": "assistant", "content": "B"}, USER],
+    "user behind a result": [*LONG_IDS, {"role": "user", "content": "B"}],
+    "system behind a result": [*LONG_IDS, {"role": "system", "content": "B"}],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_template_takes_a_strict_form(name: str, order: str) -> None:
+    template = source(name)
+    messages = plain_messages(ORDERS[order], template, detect_format(template))
+    try:
+        rendered = render(template, [*strict_form(messages)])
+    except TemplateError:
+        rendered = render(template, [*strict_form_without_system(messages)])
+    for message in messages:
+        assert message["content"].strip() in rendered
 
 
 def test_known_prompts() -> None:

@@ -280,6 +280,20 @@ def test_messages() -> None:
     assert second == {"role": "tool", "tool_call_id": "u2", "content": "Error: ab"}
 
 
+async def test_a_template_whose_roles_must_alternate(tmp_path: Path) -> None:
+    use = {"type": "tool_use", "id": "toolu_0123456789", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_0123456789", "content": "2"}
+    turns = [
+        *BODY["messages"],
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+    ]
+    template = (Path(__file__).parent / "chat_templates/mistral-v0.3.jinja").read_text()
+    async with serve_chat(tmp_path, "ok", template) as server:
+        (block,) = (await ask(server, messages=turns))["content"]
+        assert block == {"type": "text", "text": "ok"}
+
+
 def test_no_blocks_are_no_text() -> None:
     messages = conversation(messages=[{"role": "user", "content": []}]).messages
     assert messages == ({"role": "user", "content": ""},)

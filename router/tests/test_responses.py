@@ -232,12 +232,13 @@ def test_system_messages_in_front_are_one() -> None:
         input=[
             {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
             {"role": "user", "content": "c"},
+            {"role": "user", "content": [{"type": "input_text", "text": "e"}]},
             {"role": "developer", "content": "d"},
         ],
     ).messages
     assert messages == (
         {"role": "system", "content": "a\n\nb"},
-        {"role": "user", "content": "c"},
+        {"role": "user", "content": "c\ne"},
         {"role": "system", "content": "d"},
     )
 
@@ -286,6 +287,44 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert [c["function"]["arguments"] for c in turn["tool_calls"]] == [{"x": 1}, "oops"]
     assert result == {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"}
     assert (two["content"], no["content"]) == ("two", "no")
+
+
+CALLED = {"call_id": "call_0123456789", "type": "function_call", "name": "add", "arguments": "{}"}
+RESULT = {"call_id": "call_0123456789", "type": "function_call_output", "output": "2"}
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [("developer", "s"), ("user", "a"), ("user", "b")],
+        [("user", "a"), ("assistant", "b"), ("developer", "c"), ("user", "d")],
+        [("user", "a"), CALLED, RESULT],
+        [("user", "a"), CALLED, RESULT, ("user", "b")],
+    ],
+    ids=["two users", "late developer", "ids", "user behind a result"],
+)
+@pytest.mark.parametrize("name", ["mistral-v0.3", "gemma2"])
+async def test_templates_whose_roles_must_alternate(
+    tmp_path: Path, name: str, items: list[Any]
+) -> None:
+    said = [
+        {"role": item[0], "content": item[1]} if isinstance(item, tuple) else item for item in items
+    ]
+    template = (Path(__file__).parent / f"chat_templates/{name}.jinja").read_text()
+    async with serve_chat(tmp_path, "ok", template) as server:
+        assert (await ask(server, input=said))["output"][0]["content"][0]["text"] == "ok"
+
+
+async def test_what_the_template_says_of_the_messages_as_they_are(tmp_path: Path) -> None:
+    template = (Path(__file__).parent / "chat_templates/mistral-v0.3.jinja").read_text()
+    async with serve_chat(tmp_path, "ok", template) as server:
+        first = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        refused = await server.client.post("/v1/responses", json={"input": first})
+        assert refused.status_code == 400 and "must alternate" in refused.text
+        # OpenAI's chat is as strict as the template, as in TGI.
+        chat = {"model": "tgi", "messages": [{"role": "user", "content": "a"}] * 2}
+        refused = await server.client.post("/v1/chat/completions", json=chat)
+        assert refused.status_code == 400 and "must alternate" in refused.text
 
 
 async def test_an_answer_is_a_new_turn_behind_an_assistant_too(server: Server) -> None:

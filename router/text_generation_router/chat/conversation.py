@@ -36,6 +36,8 @@ class Conversation:
     """None: true unless the answer continues the last message."""
     continue_final_message: bool | None = None
     """None: true if the last message is the assistant's and `add_generation_prompt` is not set."""
+    may_be_rewritten: bool = False
+    """Whether the template gets the messages in a strict form if it refuses them as they are."""
     allowed_tools: tuple[str, ...] | None = None
     """The names of the tools that may be called; None: all of `tools`."""
 

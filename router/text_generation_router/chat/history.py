@@ -1,13 +1,18 @@
 """Messages of a chat, in a form that the chat template supports."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from text_generation_router.chat.format import ChatFormat
 
 Message = Mapping[str, Any]
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 def plain_messages(
@@ -31,6 +36,65 @@ def plain_messages(
         content = "\n".join([plain[place]["content"], *contents])
         plain[place] = {"role": "user", "content": content}
     return plain
+
+
+def joined(messages: Sequence[Message], *roles: str) -> list[Message]:
+    """The messages; those of one of the roles that follow each other are one."""
+    made: list[Message] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        turn = list(group)
+        if len(turn) == 1 or role not in roles:
+            made += turn
+            continue
+        whole: dict[str, Any] = {}
+        for message in reversed(turn):  # of other fields the first one counts
+            whole |= message
+        whole["content"] = "\n".join(filter(None, (message["content"] for message in turn)))
+        if calls := [call for message in turn for call in message.get("tool_calls", ())]:
+            whole["tool_calls"] = calls
+        made.append(whole)
+    return made
+
+
+def strict_form(messages: Sequence[Message]) -> list[Message]:
+    """The messages as the strictest templates accept them, whose roles must alternate.
+
+    A system message that is not the first becomes the user's. Between a tool's result and the user
+    stands an empty answer. Messages of one role are one. Ids of calls have nine letters and digits.
+    """
+    made: list[Message] = []
+    for message in messages:
+        if message["role"] == "system" and made:
+            message = {**message, "role": "user"}
+        if message["role"] == "user" and made and made[-1]["role"] == "tool":
+            made.append({"role": "assistant", "content": ""})
+        made.append(_with_short_ids(message))
+    return joined(made, "user", "assistant")
+
+
+def strict_form_without_system(messages: Sequence[Message]) -> list[Message]:
+    """The same for templates that refuse any system message: the user says it."""
+    first, *others = messages
+    if first["role"] == "system":
+        first = {**first, "role": "user"}
+    return strict_form([first, *others])
+
+
+def _with_short_ids(message: Message) -> Message:
+    named = dict(message)
+    if "tool_call_id" in named:
+        named["tool_call_id"] = _short_id(named["tool_call_id"])
+    if "tool_calls" in named:
+        calls = named["tool_calls"]
+        named["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
+    return named
+
+
+def _short_id(call_id: str) -> str:
+    """The same one for the same id, so that the prefix cache knows the prompt."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return sha256(call_id.encode()).hexdigest()[:9]
 
 
 def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:

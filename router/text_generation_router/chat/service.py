@@ -1,8 +1,8 @@
 """Turns conversations into the events of the next message, independent of any API."""
 
 import copy
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,13 @@ from typing import Any
 from text_generation_router.chat.constraint import tool_grammar
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ChatFormat
-from text_generation_router.chat.history import plain_messages, with_instructions
+from text_generation_router.chat.history import (
+    Message,
+    plain_messages,
+    strict_form,
+    strict_form_without_system,
+    with_instructions,
+)
 from text_generation_router.chat.parser import (
     ChatEvent,
     ChatParser,
@@ -188,8 +194,17 @@ class ChatService:
         return other
 
     async def render(self, conversation: Conversation) -> str:
-        """The prompt, rendered off the event loop. Raises TemplateError and OverloadedError."""
-        return await self._workers.render(partial(self._job, conversation))
+        """The prompt, rendered off the event loop. Raises TemplateError and OverloadedError.
+
+        The error is what the template says of the messages as they are.
+        """
+        try:
+            return await self._workers.render(partial(self._job, conversation, list))
+        except TemplateError:
+            for form in _STRICT_FORMS if conversation.may_be_rewritten else ():
+                with suppress(TemplateError):
+                    return await self._workers.render(partial(self._job, conversation, form))
+            raise
 
     @asynccontextmanager
     async def start(self, conversation: Conversation) -> AsyncIterator[list[ChatGeneration]]:
@@ -255,8 +270,12 @@ class ChatService:
             starts_in_reasoning=reasons and self._format.starts_in_reasoning(prompt),
         )
 
-    def _job(self, conversation: Conversation) -> tuple[Job, Mapping[str, Any]]:
-        """A worker's job."""
+    def _job(
+        self,
+        conversation: Conversation,
+        form: Callable[[Sequence[Message]], list[Message]],
+    ) -> tuple[Job, Mapping[str, Any]]:
+        """A worker's job. `form` says in which form the template gets the messages."""
         template, tools = self._workers.template, conversation.usable_tools
         if template is None:
             raise TemplateError(
@@ -264,7 +283,7 @@ class ChatService:
                 "start the server with --tokenizer-config-path and a file that has one"
             )
         source = template.tool_source if tools else template.source
-        messages = plain_messages(conversation.messages, source, self._format)
+        messages = form(plain_messages(conversation.messages, source, self._format))
         described = [tool.as_openai() for tool in tools]
         if tools and not self._format.describes_tools:
             messages = with_instructions(messages, self._format.tools_prompt(tools))
@@ -288,6 +307,8 @@ class ChatService:
         return arguments, conversation.template_kwargs
 
 
+# Tried in this order after the messages as they are.
+_STRICT_FORMS = (strict_form, strict_form_without_system)
 _BOTH = "`tools` and `response_format`"
 
 

@@ -1,7 +1,6 @@
 """What a Messages request asks for, as a conversation."""
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from text_generation_router.api.anthropic.schemas import (
@@ -20,6 +19,7 @@ from text_generation_router.api.anthropic.schemas import (
 from text_generation_router.api.grammars import schema_grammar
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.history import joined
 from text_generation_router.fields import drawing
 from text_generation_router.validation import GenerateParameters
 
@@ -40,6 +40,7 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
             for tool in body.tools
         ),
         tool_choice=_choice(choice),
+        may_be_rewritten=True,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         template_kwargs={}
         if body.thinking is None
@@ -72,7 +73,7 @@ def _choice(choice: ToolChoice | ForcedToolChoice | None) -> str:
     return "auto" if choice is None else _CHOICES[choice.type]
 
 
-def _messages(body: CountTokensRequest) -> Iterator[Message]:
+def _messages(body: CountTokensRequest) -> Iterator[Mapping[str, Any]]:
     """The messages; turns of the user's that follow each other are one, as templates want it."""
     names = {
         block.id: block.name
@@ -86,14 +87,7 @@ def _messages(body: CountTokensRequest) -> Iterator[Message]:
     made = [message for param in body.messages for message in _split(param, names)]
     if not made:  # nothing but redacted thoughts
         made.append(_message(body.messages[-1].role, []))
-    for role, turn in groupby(made, key=lambda message: message["role"]):
-        if role != "user":
-            yield from turn
-            continue
-        first, *others = turn
-        if others:
-            first["content"] = "\n".join(message["content"] for message in (first, *others))
-        yield first
+    yield from joined(made, "user")
 
 
 def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:

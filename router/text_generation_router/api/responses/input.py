@@ -22,6 +22,7 @@ from text_generation_router.api.responses.schemas import (
 from text_generation_router.api.tiers import priority_of
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.history import joined
 from text_generation_router.chat.messages import CalledFunction
 from text_generation_router.fields import MOST_TOP_LOGPROBS, drawing
 from text_generation_router.request import Grammar
@@ -42,6 +43,7 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        may_be_rewritten=True,
         # As at OpenAI: an answer is always a new turn.
         add_generation_prompt=True,
         parameters=GenerateParameters(
@@ -71,8 +73,9 @@ def _choice(body: ResponsesRequest) -> tuple[str, tuple[str, ...] | None]:
             return word, None
 
 
-def _messages(body: ResponsesRequest) -> Iterator[Message]:
-    """Everything said, with one system message at most in front: templates want no second one."""
+def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
+    """Everything said, as templates want it: with one system message at most in front, and turns
+    of the user's that follow each other as one."""
     items: Sequence[InputItem] = (
         [MessageItem(role="user", content=body.input)]
         if isinstance(body.input, str)
@@ -87,7 +90,7 @@ def _messages(body: ResponsesRequest) -> Iterator[Message]:
         said += 1
     if instructions:
         yield {"role": "system", "content": "\n\n".join(instructions)}
-    yield from _turns(items[said:])
+    yield from joined(tuple(_turns(items[said:])), "user")
 
 
 def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
