@@ -202,7 +202,6 @@ async def test_hints_that_change_nothing_are_named(server: Server) -> None:
         ({"top_logprobs": 1}, 400, "top_logprobs", "needs message.output_text.logprobs"),
         ({"include": ["file_search_call.results"]}, 400, "include", "can only name"),
         ({"metadata": {str(i): "" for i in range(17)}}, 400, "metadata", "at most 16"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type", "function"),
         ({"tools": [TOOL | {"name": "auto"}]}, 400, "tools.0.name", "can not be called"),
         ({"tool_choice": "required"}, 400, "tool_choice", "no `tools`"),
         ({"max_output_tokens": 5000}, 400, "input", "`max_output_tokens` must be <= 4096"),

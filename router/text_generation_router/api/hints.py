@@ -1,6 +1,6 @@
 """Fields without effect here, which do not change the quality of an answer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -17,9 +17,15 @@ class Hint:
 IGNORED = Field(description="Accepted, but it changes nothing.")
 
 
-def warning(body: BaseModel) -> dict[str, str]:
-    """The header that names the fields of a request that have no effect; empty without any."""
-    if names := list(_ignored(body)):
+_MOST_NAMES = 32
+
+
+def warning(body: BaseModel, more: Iterable[str] = ()) -> dict[str, str]:
+    """The header that names the fields of a request that have no effect, and `more`; empty without
+    any."""
+    if names := list(dict.fromkeys((*_ignored(body), *more))):
+        if len(names) > _MOST_NAMES:
+            names[_MOST_NAMES:] = ["and more"]
         return {"warning": f'299 - "changes nothing here: {", ".join(names)}"'}
     return {}
 

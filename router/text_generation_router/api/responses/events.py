@@ -9,6 +9,7 @@ from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, token
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.output import Json, OutputWriter
 from text_generation_router.api.responses.schemas import ResponsesRequest
+from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.tiers import tier_of
 from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
@@ -24,6 +25,7 @@ class ResponseRun:
         self._conversation = conversation_of(body)
         self._is_stream = bool(body.stream)
         self._has_logprobs = body.wants_logprobs
+        self._tools = tuple(served_tools(body.tools or ()))
         self._has_encrypted_reasoning = body.wants_encrypted_reasoning
         self._num_top_logprobs = body.top_logprobs or 0
         self._trail = TokenTrail()
@@ -31,7 +33,7 @@ class ResponseRun:
 
     async def events(self) -> AsyncGenerator[list[Json]]:
         """The events, those together that are ready together. Raises RouterError."""
-        writer = OutputWriter(self._has_encrypted_reasoning)
+        writer = OutputWriter(self._tools, self._has_encrypted_reasoning)
         async with self._services.chat.start(self._conversation) as (generation,):
             if not self._is_stream:
                 generation.hide()
@@ -131,7 +133,7 @@ def _envelope(body: ResponsesRequest, services: Services) -> Json:
             if text_format is None
             else text_format.model_dump(by_alias=True)
         },
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -6,40 +6,47 @@ from typing import Any
 from text_generation_router.api.grammars import ANY_OBJECT, schema_grammar
 from text_generation_router.api.responses import encrypted_content
 from text_generation_router.api.responses.schemas import (
-    AllowedFunctions,
-    ForcedFunction,
+    CallOutputItem,
+    CustomToolCallItem,
     FunctionCallItem,
-    FunctionCallOutputItem,
     InputItem,
     JsonSchemaFormat,
     MessageItem,
+    OtherItem,
     Part,
     PlainFormat,
     ReasoningItem,
     ResponsesRequest,
     TextPart,
 )
+from text_generation_router.api.responses.tools import (
+    AllowedTools,
+    NamedTool,
+    OtherTool,
+    flat_name,
+    served_tools,
+    tools_left_out,
+)
 from text_generation_router.api.tiers import priority_of
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.format import ToolSpec
 from text_generation_router.chat.history import joined
 from text_generation_router.chat.messages import CalledFunction
+from text_generation_router.errors import ToolError
 from text_generation_router.fields import MOST_TOP_LOGPROBS, drawing
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 
 Message = dict[str, Any]
+_SERVED = "only functions and custom tools can be called here, alone or in a namespace"
 
 
 def conversation_of(body: ResponsesRequest) -> Conversation:
-    """The conversation that the request carries on."""
-    choice, allowed = _choice(body)
+    """The conversation that the request carries on. Raises ToolError."""
+    specs = tuple(tool.spec for tool in served_tools(body.tools or ()))
+    choice, allowed = _choice(body, has_tools=bool(specs))
     return Conversation(
         messages=tuple(_messages(body)),
-        tools=tuple(
-            ToolSpec(tool.name, tool.description, tool.parameters, bool(tool.strict))
-            for tool in body.tools or ()
-        ),
+        tools=specs,
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -62,15 +69,35 @@ def conversation_of(body: ResponsesRequest) -> Conversation:
     )
 
 
-def _choice(body: ResponsesRequest) -> tuple[str, tuple[str, ...] | None]:
-    """Which tool has to be called, and which may be; see `Conversation`."""
+def left_out(body: ResponsesRequest) -> Iterator[str]:
+    """What of the request is left out, for the `warning` header."""
+    yield from tools_left_out(body.tools or ())
+    if isinstance(body.tool_choice, AllowedTools):
+        yield from tools_left_out(body.tool_choice.tools)
+    if not isinstance(body.input, str):
+        for item in body.input:
+            if isinstance(item, OtherItem):
+                yield f"items of type {item.type}"
+
+
+def _choice(body: ResponsesRequest, has_tools: bool) -> tuple[str, tuple[str, ...] | None]:
+    """Which tool has to be called, and which may be; see `Conversation`. Raises ToolError."""
+    names: tuple[str, ...] | None = None
     match body.tool_choice or "auto":
-        case AllowedFunctions() as allowed:
-            return allowed.mode, tuple(tool.name for tool in allowed.tools)
-        case ForcedFunction() as named:
-            return named.name, None
+        case NamedTool() as named:
+            return flat_name(named.namespace, named.name), None
+        case OtherTool() as other:
+            raise ToolError(f"`tool_choice` asks for a tool of type {other.type}; {_SERVED}")
+        case AllowedTools() as allowed:
+            found = [tool for tool in allowed.tools if isinstance(tool, NamedTool)]
+            names = tuple(flat_name(tool.namespace, tool.name) for tool in found)
+            has_tools = bool(names)
+            choice = allowed.mode if has_tools or allowed.mode == "required" else "none"
         case word:
-            return word, None
+            choice = word
+    if choice == "required" and body.tools and not has_tools:
+        raise ToolError(f"`tool_choice` is 'required', but all tools are of other types; {_SERVED}")
+    return choice, names
 
 
 def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
@@ -79,7 +106,7 @@ def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
     items: Sequence[InputItem] = (
         [MessageItem(role="user", content=body.input)]
         if isinstance(body.input, str)
-        else body.input
+        else [item for item in body.input if not isinstance(item, OtherItem)]
     )
     instructions = [] if body.instructions is None else [body.instructions]
     said = 0
@@ -95,7 +122,11 @@ def _messages(body: ResponsesRequest) -> Iterator[Mapping[str, Any]]:
 
 def _turns(items: Sequence[InputItem]) -> Iterator[Message]:
     """The items, with what belongs to one message of the assistant's put together."""
-    names = {item.call_id: item.name for item in items if isinstance(item, FunctionCallItem)}
+    names = {
+        item.call_id: flat_name(item.namespace, item.name)
+        for item in items
+        if isinstance(item, FunctionCallItem | CustomToolCallItem)
+    }
     turn: Message = {}
     for item in items:
         piece = _piece(item)
@@ -118,7 +149,7 @@ def _piece(item: InputItem) -> Message | None:
             return {"reasoning_content": _reasoning(item)}
         case MessageItem(role="assistant"):
             return {"content": _text(item.content)}
-        case FunctionCallItem():
+        case FunctionCallItem() | CustomToolCallItem():
             return {"tool_calls": [_call(item)]}
         case _:
             return None
@@ -146,7 +177,7 @@ def _finished(turn: Message) -> Iterator[Message]:
 
 def _message(item: InputItem, names: Mapping[str, str]) -> Message:
     """A message that is not the assistant's; `names` are those of the calls."""
-    if isinstance(item, FunctionCallOutputItem):
+    if isinstance(item, CallOutputItem):
         message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
         name = names.get(item.call_id)
         return message if name is None else {**message, "name": name}
@@ -155,9 +186,13 @@ def _message(item: InputItem, names: Mapping[str, str]) -> Message:
     return {"role": role, "content": _text(item.content)}
 
 
-def _call(item: FunctionCallItem) -> Message:
-    called = CalledFunction(name=item.name, arguments=item.arguments)
-    function = {"name": called.name, "arguments": called.parsed_arguments}
+def _call(item: FunctionCallItem | CustomToolCallItem) -> Message:
+    arguments = (
+        {"input": item.input}
+        if isinstance(item, CustomToolCallItem)
+        else CalledFunction(name=item.name, arguments=item.arguments).parsed_arguments
+    )
+    function = {"name": flat_name(item.namespace, item.name), "arguments": arguments}
     return {"id": item.call_id, "type": "function", "function": function}
 
 

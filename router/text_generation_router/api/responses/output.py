@@ -1,11 +1,13 @@
 """The growing output of a response: its items, and their events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from text_generation_router.api.ids import make_id
 from text_generation_router.api.responses import encrypted_content
+from text_generation_router.api.responses.custom_input import InputReader
+from text_generation_router.api.responses.tools import ServedTool
 from text_generation_router.chat.parser import (
     ChatEvent,
     ContentDelta,
@@ -35,6 +37,20 @@ _MESSAGE = _Text(
 _REASONING = _Text("reasoning", "rs", "reasoning_text", {"summary": []}, {})
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An item that is a call: what the item, its text and its events are called."""
+
+    item_type: str
+    id_prefix: str
+    field: str
+    event: str
+
+
+_FUNCTION = _Call("function_call", "fc", "arguments", "function_call_arguments")
+_CUSTOM = _Call("custom_tool_call", "ctc", "input", "custom_tool_call_input")
+
+
 class OutputWriter:
     """Owns the items of one response, at most the last of them open.
 
@@ -42,11 +58,15 @@ class OutputWriter:
     have no `sequence_number` yet.
     """
 
-    def __init__(self, has_encrypted_reasoning: bool = False) -> None:
+    def __init__(
+        self, tools: Iterable[ServedTool] = (), has_encrypted_reasoning: bool = False
+    ) -> None:
         self.items: list[Json] = []
+        self._tools = {tool.spec.name: tool for tool in tools}
         self._has_encrypted_reasoning = has_encrypted_reasoning
-        self._open: _Text | None = None
-        self._is_call_open = False
+        self._open: _Text | _Call | None = None
+        # Of a custom tool.
+        self._input = InputReader()
         self._pieces: list[str] = []
         self._logprobs: list[Json] = []
 
@@ -58,19 +78,32 @@ class OutputWriter:
             case ReasoningDelta(text):
                 yield from self._continue_text(_REASONING, text, ())
             case ToolCallStart(_, name):
-                yield from self._close("completed")
-                call = {"call_id": make_id("call"), "name": name, "arguments": ""}
-                yield self._add({"id": make_id("fc"), "type": "function_call", **call})
-                self._is_call_open = True
+                yield from self._start_call(name)
             case ToolCallArguments(_, text):
-                self._pieces.append(text)
-                yield self._event("response.function_call_arguments.delta", delta=text)
+                assert isinstance(self._open, _Call)
+                if self._open is _CUSTOM:
+                    text = self._input.feed(text)
+                if text:
+                    self._pieces.append(text)
+                    yield self._event(f"response.{self._open.event}.delta", delta=text)
 
     def finish(self, is_complete: bool) -> Iterator[Json]:
         """The events of the end; there is a message even where the model wrote nothing."""
         if not self.items:
             yield from self._continue_text(_MESSAGE, "", ())
         yield from self._close("completed" if is_complete else "incomplete")
+
+    def _start_call(self, name: str) -> Iterator[Json]:
+        """`name` is what the model calls the tool."""
+        yield from self._close("completed")
+        tool = self._tools.get(name)
+        kind = _CUSTOM if tool is not None and tool.is_custom else _FUNCTION
+        item = {"id": make_id(kind.id_prefix), "type": kind.item_type, "call_id": make_id("call")}
+        item |= {"name": name if tool is None else tool.name, kind.field: ""}
+        if tool is not None and tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        yield self._add(item)
+        self._open, self._input = kind, InputReader()
 
     def _continue_text(self, kind: _Text, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
         if self._open is not kind:
@@ -88,7 +121,7 @@ class OutputWriter:
     def _close(self, status: str) -> Iterator[Json]:
         """Ends the open item, if there is one."""
         text = "".join(self._pieces)
-        if self._open is not None:
+        if isinstance(self._open, _Text):
             kind, part = self._open, _part(self._open, text, self._logprobs)
             more = {"logprobs": self._logprobs} if kind is _MESSAGE else {}
             yield self._told_of_part(f"response.{kind.part_type}.done", text=text, **more)
@@ -97,10 +130,11 @@ class OutputWriter:
             if kind is _REASONING and self._has_encrypted_reasoning:
                 fields["encrypted_content"] = encrypted_content.write(text)
             yield self._end_item(status, **fields)
-        elif self._is_call_open:
-            yield self._event("response.function_call_arguments.done", arguments=text)
-            yield self._end_item(status, arguments=text)
-        self._open, self._is_call_open, self._pieces, self._logprobs = None, False, [], []
+        elif self._open is not None:
+            fields = {self._open.field: text}
+            yield self._event(f"response.{self._open.event}.done", **fields)
+            yield self._end_item(status, **fields)
+        self._open, self._pieces, self._logprobs = None, [], []
 
     def _add(self, item: Json) -> Json:
         self.items.append({**item, "status": "in_progress"})

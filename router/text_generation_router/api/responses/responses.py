@@ -13,6 +13,7 @@ from text_generation_router.api.hints import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.events import ResponseRun
+from text_generation_router.api.responses.input import left_out
 from text_generation_router.api.responses.output import Json
 from text_generation_router.api.responses.schemas import ResponseBody, ResponsesRequest
 from text_generation_router.api.sse import named_events
@@ -44,7 +45,7 @@ async def responses(
     services.metrics.request_count.inc()
     check_model(body.model, services)
     run = ResponseRun(body, services)
-    headers = {"x-compute-type": services.compute_type} | warning(body)
+    headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
     if body.stream:
         writer = _Writer(run)
         return await open_stream(request, writer.chunks(), headers, writer.failed)

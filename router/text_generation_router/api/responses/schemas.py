@@ -19,6 +19,7 @@ from text_generation_router.api.descriptions import (
     TOP_P,
 )
 from text_generation_router.api.hints import IGNORED, Hint
+from text_generation_router.api.responses.tools import OtherType, Tool, ToolChoice
 from text_generation_router.api.tiers import ServiceTier
 from text_generation_router.bounded import Entries, Items
 from text_generation_router.fields import (
@@ -88,13 +89,26 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: str = Field(description="The id of the call. Its output names it.")
     name: str = Field(description="The name of the function.")
+    namespace: str | None = Field(default=None, description="The namespace that has it.")
     arguments: str = Field(description="The arguments, as JSON text.")
 
 
-class FunctionCallOutputItem(Body):
+class CustomToolCallItem(Body):
+    """A call of a custom tool that the assistant asked for."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(description="The id of the call. Its output names it.")
+    name: str = Field(description="The name of the tool.")
+    namespace: str | None = Field(default=None, description="The namespace that has it.")
+    input: str = Field(description="The text that the tool gets.")
+
+
+class CallOutputItem(Body):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"] = Field(
+        description="Both mean the same."
+    )
     call_id: str = Field(description="The id of the call.")
     output: str | Items[Part] = Field(description="The result: a text, or parts.")
 
@@ -114,65 +128,46 @@ class ReasoningItem(Body):
     )
 
 
+class OtherItem(Body):
+    """An item that is not served: left out, and named in the `warning` header."""
+
+    type: OtherType
+
+
+_ITEM_KINDS = {
+    "message": "message",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+}
+
+
 def _item_kind(item: Any) -> str | None:
-    """Messages may leave their type out."""
+    """Messages may leave their type out. What is only stored at OpenAI can not be left out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return "message" if kind is None else str(kind)
+    if kind is None:
+        return "message"
+    if not isinstance(kind, str) or kind == "item_reference":
+        return None
+    return _ITEM_KINDS.get(kind, "other")
 
 
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CallOutputItem, Tag("output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(
         _item_kind,
         custom_error_type="item_type",
-        custom_error_message="Items can be of type message, function_call, function_call_output "
-        "and reasoning",
+        custom_error_message="Items can be messages, calls with their outputs, and reasoning; "
+        "nothing is stored here, so send the item instead of a reference",
     ),
 ]
-
-
-def _is_no_choice(name: str) -> str:
-    if name in ("auto", "none", "required"):
-        raise ValueError(f"a function can not be called {name!r}")
-    return name
-
-
-class FunctionTool(Body):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)] = Field(
-        description="The name of the function."
-    )
-    description: str | None = Field(
-        default=None, description="What the function does, for the model."
-    )
-    parameters: dict[str, Any] | None = Field(
-        default=None, description="JSON schema of the arguments. Default: no arguments."
-    )
-    strict: bool | None = Field(
-        default=None, description="Refuse the request if a part of the schema can not be enforced."
-    )
-
-
-class ForcedFunction(Body):
-    """The one function that has to be called."""
-
-    type: Literal["function"]
-    name: str = Field(description="The name of the function.")
-
-
-class AllowedFunctions(Body):
-    """The only functions that may be called, and whether one has to be."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = Field(description="required: one has to be called.")
-    tools: Annotated[Items[ForcedFunction], Field(min_length=1)] = Field(
-        description="The functions that may be called."
-    )
 
 
 class PlainFormat(Body):
@@ -212,8 +207,12 @@ class Reasoning(Body):
 
 
 def _check_input(given: str | list[InputItem]) -> str | list[InputItem]:
-    if not isinstance(given, str) and all(isinstance(item, ReasoningItem) for item in given):
-        raise ValueError("must be a text or have at least one item besides reasoning")
+    silent = (ReasoningItem, OtherItem)
+    if not isinstance(given, str) and all(isinstance(item, silent) for item in given):
+        raise ValueError(
+            "must be a text or have at least one item besides reasoning and items that are not "
+            "served here"
+        )
     return given
 
 
@@ -272,15 +271,15 @@ class ResponsesRequest(Body):
     cache_salt: CacheSalt | None = None
     stream: bool | None = Field(default=None, description=STREAM)
     text: TextConfig | None = Field(default=None, description="The form of the text.")
-    tools: Items[FunctionTool] | None = Field(
-        default=None, description="The functions that the model may call."
+    tools: Items[Tool] | None = Field(
+        default=None,
+        description="The tools that the model may call. Types that are not served are left out, "
+        "and named in the `warning` header.",
     )
-    tool_choice: Literal["none", "auto", "required"] | ForcedFunction | AllowedFunctions | None = (
-        Field(
-            default=None,
-            description="`auto`, `none`, `required`, the function that must be called, or the only "
-            "ones that may be.",
-        )
+    tool_choice: ToolChoice | None = Field(
+        default=None,
+        description="`auto`, `none`, `required`, the tool that must be called, or the only ones "
+        "that may be.",
     )
     parallel_tool_calls: bool | None = Field(
         default=None, description="Whether one answer may have several calls. Default: true."
@@ -337,7 +336,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseBody(BaseModel):
-    """The answer: items of type message, reasoning and function_call, and the request's fields."""
+    """The answer: messages, reasoning and calls, and the request's fields."""
 
     id: str
     object: Literal["response"]

@@ -1,0 +1,203 @@
+"""The tools of a Responses request: functions and tools of free text, alone or in namespaces."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+
+from text_generation_router.bounded import Items
+from text_generation_router.chat.format import ToolSpec
+from text_generation_router.fields import Body
+
+_FREE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+# One that can be written in a header.
+OtherType = Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$", description="Any other type.")]
+
+
+def _is_no_choice(name: str) -> str:
+    if name in ("auto", "none", "required"):
+        raise ValueError(f"a function can not be called {name!r}")
+    return name
+
+
+_Name = Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: _Name = Field(description="The name of the function.")
+    description: str | None = Field(
+        default=None, description="What the function does, for the model."
+    )
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of the arguments. Default: no arguments."
+    )
+    strict: bool | None = Field(
+        default=None, description="Refuse the request if a part of the schema can not be enforced."
+    )
+
+
+class CustomFormat(Body):
+    """How the input of a custom tool is written: the model is told, but not held to it."""
+
+    type: str = Field(default="text", description="`text` or `grammar`.")
+    syntax: str | None = Field(default=None, description="`lark` or `regex`.")
+    definition: str | None = Field(default=None, description="The grammar.")
+
+
+class CustomTool(Body):
+    """A tool whose input is a text. The model sees a function with the argument `input`."""
+
+    type: Literal["custom"]
+    name: _Name = Field(description="The name of the tool.")
+    description: str | None = Field(default=None, description="What the tool does, for the model.")
+    format: CustomFormat | None = Field(default=None, description="How the input is written.")
+
+
+class OtherTool(Body):
+    """A tool that is not served: left out, and named in the `warning` header."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: OtherType
+
+
+def by_type(**tags: str) -> Discriminator:
+    """The discriminator of a union of tools: by `type`; any type without a tag has `other`."""
+
+    def tag(given: Any) -> str | None:
+        if isinstance(given, str):
+            return "word"
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return tags.get(kind, "other") if isinstance(kind, str) else None
+
+    return Discriminator(
+        tag, custom_error_type="tool_type", custom_error_message="A tool needs a `type`"
+    )
+
+
+class NamespaceTool(Body):
+    """Tools with a common name. The model sees each as `NAMESPACE__NAME`."""
+
+    type: Literal["namespace"]
+    name: str = Field(min_length=1, description="The name of the namespace.")
+    description: str | None = Field(
+        default=None, description="For the model, in front of the first tool's description."
+    )
+    tools: Items[
+        Annotated[
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[CustomTool, Tag("custom")]
+            | Annotated[OtherTool, Tag("other")],
+            by_type(function="function", custom="custom"),
+        ]
+    ] = Field(description="Functions and custom tools.")
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
+    by_type(function="function", custom="custom", namespace="namespace"),
+]
+
+
+class NamedTool(Body):
+    """A tool that has to be called, or may be."""
+
+    type: Literal["function", "custom"] = Field(description="The type of the tool.")
+    name: str = Field(description="The name of the tool.")
+    namespace: str | None = Field(default=None, description="The namespace that has it.")
+
+
+class AllowedTools(Body):
+    """The only tools that may be called, and whether one has to be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = Field(description="required: one has to be called.")
+    tools: Annotated[
+        Items[
+            Annotated[
+                Annotated[NamedTool, Tag("named")] | Annotated[OtherTool, Tag("other")],
+                by_type(function="named", custom="named"),
+            ]
+        ],
+        Field(min_length=1),
+    ] = Field(description="The tools that may be called.")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[OtherTool, Tag("other")],
+    by_type(function="named", custom="named", allowed_tools="allowed"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTool:
+    """A tool as the model sees it, and what the client calls it."""
+
+    spec: ToolSpec
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """What the model calls a tool of a namespace: as Codex writes it where it has one name only."""
+    if namespace is None:
+        return name
+    return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
+
+
+def served_tools(tools: Sequence[Any]) -> Iterator[ServedTool]:
+    """The tools that are served, those of namespaces included."""
+    for tool in tools:
+        if not isinstance(tool, NamespaceTool):
+            yield from _served(tool, None, None)
+            continue
+        above = tool.description
+        for inner in tool.tools:
+            for made in _served(inner, tool.name, above):
+                yield made
+                above = None
+
+
+def _served(
+    tool: FunctionTool | CustomTool | OtherTool, namespace: str | None, above: str | None
+) -> Iterator[ServedTool]:
+    if isinstance(tool, OtherTool):
+        return
+    name, parts = flat_name(namespace, tool.name), [above, tool.description]
+    if isinstance(tool, FunctionTool):
+        parameters, strict = tool.parameters, bool(tool.strict)
+    else:
+        parameters, strict = _FREE_TEXT, False
+        if tool.format is not None and tool.format.definition is not None:
+            syntax = tool.format.syntax or "grammar"
+            parts.append(f"`input` has to match this {syntax}:\n{tool.format.definition}")
+    description = "\n\n".join(filter(None, parts)) or tool.description
+    spec = ToolSpec(name, description, parameters, strict)
+    yield ServedTool(spec, tool.name, namespace, isinstance(tool, CustomTool))
+
+
+def tools_left_out(tools: Sequence[Any], path: str = "tools") -> Iterator[str]:
+    """What of the tools has no effect, for the `warning` header."""
+    for place, tool in enumerate(tools):
+        if isinstance(tool, OtherTool):
+            yield f"tools of type {tool.type}"
+        elif isinstance(tool, NamespaceTool):
+            yield from tools_left_out(tool.tools, f"{path}.{place}.tools")
+        elif isinstance(tool, CustomTool) and tool.format and tool.format.definition is not None:
+            yield f"{path}.{place}.format"
