@@ -161,38 +161,38 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def served_tools(tools: Sequence[Any]) -> Iterator[ServedTool]:
+def served_tools(tools: Sequence[Tool]) -> Iterator[ServedTool]:
     """The tools that are served, those of namespaces included."""
     for tool in tools:
-        if not isinstance(tool, NamespaceTool):
-            yield from _served(tool, None, None)
-            continue
-        above = tool.description
-        for inner in tool.tools:
-            for made in _served(inner, tool.name, above):
-                yield made
-                above = None
+        if isinstance(tool, NamespaceTool):
+            above = tool.description
+            for inner in tool.tools:
+                if not isinstance(inner, OtherTool):
+                    yield _served(inner, tool.name, above)
+                    above = None
+        elif not isinstance(tool, OtherTool):
+            yield _served(tool, None, None)
 
 
 def _served(
-    tool: FunctionTool | CustomTool | OtherTool, namespace: str | None, above: str | None
-) -> Iterator[ServedTool]:
-    if isinstance(tool, OtherTool):
-        return
+    tool: FunctionTool | CustomTool, namespace: str | None, above: str | None
+) -> ServedTool:
+    """`above` precedes the description."""
     name, parts = flat_name(namespace, tool.name), [above, tool.description]
     if isinstance(tool, FunctionTool):
         parameters, strict = tool.parameters, bool(tool.strict)
     else:
         parameters, strict = _FREE_TEXT, False
+        parts.append("The text for this tool is the argument `input`.")
         if tool.format is not None and tool.format.definition is not None:
-            syntax = tool.format.syntax or "grammar"
-            parts.append(f"`input` has to match this {syntax}:\n{tool.format.definition}")
+            syntax = tool.format.syntax
+            parts.append(f"It has to match this grammar ({syntax}):\n{tool.format.definition}")
     description = "\n\n".join(filter(None, parts)) or tool.description
     spec = ToolSpec(name, description, parameters, strict)
-    yield ServedTool(spec, tool.name, namespace, isinstance(tool, CustomTool))
+    return ServedTool(spec, tool.name, namespace, isinstance(tool, CustomTool))
 
 
-def tools_left_out(tools: Sequence[Any], path: str = "tools") -> Iterator[str]:
+def tools_left_out(tools: Sequence[object], path: str = "tools") -> Iterator[str]:
     """What of the tools has no effect, for the `warning` header."""
     for place, tool in enumerate(tools):
         if isinstance(tool, OtherTool):
