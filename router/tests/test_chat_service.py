@@ -50,6 +50,27 @@ async def test_tools_are_told_where_the_template_does_not(server: Server) -> Non
         await server.services.chat.render(replace(ASKED, messages=messages))
 
 
+async def test_a_strict_form_is_tried_where_it_may_be(server: Server) -> None:
+    messages = ({"role": "system", "content": "a"}, ASKED.messages[0])
+    asked = replace(ASKED, messages=messages, tools=(), may_be_rewritten=True)
+    assert await server.services.chat.render(asked) == "<user>a\nHi<model>"
+
+
+async def test_a_template_that_does_not_end_is_run_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    async def render(make_job: object) -> str:
+        calls.append(make_job)
+        raise TemplateError("the template did not end")
+
+    monkeypatch.setattr(server.services.templates, "render", render)
+    with pytest.raises(TemplateError, match="did not end"):
+        await server.services.chat.render(replace(ASKED, may_be_rewritten=True))
+    assert len(calls) == 1
+
+
 async def test_the_format_can_be_given(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     async with serve(tmp_path, chat_format="hermes") as server:

@@ -110,6 +110,10 @@ class TemplateError(RouterError):
     logged = "Template error: the chat template refuses the messages, or is broken"
 
 
+class RefusedByTemplateError(TemplateError):
+    """The chat template says what is wrong with these messages."""
+
+
 class ToolError(RouterError):
     """The tools of a chat are invalid."""
 

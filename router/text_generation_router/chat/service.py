@@ -26,7 +26,12 @@ from text_generation_router.chat.parser import (
     ToolCallStart,
 )
 from text_generation_router.chat.workers import Job, TemplateWorkers
-from text_generation_router.errors import GrammarError, TemplateError, ToolError
+from text_generation_router.errors import (
+    GrammarError,
+    RefusedByTemplateError,
+    TemplateError,
+    ToolError,
+)
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Ending, Generation, Infer
 from text_generation_router.request import PrefillOutput, TokenOutput
@@ -200,9 +205,9 @@ class ChatService:
         """
         try:
             return await self._workers.render(partial(self._job, conversation, list))
-        except TemplateError:
+        except RefusedByTemplateError:
             for form in _STRICT_FORMS if conversation.may_be_rewritten else ():
-                with suppress(TemplateError):
+                with suppress(RefusedByTemplateError):
                     return await self._workers.render(partial(self._job, conversation, form))
             raise
 

@@ -18,6 +18,7 @@ from text_generation_router.chat.frames import HEADER, pack
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.errors import (
     OverloadedError,
+    RefusedByTemplateError,
     RouterError,
     ShuttingDownError,
     TemplateError,
@@ -114,7 +115,7 @@ class TemplateWorkers:
         with self._lock:
             self._idle.append(worker)
         if "error" in reply:
-            raise TemplateError(reply["error"])
+            raise RefusedByTemplateError(reply["error"])
         return reply["prompt"]
 
     def _take(self) -> "_Worker":
