@@ -131,7 +131,7 @@ async def test_generation_goes_on_beside(server: LauncherHandle, tiny_model_path
     ("body", "words"),
     [
         ({"input": ""}, "`input` cannot be empty"),
-        ({"input": "cat " * 400}, "`input` must have less than 300 tokens"),
+        ({"input": "cat " * 400}, "maximum context length is 300 tokens"),
         ({"input": "a", "dimensions": 65}, "`dimensions` must be <= 64"),
         ({"input": [300]}, "below 300"),
     ],

@@ -32,10 +32,13 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     ("error", "status", "detail"),
     [
         (
-            ContextLengthError("`inputs` must have less than 5 tokens. Given: 6"),
+            ContextLengthError(
+                num_prompt_tokens=6, max_new_tokens=1, max_input_tokens=5, max_total_tokens=9
+            ),
             400,
             {
-                "message": "`messages` must have less than 5 tokens. Given: 6",
+                "message": "This model's maximum context length is 5 tokens. However, your "
+                "messages resulted in 6 tokens. Please reduce the length of the messages.",
                 "type": "invalid_request_error",
                 "param": "messages",
                 "code": "context_length_exceeded",

@@ -76,7 +76,40 @@ class ValidationError(RouterError):
 
 
 class ContextLengthError(ValidationError):
-    """The prompt, or the prompt with its answer, exceeds the context length."""
+    """The prompt, or the prompt with its answer, exceeds the context length.
+
+    The numbers, for the API that was asked: each has a sentence of its own, which clients read.
+    `str` is TGI's.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_prompt_tokens: int,
+        max_new_tokens: int,
+        max_input_tokens: int,
+        max_total_tokens: int,
+        is_least: bool = False,
+    ) -> None:
+        """max_new_tokens: 0 if nothing follows the prompt. is_least: the prompt was not tokenized,
+        and has this many tokens or more."""
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_new_tokens = max_new_tokens
+        self.max_input_tokens = max_input_tokens
+        self.max_total_tokens = max_total_tokens
+        given = f"at least {num_prompt_tokens}" if is_least else str(num_prompt_tokens)
+        super().__init__(
+            f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}. "
+            f"Given: {given} `inputs` tokens and {max_new_tokens} `max_new_tokens`"
+            if self.is_total_exceeded
+            else f"`inputs` must have less than {max_input_tokens} tokens. Given: {given}"
+        )
+
+    @property
+    def is_total_exceeded(self) -> bool:
+        """Whether the answer does not fit behind the prompt; else the prompt alone is too long."""
+        total = self.num_prompt_tokens + self.max_new_tokens
+        return self.max_new_tokens > 0 and total > self.max_total_tokens
 
 
 class GrammarError(ValidationError):

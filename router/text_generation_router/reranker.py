@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from text_generation_router.errors import ContextLengthError, RouterError
+from text_generation_router.errors import RouterError, ValidationError
 from text_generation_router.json_file import read_object
 from text_generation_router.tokenizer import Tokenizer
 
@@ -58,13 +58,13 @@ class Reranker:
         most_tokens: int,
     ) -> list[int]:
         """The ids of the prompt, at most `most_tokens`: the end of the document is cut off. Raises
-        ContextLengthError if the query does not fit."""
+        ValidationError if the query does not fit."""
         before = await tokenizer.token_ids(_BEFORE + _question(query, "", instruction), False)
         behind = await tokenizer.token_ids(_BEHIND, False)
         whole = await tokenizer.token_ids(_BEFORE + _question(query, document, instruction), False)
         room = most_tokens - len(behind.ids)
         if room <= len(before.ids):
-            raise ContextLengthError(
+            raise ValidationError(
                 f"`query` and `instruction` must leave room for a document in {most_tokens} tokens;"
                 f" with the model's own text they have {len(before.ids) + len(behind.ids)}"
             )

@@ -103,14 +103,9 @@ class Lengths:
     # `inputs` is a lower bound: the prompt was not tokenized.
     is_least: bool = False
 
-    @property
-    def described(self) -> str:
-        """The number of prompt tokens in words."""
-        return f"at least {self.inputs}" if self.is_least else str(self.inputs)
-
 
 Rule = Callable[[GenerateParameters, Limits], str | None]
-LengthRule = Callable[[Lengths, GenerateParameters, Limits], str | None]
+LengthRule = Callable[[Lengths, GenerateParameters, Limits], ValidationError | None]
 
 
 def _best_of_needs_sampling(asked: GenerateParameters, limits: Limits) -> str | None:
@@ -203,36 +198,43 @@ def _truncate(asked: GenerateParameters, limits: Limits) -> str | None:
     )
 
 
-def _inputs_have_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+def _inputs_have_tokens(
+    lengths: Lengths, asked: GenerateParameters, limits: Limits
+) -> ValidationError | None:
     if lengths.inputs > 0:
         return None
-    return "`inputs` must have at least one token; the tokenizer makes none of this text"
+    return ValidationError(
+        "`inputs` must have at least one token; the tokenizer makes none of this text"
+    )
 
 
-def _total_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    # Nothing follows the prompt: `_input_tokens` checks it, and leaves room for one token.
+def _context_length(
+    lengths: Lengths, asked: GenerateParameters, limits: Limits
+) -> ValidationError | None:
+    # Nothing follows the prompt: the limit of prompts leaves room for one token.
     is_prompt_only = asked.pooling is not None or asked.score_token_ids
-    if is_prompt_only or lengths.inputs + lengths.max_new_tokens <= limits.max_total_tokens:
+    new_tokens = 0 if is_prompt_only else lengths.max_new_tokens
+    if (
+        lengths.inputs <= limits.max_input_tokens
+        and lengths.inputs + new_tokens <= limits.max_total_tokens
+    ):
         return None
-    return (
-        f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: "
-        f"{lengths.described} `inputs` tokens and {lengths.max_new_tokens} `max_new_tokens`"
+    return ContextLengthError(
+        num_prompt_tokens=lengths.inputs,
+        max_new_tokens=new_tokens,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        is_least=lengths.is_least,
     )
 
 
-def _input_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
-    if lengths.inputs <= limits.max_input_tokens:
-        return None
-    return (
-        f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {lengths.described}"
-    )
-
-
-def _min_new_tokens(lengths: Lengths, asked: GenerateParameters, limits: Limits) -> str | None:
+def _min_new_tokens(
+    lengths: Lengths, asked: GenerateParameters, limits: Limits
+) -> ValidationError | None:
     given = asked.min_new_tokens or 0
     if given <= lengths.max_new_tokens:
         return None
-    return (
+    return ValidationError(
         f"`min_new_tokens` must be <= `max_new_tokens`. Given: {given} and {lengths.max_new_tokens}"
     )
 
@@ -271,8 +273,7 @@ RULES: tuple[Rule, ...] = (
 # Rules that need the number of prompt tokens.
 LENGTH_RULES: tuple[LengthRule, ...] = (
     _inputs_have_tokens,
-    _total_tokens,
-    _input_tokens,
+    _context_length,
     _min_new_tokens,
 )
 
@@ -376,9 +377,8 @@ class Validation:
         new_tokens = max(1, room) if asked_length is None else asked_length
         lengths = Lengths(count, new_tokens, is_least)
         for length_rule in LENGTH_RULES:
-            if complaint := length_rule(lengths, asked, self.limits):
-                is_context = length_rule in (_total_tokens, _input_tokens)
-                raise (ContextLengthError if is_context else ValidationError)(complaint)
+            if error := length_rule(lengths, asked, self.limits):
+                raise error
         return lengths
 
     async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:

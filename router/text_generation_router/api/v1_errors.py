@@ -138,6 +138,9 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
     code: str | None = None
     if isinstance(error, RequestError):
         status, message, param, code = error.status_code, str(error), error.param, error.code
+    elif isinstance(error, ContextLengthError) and path in _NAMES:
+        status, code, param = 400, "context_length_exceeded", _NAMES[path]["inputs"]
+        message = _context_complaint(error, param)
     elif isinstance(error, RouterError):
         status = {422: 400, 424: 500}.get(error.status_code, error.status_code)
         # Without TGI's prefix.
@@ -146,7 +149,6 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
             message, param = _in_openai_words(message, path)
             if isinstance(error, GrammarError):
                 param = _NAMES.get(path, {}).get("grammar")
-            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     elif isinstance(error, RequestValidationError):
         status = 400
         message, param = shape_complaint(error.errors(), error.body)
@@ -167,6 +169,27 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
         "code": code or _CODES.get(status),
     }
     return status, detail
+
+
+def _context_complaint(error: ContextLengthError, prompt: str) -> str:
+    """OpenAI's sentence, which vLLM and most clients know; `prompt`: the field that has it.
+
+    Clients ask again for what the first number leaves to the second. Where only the limit of
+    prompts is exceeded, the first number is therefore that limit.
+    """
+    if error.is_total_exceeded:
+        total = error.num_prompt_tokens + error.max_new_tokens
+        return (
+            f"This model's maximum context length is {error.max_total_tokens} tokens. However, you "
+            f"requested {total} tokens ({error.num_prompt_tokens} in the messages, "
+            f"{error.max_new_tokens} in the completion). Please reduce the length of the messages "
+            "or completion."
+        )
+    return (
+        f"This model's maximum context length is {error.max_input_tokens} tokens. However, your "
+        f"{prompt} resulted in {error.num_prompt_tokens} tokens. Please reduce the length of the "
+        f"{prompt}."
+    )
 
 
 def shape_complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:

@@ -11,7 +11,7 @@ from text_generation_router.api.models import is_anthropics
 from text_generation_router.api.v1_errors import ERRORS as OPENAI_ERRORS
 from text_generation_router.api.v1_errors import describe
 from text_generation_router.api.v1_errors import respond as openai_respond
-from text_generation_router.errors import RouterError
+from text_generation_router.errors import ContextLengthError, RouterError
 
 PATH = "/v1/messages"
 MODELS_PATH = "/v1/models"
@@ -32,8 +32,8 @@ def respond(request: Request, error: Exception) -> Response:
     """The answer to a request that failed; `error` is anything a route or the framework raised."""
     path = request.url.path if isinstance(error, HTTPException) else PATH
     headers = error.headers if isinstance(error, HTTPException | RouterError) else None
-    status, detail = describe(error, path, request.method)
-    return JSONResponse(_body(status, detail["message"]), status, headers=headers)
+    status, message = _describe(error, path, request.method)
+    return JSONResponse(_body(status, message), status, headers=headers)
 
 
 def respond_about_models(request: Request, error: Exception) -> Response:
@@ -43,8 +43,27 @@ def respond_about_models(request: Request, error: Exception) -> Response:
 
 def error_event(error: Exception) -> dict[str, Any]:
     """The last event of a stream that failed."""
-    status, detail = describe(error, PATH)
-    return _body(status, detail["message"])
+    return _body(*_describe(error))
+
+
+def _describe(error: Exception, path: str = PATH, method: str = "POST") -> tuple[int, str]:
+    """The status and the sentence."""
+    if isinstance(error, ContextLengthError):
+        return 400, _context_complaint(error)
+    status, detail = describe(error, path, method)
+    return status, detail["message"]
+
+
+def _context_complaint(error: ContextLengthError) -> str:
+    """Anthropic's sentences. Clients read the numbers: at the first they shorten the conversation,
+    at the second they ask for fewer tokens."""
+    num, most = error.num_prompt_tokens, error.max_input_tokens
+    if num > most:
+        return f"prompt is too long: {num} tokens > {most} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {num} + {error.max_new_tokens} > "
+        f"{error.max_total_tokens}, decrease input length or `max_tokens` and try again"
+    )
 
 
 def _body(status: int, message: str) -> dict[str, Any]:

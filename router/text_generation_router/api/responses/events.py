@@ -37,17 +37,20 @@ class ResponseRun:
         async with self._services.chat.start(self._conversation) as (generation,):
             if not self._is_stream:
                 generation.hide()
-            yield [self._event("created"), self._event("in_progress")]
+            yield self.created()
             async for steps in generation:
                 batch = [event for step in steps for event in self._step_events(step, writer)]
                 if batch:
                     yield batch
         yield self._end(writer, generation)
 
-    def failed(self, sentence: str) -> Json:
+    def created(self) -> list[Json]:
+        """The first events of every stream."""
+        return [self._event("created"), self._event("in_progress")]
+
+    def failed(self, code: str, sentence: str) -> Json:
         """The last event of a stream that failed."""
-        error = {"code": "server_error", "message": sentence}
-        return self._event("failed", error=error)
+        return self._event("failed", error={"code": code, "message": sentence})
 
     def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
         if self._has_logprobs:

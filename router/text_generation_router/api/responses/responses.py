@@ -18,9 +18,10 @@ from text_generation_router.api.responses.output import Json
 from text_generation_router.api.responses.schemas import ResponseBody, ResponsesRequest
 from text_generation_router.api.sse import named_events
 from text_generation_router.api.streaming import open_stream, unless_disconnected
-from text_generation_router.api.v1_errors import BUG, ERRORS
-from text_generation_router.errors import RouterError
+from text_generation_router.api.v1_errors import ERRORS, describe
+from text_generation_router.errors import ContextLengthError
 
+PATH = "/v1/responses"
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The response, or with `stream` its events (response.created, …, "
@@ -33,7 +34,7 @@ router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"
 
 
 @router.post(
-    "/v1/responses",
+    PATH,
     summary="Create a response",
     response_model=ResponseBody,
     responses=_EVENTS | ERRORS,
@@ -48,11 +49,18 @@ async def responses(
     headers = {"x-compute-type": services.compute_type} | warning(body, left_out(body))
     if body.stream:
         writer = _Writer(run)
-        return await open_stream(request, writer.chunks(), headers, writer.failed)
+        return await open_stream(
+            request, writer.chunks(), headers, writer.failed, has_status=_has_status
+        )
     whole = await unless_disconnected(request, _whole(run))
     if whole is None:
         return Response(status_code=499)
     return Response(orjson.dumps(whole), media_type="application/json", headers=headers)
+
+
+def _has_status(error: Exception) -> bool:
+    """OpenAI streams that the context is exceeded: only in the event do clients look for it."""
+    return not isinstance(error, ContextLengthError)
 
 
 async def _whole(run: ResponseRun) -> Json:
@@ -79,9 +87,11 @@ class _Writer:
                 yield self._chunk(batch)
 
     def failed(self, error: Exception) -> bytes:
-        """The last event of a stream that failed."""
-        sentence = error.message if isinstance(error, RouterError) else BUG
-        return self._chunk([self._run.failed(sentence)])
+        """The last events of a stream that failed."""
+        _, detail = describe(error, PATH)
+        code = detail["code"] if isinstance(error, ContextLengthError) else "server_error"
+        begun = [] if self._number else self._run.created()
+        return self._chunk([*begun, self._run.failed(code, detail["message"])])
 
     def _chunk(self, batch: Sequence[Json]) -> bytes:
         start = self._number

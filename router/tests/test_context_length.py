@@ -1,0 +1,164 @@
+"""Too long a prompt, or too long an answer behind it: each API says it in its vendor's sentence,
+whose numbers clients read."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tests.chats import named_events, serve_chat
+from router.tests.serving import Server
+
+MOST_INPUT, MOST_TOTAL = 500, 600
+USER = len("<user><assistant>")
+SHORT, LONG = 100, MOST_INPUT + 1
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    limits = {"max_input_tokens": MOST_INPUT, "max_total_tokens": MOST_TOTAL}
+    async with serve_chat(tmp_path, "yes", **limits) as server:
+        yield server
+
+
+def body_of(path: str, num_tokens: int, asked: int) -> dict[str, Any]:
+    """A request whose prompt has `num_tokens`, and that asks for `asked` more."""
+    text = "a" * (num_tokens - USER)
+    if path in ("/v1/messages", "/v1/chat/completions"):
+        return {
+            "model": "tgi",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": asked,
+        }
+    if path == "/v1/responses":
+        return {"model": "tgi", "input": text, "max_output_tokens": asked}
+    plain = "a" * (num_tokens - len(["<s>"]))
+    if path == "/v1/completions":
+        return {"model": "tgi", "prompt": plain, "max_tokens": asked}
+    return {"inputs": plain, "parameters": {"max_new_tokens": asked}}
+
+
+async def refusal(server: Server, path: str, num_tokens: int, asked: int, **fields: Any) -> Any:
+    body = body_of(path, num_tokens, asked) | fields
+    response = await server.client.post(path, json=body)
+    assert response.status_code == (400 if path.startswith("/v1/") else 422), response.text
+    return response.json()["error"]
+
+
+OPENAI = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
+
+
+@pytest.mark.parametrize(("path", "param"), OPENAI.items())
+async def test_openai(server: Server, path: str, param: str) -> None:
+    error = await refusal(server, path, SHORT, MOST_TOTAL)
+    assert error == {
+        "message": "This model's maximum context length is 600 tokens. However, you requested 700 "
+        "tokens (100 in the messages, 600 in the completion). Please reduce the length of the "
+        "messages or completion.",
+        "type": "invalid_request_error",
+        "param": param,
+        "code": "context_length_exceeded",
+    }
+    error = await refusal(server, path, LONG, 1)
+    assert error["message"] == (
+        f"This model's maximum context length is 500 tokens. However, your {param} resulted in 501 "
+        f"tokens. Please reduce the length of the {param}."
+    )
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+async def test_a_stream_is_refused_with_the_same_status(server: Server, path: str) -> None:
+    for num_tokens, asked in ((SHORT, MOST_TOTAL), (LONG, 1), (LONG, MOST_TOTAL)):
+        whole = await refusal(server, path, num_tokens, asked)
+        assert await refusal(server, path, num_tokens, asked, stream=True) == whole
+
+
+async def test_a_response_that_is_streamed_fails_in_an_event(server: Server) -> None:
+    for num_tokens, asked in ((SHORT, MOST_TOTAL), (LONG, 1)):
+        sentence = (await refusal(server, "/v1/responses", num_tokens, asked))["message"]
+        body = body_of("/v1/responses", num_tokens, asked) | {"stream": True}
+        response = await server.client.post("/v1/responses", json=body)
+        assert response.status_code == 200
+        events = named_events(response.text)
+        kinds = [event["type"] for event in events]
+        assert kinds == ["response.created", "response.in_progress", "response.failed"]
+        assert [event["sequence_number"] for event in events] == [0, 1, 2]
+        last = events[-1]["response"]
+        assert last["error"] == {"code": "context_length_exceeded", "message": sentence}
+        assert last["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "asked", "sentence"),
+    [
+        (
+            SHORT,
+            MOST_TOTAL,
+            "input length and `max_tokens` exceed context limit: 100 + 600 > 600, decrease input "
+            "length or `max_tokens` and try again",
+        ),
+        (LONG, 1, "prompt is too long: 501 tokens > 500 maximum"),
+        (LONG, MOST_TOTAL, "prompt is too long: 501 tokens > 500 maximum"),
+    ],
+)
+async def test_anthropic(server: Server, num_tokens: int, asked: int, sentence: str) -> None:
+    error = await refusal(server, "/v1/messages", num_tokens, asked)
+    assert error == {"type": "invalid_request_error", "message": sentence}
+
+
+async def test_what_the_sentence_leaves_to_the_answer_fits(server: Server) -> None:
+    """As Claude Code does: it asks again for fewer tokens, and cuts the prompt only where it is
+    told that the prompt is too long."""
+    message = (await refusal(server, "/v1/messages", MOST_INPUT, 32_000))["message"]
+    found = re.search(r"exceed context limit: (\d+) \+ (\d+) > (\d+)", message)
+    assert found is not None
+    prompt, _, most = map(int, found.groups())
+    fewer = body_of("/v1/messages", prompt, most - prompt)
+    assert (await server.client.post("/v1/messages", json=fewer)).status_code == 200
+    message = (await refusal(server, "/v1/messages", 5000, 32_000))["message"]
+    found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", message)
+    assert found is not None
+    shorter = body_of("/v1/messages", 5000 - (int(found[1]) - int(found[2])), 1)
+    assert (await server.client.post("/v1/messages", json=shorter)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+async def test_tgi(server: Server, path: str) -> None:
+    for num_tokens, asked, sentence in (
+        (
+            SHORT,
+            MOST_TOTAL,
+            "`inputs` tokens + `max_new_tokens` must be <= 600. Given: 100 `inputs` tokens and 600 "
+            "`max_new_tokens`",
+        ),
+        (LONG, 1, "`inputs` must have less than 500 tokens. Given: 501"),
+    ):
+        response = await server.client.post(path, json=body_of(path, num_tokens, asked))
+        told = {"error": f"Input validation error: {sentence}", "error_type": "validation"}
+        if path == "/generate_stream":
+            assert response.status_code == 200
+            assert json.loads(response.text.removeprefix("data:")) == told
+        else:
+            assert (response.status_code, response.json()) == (422, told)
+
+
+async def test_a_text_that_is_not_even_tokenized(server: Server) -> None:
+    """Its number of tokens is a lower bound, which only TGI's sentence has room to say."""
+    message = (await refusal(server, "/v1/messages", 100_000, 1))["message"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > 500 maximum", message)
+    assert "Given: at least" in await refusal(server, "/generate", 100_000, 1)
+
+
+async def test_a_prompt_that_is_cut_is_not_too_long(server: Server) -> None:
+    body = body_of("/v1/chat/completions", 5000, 50) | {"truncate_prompt_tokens": -1}
+    response = await server.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert response.json()["usage"]["prompt_tokens"] == MOST_INPUT
