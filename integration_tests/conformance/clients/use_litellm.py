@@ -23,6 +23,11 @@ ROUTES: tuple[dict[str, Any], ...] = (
     {"model": "openai/tgi", "api_base": f"{URL}/v1", "api_key": API_KEY},
     {"model": "huggingface/tgi", "api_base": URL, "api_key": API_KEY},
 )
+# Those whose errors litellm reads. For `huggingface/` it knows no sentence about the context.
+PROVIDERS = (
+    *("openai", "custom_openai", "hosted_vllm", "litellm_proxy", "lm_studio", "llamafile"),
+    *("azure_ai", "together_ai"),
+)
 GREEDY = {"messages": USER, "max_tokens": 60, "temperature": 0, "timeout": 60}
 SHAPE = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER_SCHEMA}}
 
@@ -97,6 +102,27 @@ def typed_exceptions() -> None:
         raised(
             litellm.BadRequestError,
             lambda route=route: litellm.completion(**route, **{**GREEDY, "max_tokens": 10**6}),
+        )
+
+
+@check
+def context_window() -> None:
+    routes = [{**ROUTES[0], "model": f"{provider}/tgi"} for provider in PROVIDERS]
+    routes.append({"model": "anthropic/tgi", "api_base": URL, "api_key": API_KEY})
+    long = [{"role": "user", "content": "hi " * 1000}]
+    for asked in ({"messages": USER, "max_tokens": 10**6}, {"messages": long, "max_tokens": 5}):
+        for route in routes:
+            for stream in (False, True):
+                everything = {**route, **asked, "stream": stream}
+                raised(
+                    litellm.ContextWindowExceededError,
+                    lambda everything=everything: litellm.completion(**everything),
+                )
+    for provider in ("text-completion-openai", "hosted_vllm"):
+        route = {**ROUTES[0], "model": f"{provider}/tgi"}
+        raised(
+            litellm.ContextWindowExceededError,
+            lambda route=route: litellm.text_completion(**route, prompt="hi " * 1000),
         )
 
 
