@@ -419,11 +419,13 @@ async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     body = {"store": False, "modalities": ["text"], "service_tier": "auto", "functions": []}
     names = ("tools", "tool_choice", "n", "stop", "stream", "logprobs", "user", "response_format")
     assert (await post(server, **body, **dict.fromkeys(names), unknown=1)).status_code == 200
+    body |= {"logprobs": False, "top_logprobs": 0}
     hints = {"store": True, "reasoning_effort": "low", "verbosity": "high", "service_tier": "scale"}
+    hints |= {"prediction": {"type": "content", "content": "x = 1"}}
     for stream in (False, True):
         assert "warning" not in (await post(server, **body, stream=stream)).headers
         answer = await post(server, **hints, stream=stream)
-        named = "reasoning_effort, service_tier, store, verbosity"
+        named = "prediction, reasoning_effort, service_tier, store, verbosity"
         assert answer.headers["warning"] == f'299 - "changes nothing here: {named}"'
     for name in ("tgi", "dummy", "", "model", "org/model"):
         assert (await post(server, model=name)).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from text_generation_router.api.grammars import schema_grammar
 from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.schemas import CompletionRequest
 from text_generation_router.grammar import write
@@ -302,8 +303,17 @@ async def test_guides(
     assert server.shards.grammars == expected
     if name != "json_object":
         await answer(server, path, **{f"guided_{name}": value}, response_format={"type": "text"})
-        # Compiled once, for both.
+        both = {f"guided_{name}": value, "structured_outputs": {name: value}}
+        await answer(server, path, **both)
+        # Compiled once, for all three.
         assert server.shards.grammars == expected and asked(server).grammar == expected[0]
+
+
+async def test_a_response_format_that_says_the_same(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    await answer(server, CHAT, structured_outputs={"json": schema}, response_format=shape)
+    assert server.shards.grammars == [write(schema_grammar(schema))]
 
 
 async def test_format_of_completions(server: Server) -> None:
@@ -315,7 +325,8 @@ async def test_format_of_completions(server: Server) -> None:
     ("body", "param", "words"),
     [
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "together with `guided_json`"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs", "toge"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "structured_outputs", "toge"),
+        ({"guided_regex": "a", "structured_outputs": {"json": {}}}, "structured_outputs", "toge"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "`json`"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_", "`regex`"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag", "use `grammar`"),

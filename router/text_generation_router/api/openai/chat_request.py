@@ -76,7 +76,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
     functions: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
     function_call: Annotated[Any, refuses("none"), NOT_SUPPORTED] = None
     modalities: Annotated[Any, refuses(["text"]), NOT_SUPPORTED] = None
-    prediction: Refused = None
+    prediction: Annotated[Any, Hint(), IGNORED] = None
     reasoning_effort: Annotated[Any, Hint(), IGNORED] = None
     service_tier: ServiceTier = None
     store: Annotated[Any, Hint(False), IGNORED] = None
@@ -86,7 +86,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
     @field_validator("top_logprobs")
     @classmethod
     def _needs_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
-        if top_logprobs is not None and not info.data.get("logprobs"):
+        if top_logprobs and not info.data.get("logprobs"):
             raise ValueError("needs `logprobs` to be true")
         return top_logprobs
 

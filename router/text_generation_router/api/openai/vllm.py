@@ -5,8 +5,9 @@ without effect. Those that are honoured come first.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -45,20 +46,21 @@ def _written_grammar(source: str) -> Grammar:
     return Grammar("gbnf" if "::=" in source else "lark", source)
 
 
-def _guide(
-    schema: JsonSchema | str | None,
-    regex: str | None,
-    choices: Sequence[str] | None,
-    written: str | None,
-) -> Grammar | None:
-    """The grammar of the one that is given."""
-    if schema is not None:
-        return schema_grammar(schema)
-    if regex is not None:
-        return Grammar("regex", regex)
-    if choices is not None:
-        return _choice_grammar(choices)
-    return None if written is None else _written_grammar(written)
+# How a value of `structured_outputs`, or of the `guided` field of that name, says the form.
+_FORMS: dict[str, Callable[[Any], Grammar]] = {
+    "json": schema_grammar,
+    "regex": partial(Grammar, "regex"),
+    "choice": _choice_grammar,
+    "grammar": _written_grammar,
+}
+
+
+def _grammar_of(name: str, given: Any) -> Grammar | None:
+    """What a field asks for: one of `_GUIDED`, or `response_format`."""
+    form = _FORMS.get(name.removeprefix("guided_"))
+    if given is None or form is None:
+        return None if given is None else given.to_grammar()
+    return form(given)
 
 
 def _not_to_nothing(given: int) -> int:
@@ -96,22 +98,18 @@ class StructuredOutputsBody(Body):
     @field_validator("regex", "choice", "grammar", "json_object")
     @classmethod
     def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
-        return _alone(given, info, ("json_", "regex", "choice", "grammar"))
+        if given is not None and given is not False:
+            names = ("json_", "regex", "choice", "grammar")
+            other = next((name for name in names if info.data.get(name) is not None), None)
+            if other is not None:
+                raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
+        return given
 
     def to_grammar(self) -> Grammar | None:
         """The same without pydantic; None: nothing is asked for."""
-        given = self.json_, self.regex, self.choice, self.grammar
+        asked = map(_grammar_of, _FORMS, (self.json_, self.regex, self.choice, self.grammar))
         any_object = schema_grammar(ANY_OBJECT) if self.json_object else None
-        return _guide(*given) or any_object
-
-
-def _alone(given: Any, info: ValidationInfo, names: Sequence[str]) -> Any:
-    """What is given, unless one of the fields before it is, too."""
-    if given is not None and given is not False:
-        other = next((name for name in names if info.data.get(name) is not None), None)
-        if other is not None:
-            raise ValueError(f"must not be given together with `{other.rstrip('_')}`")
-    return given
+        return next(filter(None, asked), any_object)
 
 
 class VllmBody(Body):
@@ -213,16 +211,16 @@ class VllmBody(Body):
             raise ValueError("it can not be streamed; leave out `stream`")
         return prompt_logprobs
 
-    @field_validator(*_GUIDED[1:])
+    @field_validator(*_GUIDED[1:], "response_format", check_fields=False)
     @classmethod
-    def _one_at_a_time(cls, given: Any, info: ValidationInfo) -> Any:
-        return _alone(given, info, _GUIDED)
-
-    @field_validator("response_format", check_fields=False)
-    @classmethod
-    def _no_other_format(cls, given: Any, info: ValidationInfo) -> Any:
-        asks_for_nothing = given is None or given.type == "text"
-        return given if asks_for_nothing else _alone(given, info, _GUIDED)
+    def _one_form(cls, given: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if asked := _grammar_of(info.field_name, given):
+            for name in _GUIDED:
+                other = _grammar_of(name, info.data.get(name))
+                if other is not None and other != asked:
+                    raise ValueError(f"must not be given together with `{name}`, which differs")
+        return given
 
     @property
     def shows_special_tokens(self) -> bool:
@@ -236,10 +234,9 @@ class VllmBody(Body):
 
     @property
     def guide(self) -> Grammar | None:
-        """What the text has to look like, by the one of vLLM's fields that says so."""
-        given = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-        newer = self.structured_outputs
-        return _guide(*given) or (None if newer is None else newer.to_grammar())
+        """What the text has to look like, by those of vLLM's fields that say so: they agree."""
+        asked = (_grammar_of(name, getattr(self, name)) for name in _GUIDED)
+        return next(filter(None, asked), None)
 
     def extended(self, asked: GenerateParameters) -> GenerateParameters:
         """The parameters, and what these fields ask for."""
