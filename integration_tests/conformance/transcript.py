@@ -32,7 +32,10 @@ LINE_WIDTH = 150
 FLOAT_TOLERANCE = 2e-3
 
 _GENERATED_ID = re.compile(r"^([a-z]+[-_])?[0-9A-Za-z_-]{8,}$")
-_ID_KEYS = {"id", "item_id", "response_id", "tool_call_id", "tool_use_id", "call_id"}
+_ID_KEYS = {
+    *("id", "item_id", "response_id", "request_id"),
+    *("tool_call_id", "tool_use_id", "call_id"),
+}
 _TIME_KEYS = {"created", "created_at", "completed_at"}
 _CACHE_KEYS = {"cached_tokens", "cache_read_input_tokens"}  # depend on what was asked before
 _VERSION_KEYS = {"version", "system_fingerprint"}

@@ -1,11 +1,13 @@
 """Anthropic's /v1/messages: blocks, events, errors, and streamed and whole answers are one."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from text_generation_router.api import sse
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -149,7 +151,9 @@ async def test_failure_before_and_in_the_stream(server: Server) -> None:
         server.shards.failure = GenerationError("Server error: late")
         *_, name, last, _ = [line async for line in lines]
     assert name == "event: error"
-    error = json.loads(last.removeprefix("data: "))["error"]
+    data = json.loads(last.removeprefix("data: "))
+    assert data["request_id"] == stream.headers["request-id"]
+    error = data["error"]
     assert error["type"] == "api_error" and "late" in error["message"]
     response = await server.client.post("/v1/messages", json=BODY)
     assert response.status_code == 500 and response.json()["error"]["type"] == "api_error"
@@ -184,20 +188,14 @@ async def test_hints_that_change_nothing_are_named(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "kind", "words"),
     [
-        ({"max_tokens": None}, 400, "invalid_request_error", "`max_tokens`"),
-        ({"max_tokens": 0}, 400, "invalid_request_error", "`max_tokens`"),
-        ({"stop_sequences": [""]}, 400, "invalid_request_error", "`stop_sequences.0`"),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens: "),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences.0: "),
         ({"stop_sequences": ["x"] * 129}, 400, "invalid_request_error", "`stop_sequences`"),
-        ({"messages": []}, 400, "invalid_request_error", "`messages`"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            400,
-            "invalid_request_error",
-            "`messages.0.content.0`: Blocks can be of type text",
-        ),
+        ({"messages": []}, 400, "invalid_request_error", "messages: "),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", ""),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "no `tools`"),
-        ({"container": "c"}, 400, "invalid_request_error", "`container`"),
+        ({"container": "c"}, 400, "invalid_request_error", "container: not supported"),
         ({"model": "claude"}, 404, "not_found_error", "not served"),
     ],
 )
@@ -210,6 +208,73 @@ async def test_refusals(
     assert response.json()["type"] == "error"
     assert response.json()["error"]["type"] == kind
     assert words in response.json()["error"]["message"]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+TEXT_BLOCK = {"type": "text", "text": "a"}
+
+
+def result(*blocks: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "u", "content": list(blocks)}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ([TEXT_BLOCK, IMAGE], "messages.1.content.1.image: this model reads text only"),
+        ([PDF], "messages.1.content.0.document: this model reads text only"),
+        (
+            [TEXT_BLOCK, result(IMAGE)],
+            "messages.1.content.1.tool_result.content.0.image: this model reads text only",
+        ),
+        (
+            [result(TEXT_BLOCK, PDF)],
+            "messages.1.content.0.tool_result.content.1.document: this model reads text only",
+        ),
+        (
+            [{"type": "document", "source": {"type": "url", "url": "https://a/b.pdf"}}],
+            "messages.1.content.0.document: this model reads text only",
+        ),
+        ([{"type": "text"}], "messages.1.content.0.text.text: Field required"),
+        (
+            [{"type": "text", "text": 5}],
+            "messages.1.content.0.text.text: Input should be a valid string. Given: 5",
+        ),
+        ([result({"type": "text"})], "messages.1.content.0.tool_result.content.0.text.text: Field"),
+        ([{"type": "tool_use", "id": "u"}], "messages.1.content.0.tool_use.name: Field required"),
+        ([{"type": "video"}], "messages.1.content.0.video: blocks can be of type text, document"),
+        (["a"], "messages.1.content.0: blocks can be of type text, document"),
+        ([{"type": ["a"]}], "messages.1.content.0."),
+        (5, "messages.1.content: "),
+    ],
+)
+async def test_the_path_leads_to_the_block(server: Server, blocks: Any, message: str) -> None:
+    messages = [BODY["messages"][0], {"role": "user", "content": blocks}]  # type: ignore[index]
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        response = await server.client.post(path, json=BODY | {"messages": messages})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["message"].startswith(message)
+        # Claude Code removes what such a path names.
+        assert ("only" in message) is (re.search(MEDIA_PATH, error["message"]) is not None)
+
+
+MEDIA_PATH = (
+    r"^messages[.[](\d+)[\].]+content[.[](\d+)[\].]+"
+    r"(?:tool_result[.[]content[.[]\d+[\].]+)?(image|document|pdf)"
+)
+
+
+async def test_errors_have_the_id_of_the_request(server: Server) -> None:
+    for body, headers in ((BODY | {"max_tokens": 0}, {}), (BODY, {"x-request-id": "mine"})):
+        asked = body | {"temperature": -1}
+        response = await server.client.post("/v1/messages", json=asked, headers=headers)
+        assert response.json()["request_id"] == response.headers["request-id"]
+    assert response.json()["request_id"] == "mine"
+    response = await server.client.post("/v1/messages/nope")
+    assert response.json()["request_id"] == response.headers["request-id"]
 
 
 async def test_errors_of_the_framework(tmp_path: Path) -> None:
@@ -304,8 +369,31 @@ def test_parameters() -> None:
     asked = conversation(temperature=0.5, top_p=0.9, top_k=3).parameters
     assert (asked.do_sample, asked.temperature, asked.top_k) == (True, 0.5, 3)
     schema = {"format": {"type": "json_schema", "schema": {"type": "string"}}}
-    grammar = conversation(output_config=schema).parameters.grammar
-    assert grammar == Grammar("json_schema", '{"type":"string"}')
+    same = schema["format"]
+    for form in (
+        {"output_config": schema},
+        {"output_format": same},
+        {"output_config": {"effort": "low"}, "output_format": same},
+        {"output_config": schema, "output_format": same},
+    ):
+        grammar = conversation(**form).parameters.grammar
+        assert grammar == Grammar("json_schema", '{"type":"string"}')
+    other = {"type": "json_schema", "schema": {"type": "integer"}}
+    with pytest.raises(ValidationError, match="which differs"):
+        conversation(output_config=schema, output_format=other)
+
+
+def test_documents_that_are_texts_are_read() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "one"}
+    plain = {"type": "document", "source": source, "title": "T", "citations": {"enabled": False}}
+    content = {"type": "content", "content": [TEXT_BLOCK, TEXT_BLOCK]}
+    parts = {"type": "document", "source": content, "context": "C"}
+    made = conversation(messages=[{"role": "user", "content": [plain, parts, TEXT_BLOCK]}])
+    assert [message["content"] for message in made.messages] == ["\nT\none\n\nC\naa\na"]
+    made = conversation(messages=[{"role": "user", "content": [result(TEXT_BLOCK, plain)]}])
+    assert [message["content"] for message in made.messages] == ["a\nT\none\n"]
+    with pytest.raises(ValidationError, match="not supported"):
+        conversation(messages=[{"role": "user", "content": [plain | {"citations": {}}]}])
 
 
 @pytest.mark.parametrize(

@@ -193,27 +193,39 @@ def _context_complaint(error: ContextLengthError, prompt: str) -> str:
 
 
 def shape_complaint(errors: Sequence[Any], body: Any) -> tuple[str, str | None]:
-    """The sentence and the dotted field for JSON of the wrong shape.
-
-    Where a field has several forms, pydantic reports each; the one with the longest path counts.
-    """
-    located = [(_path_in(body, error), error) for error in errors]
-    path, first = max(located, key=lambda pair: len(pair[0]))
-    complaint = short(first["msg"].removeprefix("Value error, ").rstrip("."), SHOWN_COMPLAINT)
+    """The sentence and the dotted field for JSON of the wrong shape."""
+    path, first = furthest(errors, body)
     param = ".".join(map(short, path)) or None
-    sentence = f"`{param}`: {complaint}" if param else complaint
-    if first["type"] == "missing":
-        return sentence, param
-    return f"{sentence}. Given: {shown(first['input'])}", param
+    complaint = complaint_of(first)
+    return f"`{param}`: {complaint}" if param else complaint, param
 
 
-def _path_in(body: Any, error: Mapping[str, Any]) -> list[str]:
-    """The parts of an error's location that are keys of the body, including a missing field; other
-    parts name pydantic's types."""
+def furthest(errors: Sequence[Any], body: Any, has_types: bool = False) -> tuple[list[str], Any]:
+    """The path and the error of the form that fits furthest: where a field has several forms,
+    pydantic reports each. `has_types`: the path names the types of objects, too."""
+    located = [(_path_in(body, error, has_types), error) for error in errors]
+    return max(located, key=lambda pair: len(pair[0]))
+
+
+def complaint_of(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors in words."""
+    complaint = short(error["msg"].removeprefix("Value error, ").rstrip("."), SHOWN_COMPLAINT)
+    return (
+        complaint if error["type"] == "missing" else f"{complaint}. Given: {shown(error['input'])}"
+    )
+
+
+def _path_in(body: Any, error: Mapping[str, Any], has_types: bool) -> list[str]:
+    """The parts of an error's location that are keys of the body, including a missing field; of
+    the others, which name pydantic's types, only the `type` of an object may stay."""
     path: list[str] = []
     for part in error["loc"][1:]:
         is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
-        if is_index or (isinstance(body, dict) and part in body):
+        is_type = has_types and isinstance(body, dict) and body.get("type") == part
+        # The type stands before a key of the same name.
+        if is_type and path[-1:] != [part]:
+            pass
+        elif is_index or (isinstance(body, dict) and part in body):
             body = body[part]
         elif not (error["type"] == "missing" and part == error["loc"][-1]):
             continue

@@ -3,15 +3,18 @@
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from text_generation_router.api.anthropic.schemas import MessageErrorBody
+from text_generation_router.api.anthropic.schemas import BLOCK_TYPE, MessageErrorBody
+from text_generation_router.api.body import short
 from text_generation_router.api.models import is_anthropics
 from text_generation_router.api.v1_errors import ERRORS as OPENAI_ERRORS
-from text_generation_router.api.v1_errors import describe
+from text_generation_router.api.v1_errors import complaint_of, describe, furthest
 from text_generation_router.api.v1_errors import respond as openai_respond
 from text_generation_router.errors import ContextLengthError, RouterError
+from text_generation_router.request_id import current
 
 PATH = "/v1/messages"
 MODELS_PATH = "/v1/models"
@@ -50,6 +53,8 @@ def _describe(error: Exception, path: str = PATH, method: str = "POST") -> tuple
     """The status and the sentence."""
     if isinstance(error, ContextLengthError):
         return 400, _context_complaint(error)
+    if isinstance(error, RequestValidationError):
+        return 400, _shape_complaint(error)
     status, detail = describe(error, path, method)
     return status, detail["message"]
 
@@ -66,6 +71,24 @@ def _context_complaint(error: ContextLengthError) -> str:
     )
 
 
+def _shape_complaint(error: RequestValidationError) -> str:
+    """Anthropic's form, by which clients find the block that they must leave out: the path, with
+    the types of blocks in it, and what is wrong there."""
+    path, first = furthest(error.errors(), error.body, has_types=True)
+    complaint = complaint_of(first)
+    block = first["input"]
+    if first["type"] == BLOCK_TYPE and isinstance(block, dict) and "type" in block:
+        path.append(str(block["type"]))
+        if block["type"] in ("image", "document"):
+            complaint = "this model reads text only"
+    return ": ".join(filter(None, (".".join(map(short, path)), complaint)))
+
+
 def _body(status: int, message: str) -> dict[str, Any]:
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    request = current()
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": None if request is None else request.request_id,
+    }

@@ -6,6 +6,7 @@ from typing import Any
 from text_generation_router.api.anthropic.schemas import (
     ContentBlock,
     CountTokensRequest,
+    DocumentBlock,
     ForcedToolChoice,
     MessageParam,
     MessagesRequest,
@@ -15,6 +16,7 @@ from text_generation_router.api.anthropic.schemas import (
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
+    text_of,
 )
 from text_generation_router.api.grammars import schema_grammar
 from text_generation_router.chat.conversation import Conversation
@@ -52,16 +54,14 @@ def conversation_of(body: CountTokensRequest) -> Conversation:
 
 
 def _parameters(body: MessagesRequest) -> GenerateParameters:
-    grammar = None
-    if body.output_config is not None and body.output_config.format is not None:
-        grammar = schema_grammar(body.output_config.format.schema_)
+    form = body.text_format
     return GenerateParameters(
         inputs="",
         **drawing(body.temperature, body.top_p, body.top_k),
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         most_stop_sequences=_MOST_STOPS,
-        grammar=grammar,
+        grammar=None if form is None else schema_grammar(form.schema_),
         deterministic=bool(body.deterministic),
         cache_salt=body.cache_salt,
     )
@@ -83,7 +83,7 @@ def _messages(body: CountTokensRequest) -> Iterator[Mapping[str, Any]]:
         if isinstance(block, ToolUseBlock)
     }
     if body.system is not None:
-        yield {"role": "system", "content": _text(body.system)}
+        yield {"role": "system", "content": text_of(body.system)}
     made = [message for param in body.messages for message in _split(param, names)]
     if not made:  # nothing but redacted thoughts
         made.append(_message(body.messages[-1].role, []))
@@ -107,7 +107,9 @@ def _split(param: MessageParam, names: dict[str, str]) -> Iterator[Message]:
 def _message(role: str, blocks: Sequence[ContentBlock]) -> Message:
     message: Message = {
         "role": role,
-        "content": _text([block for block in blocks if isinstance(block, TextBlock)]),
+        "content": text_of(
+            [block for block in blocks if isinstance(block, TextBlock | DocumentBlock)]
+        ),
     }
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
         message["reasoning_content"] = "".join(thoughts)
@@ -125,12 +127,8 @@ def _message(role: str, blocks: Sequence[ContentBlock]) -> Message:
 
 def _result(block: ToolResultBlock, names: dict[str, str]) -> Message:
     """Templates have no place for `is_error`, so the text says it."""
-    text = _text(block.content)
+    text = text_of(block.content)
     content = f"Error: {text}" if block.is_error else text
     message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     name = names.get(block.tool_use_id)
     return message if name is None else {**message, "name": name}
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -1,8 +1,17 @@
 """Anthropic's Messages bodies. What is not served is refused by name, never ignored."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+)
 
 from text_generation_router.api.descriptions import (
     DETERMINISTIC,
@@ -45,31 +54,94 @@ class ToolUseBlock(Body):
     input: dict[str, Any] = Field(description="The input of the tool.")
 
 
+class PlainSource(Body):
+    """A document that is a text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str = Field(description="The text.")
+
+
+class ContentSource(Body):
+    """A document in parts."""
+
+    type: Literal["content"]
+    content: str | Items[TextBlock] = Field(description="A text, or several.")
+
+    @property
+    def data(self) -> str:
+        """All texts."""
+        return text_of(self.content)
+
+
+class DocumentBlock(Body):
+    """A document. Its title, its context and its text are read in this order."""
+
+    type: Literal["document"]
+    source: Annotated[PlainSource | ContentSource, Field(discriminator="type")] = Field(
+        description="The text."
+    )
+    title: str | None = Field(default=None, description="Stands before the text.")
+    context: str | None = Field(default=None, description="Stands before the text, too.")
+    citations: Annotated[Any, refuses({"enabled": False}), NOT_SUPPORTED] = None
+
+    @property
+    def text(self) -> str:
+        """The lines that the model reads: on lines of their own, whatever stands beside them."""
+        parts = (self.title, self.context, self.source.data)
+        return "\n".join(["", *filter(None, parts), ""])
+
+
+def text_of(content: str | Sequence[TextBlock | DocumentBlock]) -> str:
+    """A text, or the texts of blocks as one."""
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _kind(block: Any) -> str | None:
+    """The type of a block that can be read; None: it is an image, a PDF, or unknown."""
+    if not isinstance(block, dict):
+        return getattr(block, "type", None)
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") not in ("text", "content"):
+        return None
+    kind = block.get("type")
+    return kind if isinstance(kind, str) else None
+
+
+BLOCK_TYPE = "block_type"
+"""The type of the error for a block that can not be read."""
+
+_ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")] | Annotated[DocumentBlock, Tag("document")],
+    Discriminator(
+        _kind,
+        custom_error_type=BLOCK_TYPE,
+        custom_error_message="blocks of a result can be of type text and document",
+    ),
+]
+
+
 class ToolResultBlock(Body):
     """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(description="The id of the call.")
-    content: str | Items[TextBlock] = Field(default="", description="The result.")
+    content: str | Items[_ResultBlock] = Field(default="", description="The result.")
     is_error: bool = Field(default=False, description="Whether the call failed.")
-
-
-def _kind(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return None if kind is None else str(kind)
 
 
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
     Discriminator(
         _kind,
-        custom_error_type="block_type",
-        custom_error_message="Blocks can be of type text, thinking, redacted_thinking, tool_use "
-        "and tool_result; this model reads text only",
+        custom_error_type=BLOCK_TYPE,
+        custom_error_message="blocks can be of type text, document, thinking, redacted_thinking, "
+        "tool_use and tool_result",
     ),
 ]
 
@@ -166,8 +238,30 @@ class CountTokensRequest(Body):
         default=None, description="Whether the model thinks before it answers."
     )
     output_config: OutputConfig | None = Field(default=None, description="The form of the text.")
+    output_format: JsonOutputFormat | None = Field(
+        default=None, description="The older place of `output_config.format`."
+    )
     mcp_servers: Annotated[Any, refuses([]), NOT_SUPPORTED] = None
     container: Refused = None
+
+    @field_validator("output_format")
+    @classmethod
+    def _one_format(
+        cls, given: JsonOutputFormat | None, info: ValidationInfo
+    ) -> JsonOutputFormat | None:
+        config = info.data.get("output_config")
+        newer = None if config is None else config.format
+        if given is not None and newer is not None and given != newer:
+            raise ValueError(
+                "must not be given together with `output_config.format`, which differs"
+            )
+        return given
+
+    @property
+    def text_format(self) -> JsonOutputFormat | None:
+        """The form of the text, from either place."""
+        newer = None if self.output_config is None else self.output_config.format
+        return newer or self.output_format
 
 
 class MessagesRequest(CountTokensRequest):
@@ -237,3 +331,4 @@ class MessageErrorBody(BaseModel):
 
     type: Literal["error"]
     error: MessageErrorDetail = Field(description="The error.")
+    request_id: str | None = Field(description="The id of the request, as its header has it.")
