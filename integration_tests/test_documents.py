@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from text_generation_launcher.options import OPTIONS
+from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.app import create_app
+from text_generation_router.config import RouterConfig
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -79,6 +82,21 @@ def test_the_flags_exist() -> None:
     named = set(re.findall(r"`--([a-z-]+)`", text))
     assert len(named) > 40
     assert named - {option.name for option in OPTIONS} - {"help"} == set()
+
+
+def test_security_names_every_route_without_a_key() -> None:
+    (paragraph,) = re.findall(
+        r"^- \*\*Routes without a key\.\*\*(.*?)\n\n", prose(ROOT / "SECURITY.md"), re.M | re.S
+    )
+    named = [re.sub(r"\{.*?\}", "{}", path) for path in re.findall(r"`(/[^`]*)`", paragraph)]
+    app = create_app(RouterConfig(tokenizer_name="model", api_key=("key",)))
+    routes = [route for router in app.state.routers for route in router.routes]
+    needs_none = [
+        route for route in routes if all(one not in route.dependencies for one in NEEDS_KEY)
+    ]
+    assert set(named) == {re.sub(r"\{.*?\}", "{}", route.path) for route in needs_none}
+    assert len(routes) > 2 * len(needs_none), "most routes need one"
+    assert {method for route in needs_none for method in route.methods} == {"GET", "HEAD"}
 
 
 def test_the_readme_fits_on_a_screen() -> None:
