@@ -13,9 +13,17 @@ from text_generation_router import server as server_module
 from text_generation_router.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
+from router.tests.talk import (
+    HEALTH,
+    PATIENCE_S,
+    POST,
+    Talk,
+    asking,
+    check_refusal,
+    of_body,
+    said,
+)
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n"
-POST = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 LIMITS = ConnectionLimits(
     head_s=0.3,
     body_grace_s=0.2,
@@ -26,8 +34,6 @@ LIMITS = ConnectionLimits(
     leftover_bytes=1_000_000,
     tick_s=0.02,
 )
-# Long, because the machine may be busy; waits for something that must not happen are shorter.
-PATIENCE_S = 20
 
 
 @pytest.fixture
@@ -38,59 +44,6 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 def refused(server: Server, reason: str) -> int:
     return server.services.metrics.connections_refused.value(reason=reason)
-
-
-def of_body(body: bytes, head: bytes = POST) -> bytes:
-    return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-def asking(num_tokens: int) -> bytes:
-    return json.dumps({"inputs": "n", "parameters": {"max_new_tokens": num_tokens}}).encode()
-
-
-class Talk:
-    """One connection, spoken by hand."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    @classmethod
-    async def to(cls, server: Server, first: bytes = b"") -> "Talk":
-        talk = cls(*await asyncio.open_connection("127.0.0.1", server.port))
-        talk.writer.write(first)
-        return talk
-
-    async def rest(self) -> bytes:
-        """All that comes until the server closes."""
-        async with asyncio.timeout(PATIENCE_S):
-            try:
-                return await self.reader.read()
-            finally:
-                self.writer.close()
-
-    async def answer(self) -> tuple[int, bytes]:
-        """Status and body of one answer that has a length."""
-        async with asyncio.timeout(PATIENCE_S):
-            head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
-            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-            return int(head.split()[1]), await self.reader.readexactly(length)
-
-
-async def said(server: Server, first: bytes) -> bytes:
-    return await (await Talk.to(server, first)).rest()
-
-
-def check_refusal(answer: bytes, status: int) -> str:
-    """The sentence of a refusal, whose form is TGI's."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    lines = head.lower().split(b"\r\n")
-    assert lines[0].startswith(b"http/1.1 %d " % status), answer
-    assert b"connection: close" in lines and b"content-length: %d" % len(body) in lines
-    assert b"content-type: application/json" in lines
-    told = json.loads(body)
-    assert told.keys() == {"error", "error_type"}
-    assert told["error_type"] == ("overloaded" if status == 503 else "validation")
-    return str(told["error"])
 
 
 @pytest.mark.parametrize(
@@ -448,18 +401,3 @@ async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: 
     answers = await said(server, of_body(asking(30)) + b"no such thing\r\n\r\n")
     assert answers.count(b"HTTP/1.1") == 1
     assert json.loads(answers.partition(b"\r\n\r\n")[2]) == {"generated_text": "hello " * 5}
-
-
-async def test_an_upgrade_is_not_taken(server: Server) -> None:
-    """And what follows such a head is its body, and no other request."""
-    upgrade = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
-    request = of_body(asking(1), POST + upgrade)
-    talk = await Talk.to(server, HEALTH + upgrade + b"\r\n" + request)
-    assert (await talk.answer())[0] == 200
-    for pieces in ([], [request], [request[:-20], request[-20:]]):
-        for piece in pieces:
-            talk.writer.write(piece)
-            await asyncio.sleep(0.01)
-        assert await talk.answer() == (200, b'{"generated_text":"h"}')
-    talk.writer.write(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
-    check_refusal(await talk.rest(), 405)

@@ -208,7 +208,8 @@ class Connection(HttpToolsProtocol):
         """Raises HttpParserError.
 
         No upgrade is supported, so the head of a request with `Upgrade` is parsed again without it.
-        Otherwise the parser would treat the body as the other protocol's data.
+        Otherwise the parser would treat the body as the other protocol's data. A new parser reads
+        it: the old one has seen the last request if the connection is to be closed after it.
         """
         while data:
             try:
@@ -218,6 +219,9 @@ class Connection(HttpToolsProtocol):
                 head = [b"%b %b HTTP/%b\r\n" % self._request_line()]
                 head += [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
                 data = b"".join((*head, b"\r\n", data[pause.args[0] :]))
+                self.parser = httptools.HttpRequestParser(self)
+                # As uvicorn does: what follows the last request of a connection is dropped.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _request_line(self) -> tuple[bytes, bytes, bytes]:
         method, version = self.parser.get_method(), self.parser.get_http_version()
@@ -235,6 +239,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the head is parsed again, see `_parse`
         self._check_head()
+        if self.parser.get_http_version() == "1.0":
+            self.expect_100_continue = False
         self._unset_keepalive_if_required()
         super().on_headers_complete()
         # Trailers are dropped: they must not become headers.
