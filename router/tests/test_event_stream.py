@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
+from huggingface_hub import AsyncInferenceClient
 from starlette.types import Message
 from text_generation_router.api import sse
-from text_generation_router.api.sse import DIRECT_SEND, EventStream
+from text_generation_router.api.sse import DIRECT_SEND, EventStream, event
 from text_generation_router.errors import GenerationError
 
+from router.tests.serving import serve
 from router.tests.virtual_time import VirtualTime
 
 SCOPE = {"type": "http", "method": "POST"}
@@ -68,6 +73,66 @@ async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not is_true():
             await asyncio.sleep(0.002)
+
+
+LINE_ENDS = "".join(map(chr, (0xB, 0xC, 0xD, *range(0x1C, 0x1F), 0x85, 0x2028, 0x2029)))
+TEXT = f"“\\{LINE_ENDS}中\n"
+
+
+async def test_nothing_in_an_event_ends_a_line() -> None:
+    """In none of the chunks, and not in an error; `huggingface_hub` reads lines as Python does."""
+    source, client = Source(), Client()
+    events = [event({"text": character}) for character in TEXT]
+    response = EventStream(source.events(), {}, lambda error: event({"text": str(error)}), b"", b"")
+    first = EventStream(source.events(), {}, failed, first=event({"text": TEXT}))
+    for chunk in (b"".join(events), GenerationError(TEXT), None, None):
+        source.chunks.put_nowait(chunk)
+    await response(SCOPE, client.receive, client.send)
+    await first(SCOPE, client.receive, client.send)
+    text = b"".join(body for body, _ in client.bodies()).decode()
+    lines = [line for line in text.splitlines() if line]
+    told = [orjson.loads(line.removeprefix("data: "))["text"] for line in lines]
+    assert told == [*TEXT, str(GenerationError(TEXT)), TEXT]
+    assert "\\u2028" in text and "“" in text and "中" in text
+
+
+MESSAGES = {"messages": [{"role": "user", "content": "n"}], "max_tokens": 40, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate_stream", {"inputs": "n", "parameters": {"max_new_tokens": 40}}),
+        ("/invocations", {"inputs": "n", "parameters": {"max_new_tokens": 40}, "stream": True}),
+        ("/v1/completions", {"prompt": "n", "max_tokens": 40, "stream": True}),
+        ("/v1/chat/completions", MESSAGES),
+        ("/v1/messages", MESSAGES | {"model": "m"}),
+        ("/v1/responses", {"input": "n", "max_output_tokens": 40, "stream": True}),
+    ],
+)
+async def test_no_dialect_ends_a_line_inside_an_event(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("n")
+    async with (
+        serve(tmp_path, f"a{TEXT}z") as server,
+        server.client.stream("POST", path, json=body) as response,
+    ):
+        lines = [line async for line in response.aiter_lines()]
+    assert "\\u2029" in "".join(lines)
+    for line in lines:
+        assert not line or line.startswith((":", "event: ", "data: {", "data: [DONE]")), line
+
+
+async def test_huggingface_hub_reads_all_of_the_text(tmp_path: Path) -> None:
+    text = f"a{TEXT}z"
+    length = len(text.encode())
+    async with (
+        serve(tmp_path, text) as server,
+        AsyncInferenceClient(f"http://127.0.0.1:{server.port}") as client,
+    ):
+        pieces = await client.text_generation("n", max_new_tokens=length, stream=True)
+        assert "".join([piece async for piece in pieces]) == text
 
 
 async def test_each_chunk_is_one_write() -> None:

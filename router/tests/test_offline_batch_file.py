@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import orjson
 import pytest
 from text_generation_router.offline.batch_file import (
     BatchFileError,
@@ -72,6 +73,13 @@ def test_a_result():
     assert result["response"]["request_id"].startswith("req_")
     assert result["response"]["body"] == {"choices": []}
     assert result["error"] is None
+
+
+def test_a_result_is_one_line_for_every_reader():
+    body = orjson.dumps({"text": "a\x85b\u2028c\u2029d\x0b中"})
+    lines = response_line("a", 200, body).decode().splitlines()
+    assert json.loads(lines[0])["response"]["body"] == json.loads(body)
+    assert len(lines) == 1
 
 
 def test_results_are_continued(tmp_path: Path):

@@ -11,6 +11,7 @@ from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
 from text_generation_router.errors import IncompleteGenerationError, RouterError
+from text_generation_router.line_ends import without_line_ends
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ LastEvent = Callable[[Exception], bytes]
 
 class EventStream(EventSourceResponse):
     """Sends `first`, if there is any, and chunks of ready events; each chunk is one write. If the
-    events raise an error, `failed` writes the last one.
+    events raise an error, `failed` writes the last one. Inside an event nothing ends a line.
 
     Closes `events` when the client leaves. `Connection` closes the connection of a client that
     stops reading. A running stream outlives SIGTERM.
@@ -93,7 +94,8 @@ class EventStream(EventSourceResponse):
         clock = asyncio.get_running_loop().time
         if self._first:
             self._is_writing = True
-            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            first = without_line_ends(self._first)
+            await send({"type": "http.response.body", "body": first, "more_body": True})
             self._is_writing = False
         while True:
             try:
@@ -104,7 +106,8 @@ class EventStream(EventSourceResponse):
                 chunk = last_event(error, self._failed)
             self._last_write = clock()
             self._is_writing = True
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            body = without_line_ends(chunk)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
             self._is_writing = False
             # Writes to a disconnected client return at once: all events would count as sent.
             if leaving.done():

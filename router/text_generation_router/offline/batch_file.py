@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 
+from text_generation_router.line_ends import without_line_ends
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
@@ -96,7 +98,7 @@ def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
         "response": response,
         "error": error,
     }
-    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    return without_line_ends(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
 class ResultsFile:
