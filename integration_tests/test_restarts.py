@@ -348,6 +348,27 @@ def test_no_restart_is_the_end(name: str, launch: Launch) -> None:
     assert_nothing_left(handle, family)
 
 
+def test_a_router_that_is_stopped_is_the_end_with_no_restart(launch: Launch) -> None:
+    """Unless it goes on before the limit."""
+    handle = launch(None, *FLAGS, "--no-restart")
+    handle.wait_until_ready()
+    family, router = handle.family(), handle.child(ROUTER)
+    router.suspend()
+    time.sleep(3)
+    router.resume()
+    handle.generate("x", max_new_tokens=3)
+    with clients(handle) as asked:
+        began = time.monotonic()
+        router.suspend()
+        assert handle.wait_for_exit(30) == 1
+    for one in asked:
+        assert isinstance(one.exception(), httpx.TransportError)
+    assert time.monotonic() - began < 5 + NOTICE_S
+    said = "the router has not answered for 5 s (the router is stopped, as by SIGSTOP)"
+    assert handle.log.rpartition(" ERROR text_generation_launcher: ")[2].strip() == said
+    assert_nothing_left(handle, family)
+
+
 @pytest.mark.parametrize("name", [SHARD, ROUTER])
 def test_a_stop_while_something_is_replaced(name: str, launch: Launch) -> None:
     handle = launch(None, *FLAGS)

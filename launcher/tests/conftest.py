@@ -20,7 +20,7 @@ LAUNCHER = """
 import json, os, sys
 from dataclasses import replace
 from pathlib import Path
-from text_generation_launcher import supervisor
+from text_generation_launcher import heartbeat, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
@@ -28,6 +28,7 @@ from text_generation_launcher.process import Command, block_signals, end_with_st
 
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
+heartbeat.STARTING_SILENCE_S, heartbeat.SILENCE_S = given["silences_s"]
 
 def command(name, program):
     argv = (sys.executable, "-c", program, "{model_path}", "{master_port}")
@@ -90,6 +91,9 @@ def serve_shard():
     begin(name)
     open_socket()
     note(name + " started with " + sys.argv[1])
+def beat():
+    [pipe] = [given for given in sys.argv if given.startswith("--launcher-fd=")]
+    os.write(int(pipe.partition("=")[2]), b'{{"event":"alive"}}\\n')
 def serve_router():
     begin("router")
     server = socket.create_server(("127.0.0.1", PORT))
@@ -190,6 +194,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         json_output: bool = False,
         mode: str = "serve",
         num_shards: int = 1,
+        silences_s: tuple[float, float] = (60.0, 5.0),
         **popen: object,
     ) -> Launched:
         prelude = PRELUDE.format(folder=str(tmp_path), uds=uds, port=free_port)
@@ -203,6 +208,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
             "json_output": json_output,
             "mode": mode,
             "num_shards": num_shards,
+            "silences_s": silences_s,
         }
         process = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, "-c", LAUNCHER, json.dumps(given)],

@@ -49,6 +49,12 @@ def beat():
     heartbeat.close()
 
 
+# Until a router serves, and then.
+SERVES = (60.0, 0.4)
+STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+STOPPED = " (the router is stopped, as by SIGSTOP)"
+
+
 def test_silence_begins_with_the_first_word(beat: Heartbeat):
     assert not beat.is_silent(0)
     assert not beat.is_silent(2)
@@ -88,6 +94,32 @@ def test_what_was_said_meanwhile_counts(beat: Heartbeat):
     os.write(beat.writer, ALIVE * 1000)
     assert not beat.is_silent(5.4)
     assert beat.losses == []
+
+
+@pytest.mark.parametrize(
+    ("router", "silences_s", "stopped"),
+    [
+        (f"begin('router'); beat(); {STOPS}", (0.4, 60.0), STOPPED),
+        (
+            f"beat(); signal.signal(signal.SIGUSR1, lambda *_: {STOPS}); serve_router()",
+            SERVES,
+            STOPPED,
+        ),
+        ("beat(); serve_router()", SERVES, ""),
+    ],
+    ids=["it is stopped while it loads", "it is stopped", "its loop is blocked"],
+)
+def test_without_restarts_a_silent_router_is_the_end(launch, router, silences_s, stopped):
+    launched = launch(router=router, silences_s=silences_s)
+    pid = launched.wait_for_child("router")
+    if silences_s is SERVES:
+        launched.wait_for_line("Ready on")
+        os.kill(pid, signal.SIGUSR1 if stopped else 0)
+    code, lines = launched.end()
+    assert code == 1
+    assert lines[-1].endswith(f"the router has not answered for 0.4 s{stopped}")
+    assert " ERROR " in lines[-1]
+    launched.assert_no_orphan()
 
 
 def test_losses_are_kept_in_order_whatever_stands_beside(beat: Heartbeat):

@@ -2,9 +2,9 @@
 
     check -> download -> shards and router -> ready -> watch -> shut down
 
-While the server runs, shards and router that end are replaced, except with --no-restart. The mode
-`shards` has no router. In the mode `batch` the requests of a file take its place, and the launcher
-ends with them.
+While the server runs, shards and router that end are replaced, except with --no-restart. A router
+that does not answer any more is ended, with --no-restart, too. The mode `shards` has no router. In
+the mode `batch` the requests of a file take its place, and the launcher ends with them.
 
 Every wait goes through `Supervisor._pause`. It raises StopRequested when a signal stops the
 launcher, and ChildDied when a child that should run has ended.
@@ -116,7 +116,8 @@ class Supervisor:
                 if self._config.restarts:
                     self._serve(model_path, time.monotonic() - begun_at)
             while True:
-                self._pause(WATCH_POLL_S)
+                self._pause(LISTEN_POLL_S)
+                self._end_silent_router()
         except StopRequested as request:
             self._log.info(f"{request}: stopping, a second signal ends everything at once")
             is_orderly = self._shut_down(self._config.termination_timeout_s)
@@ -209,16 +210,13 @@ class Supervisor:
         command = self._config.router
         assert command is not None
         self._progress = progress = ProgressPipe()
-        more, descriptors = [f"--progress-fd={progress.reader}"], [progress.reader]
-        if self._config.restarts:
-            self._heartbeat = heartbeat = Heartbeat()
-            more += [f"--launcher-fd={heartbeat.writer}", f"--num-restarts={num_restarts}"]
-            descriptors.append(heartbeat.writer)
-        command = replace(command, argv=(*command.argv, *more), descriptors=tuple(descriptors))
-        self._router = self._start(command, model_path)
-        for pipe in (self._progress, self._heartbeat):
-            if pipe is not None:
-                pipe.hand_over()
+        self._heartbeat = heartbeat = Heartbeat()
+        descriptors = progress.reader, heartbeat.writer
+        pipes = f"--progress-fd={progress.reader}", f"--launcher-fd={heartbeat.writer}"
+        argv = (*command.argv, *pipes, f"--num-restarts={num_restarts}")
+        self._router = self._start(replace(command, argv=argv, descriptors=descriptors), model_path)
+        progress.hand_over()
+        heartbeat.hand_over()
 
     def _wait_for_router(self) -> None:
         assert self._router is not None
@@ -244,6 +242,7 @@ class Supervisor:
             if not waiting:
                 return
             self._pause(STARTUP_POLL_S)
+            self._end_silent_router()
             self._tell_progress()
             if time.monotonic() >= notice_at:
                 messages = [(child.name, child.last_message) for child in waiting]
@@ -262,6 +261,7 @@ class Supervisor:
 
     def _announce(self) -> None:
         self._is_ready = True
+        self._note_serving()
         elapsed_s = time.monotonic() - self._started_at
         url, example = how_to_ask(self._config)
         self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {example}")
@@ -287,7 +287,6 @@ class Supervisor:
             self._log,
             first_start_s,
         )
-        self._note_serving()
         while True:
             try:
                 self._pause(LISTEN_POLL_S if replacements.is_whole else STARTUP_POLL_S)
@@ -347,14 +346,9 @@ class Supervisor:
     def _listen(self) -> None:
         """Ends a router that no longer answers, or shards that it has declared lost, and then
         raises ChildDied."""
-        heartbeat, router = self._heartbeat, self._router
-        if heartbeat is None or router is None:
+        self._end_silent_router()
+        if (heartbeat := self._heartbeat) is None:
             return
-        if heartbeat.is_silent(time.monotonic()):
-            stopped = describe_stopped([router])
-            how = f"the router has not answered for {heartbeat.patience_s:g} s{stopped}"
-            router.kill()
-            raise ChildDied(how, how)
         losses = list(heartbeat.losses)
         heartbeat.losses.clear()
         if self._is_socket_awaited:
@@ -367,6 +361,17 @@ class Supervisor:
             for shard in self._shards:
                 shard.kill()
             raise ChildDied(how, how)
+
+    def _end_silent_router(self) -> None:
+        """Kills a router that no longer answers, so that its clients do not wait for ever, and
+        then raises ChildDied."""
+        heartbeat, router = self._heartbeat, self._router
+        if heartbeat is None or router is None or not heartbeat.is_silent(time.monotonic()):
+            return
+        stopped = describe_stopped([router])
+        how = f"the router has not answered for {heartbeat.patience_s:g} s{stopped}"
+        router.kill()
+        raise ChildDied(how, how)
 
     def _pause(self, seconds: float) -> None:
         """Waits, until a signal or the end of a child at most. Raises StopRequested, ChildDied."""
