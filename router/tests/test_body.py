@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +24,8 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 BAD_BODIES = [
     (JSON, b"", 400, "the body is empty"),
     (JSON, b'{"inputs": "x"', 400, "unexpected end of data"),
-    (JSON, b'{"inputs": "\xff"}', 400, "not valid UTF-8"),
+    (JSON, b'{"inputs": "\xff"}', 400, "it is not valid UTF-8; send it as UTF-8"),
+    (JSON, '{"inputs": "n"}'.encode("utf-16"), 400, "it is not valid UTF-8; send it as UTF-8"),
     (JSON, b'{"inputs": "\\ud800"}', 400, "surrogate"),
     (JSON, b'{"inputs": NaN}', 400, "unexpected"),
     (JSON, b'{"inputs": "x", "parameters": {"top_p": Infinity}}', 400, "unexpected"),
@@ -72,6 +74,14 @@ async def test_json_content_types(server: Server, content_type: str) -> None:
     headers = {"content-type": content_type}
     response = await server.client.post("/generate", content=content, headers=headers)
     assert response.json() == {"generated_text": "h"}
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_text(server: Server) -> None:
+    """As editors and shells of Windows write it into a file that is sent."""
+    for path, field in (("/generate", "inputs"), ("/v1/completions", "prompt")):
+        content = json.dumps({field: "n", "max_tokens": 1}).encode("utf-8-sig")
+        response = await server.client.post(path, content=content, headers=JSON)
+        assert response.status_code == 200, response.text
 
 
 async def test_hundred_stop_sequences(server: Server) -> None:

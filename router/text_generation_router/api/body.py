@@ -5,6 +5,7 @@ Refusals have the statuses of TGI's extractor, and a JSON error object, on which
 """
 
 import asyncio
+import codecs
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -288,7 +289,9 @@ def _too_large(limit: int) -> BodyError:
 
 
 def parsed(body: bytes | bytearray) -> Any:
-    """The value of a JSON text. Raises BodyError."""
+    """The value of a JSON text, which may begin with a byte order mark. Raises BodyError."""
+    if body.startswith(codecs.BOM_UTF8):
+        body = body[len(codecs.BOM_UTF8) :]
     if len(body) > _LARGE_BODY and is_too_costly(body):
         raise BodyError(
             400,
@@ -304,8 +307,10 @@ def parsed(body: bytes | bytearray) -> Any:
                 "Failed to deserialize the JSON body into the target type: "
                 f"number out of range at line {error.lineno} column {error.colno}",
             ) from None
+        is_unicode = not error.msg.startswith("str is not valid UTF-8")
+        why = str(error) if is_unicode else "it is not valid UTF-8; send it as UTF-8"
         # Without the cause: it holds the whole text.
-        raise BodyError(400, f"Failed to parse the request body as JSON: {error}") from None
+        raise BodyError(400, f"Failed to parse the request body as JSON: {why}") from None
     if body.count(b"[") + body.count(b"{") > _SAFE_DEPTH:
         _check_depth(value)
     return value
