@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from text_generation_shard.errors import ModelError
 logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
+# Rows of two matrices that are compared at once.
+_COMPARED_ROWS = 4096
 
 
 Sections = Mapping[str, Sequence[Share]]
@@ -317,6 +320,22 @@ def is_headless(directory: Path) -> bool:
     not readable."""
     names = {name for path in _weight_files(directory) for name, _ in _tensors(path, ())}
     return "embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+def has_own_head(directory: Path) -> bool:
+    """Whether the checkpoint has a head that differs from its embeddings; ModelError if a file is
+    not readable."""
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    found = {
+        name: torch.split(tensor, _COMPARED_ROWS)
+        for path in _weight_files(directory)
+        for name, tensor in _tensors(path, names)
+        if tensor is not None
+    }
+    if len(found) < len(names):
+        return False
+    pairs = zip_longest(*found.values(), fillvalue=torch.empty(0))
+    return not all(torch.equal(own.float(), other.float()) for own, other in pairs)
 
 
 def _mismatch(directory: Path, missing: list[str], unexpected: list[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.families import FAMILIES
-from text_generation_shard.checkpoint.weights import Parameters, is_headless
+from text_generation_shard.checkpoint.weights import Parameters, has_own_head, is_headless
 from text_generation_shard.device.base import Device
 from text_generation_shard.errors import ModelError
 from text_generation_shard.models.llama import LlamaModel
@@ -32,6 +32,13 @@ def load_model(
             "generates is meaningless"
         )
         config = replace(config, tie_word_embeddings=True)
+    elif config.tie_word_embeddings and has_own_head(directory):
+        # As in transformers 5.
+        logger.warning(
+            "`tie_word_embeddings` is true, and lm_head.weight differs from the embeddings: it is "
+            "used; set `tie_word_embeddings` to false in config.json"
+        )
+        config = replace(config, tie_word_embeddings=False)
     parameters = Parameters(device, quantize)
     try:
         model = MODELS[config.architecture](parameters, world, config)
