@@ -84,6 +84,8 @@ class Family:
     """Files larger than this are split and get an index."""
     raw_fields: Mapping[str, Any] = field(default_factory=dict)
     """Written into config.json unchanged, for fields that transformers itself would not write."""
+    without: tuple[str, ...] = ()
+    """Removed from config.json, so that the defaults of transformers hold."""
     switch_length: int | None = None
     """Length at which rope changes its frequencies; None: never. No test answer may cross it."""
     flags: tuple[str, ...] = ()
@@ -126,11 +128,27 @@ FAMILIES: Mapping[str, Family] = {
             **_rope(rope_type="dynamic", factor=4.0),
         },
         switch_length=64,
-        flags=("--max-total-tokens", "256"),
     ),
     "llama-yarn": Family("llama", {"tie_word_embeddings": False, "rope_parameters": _YARN_ROPE}),
     "llama-yarn-old": Family(
         "llama", {"tie_word_embeddings": False, "rope_parameters": _YARN_ROPE}, old_spelling=True
+    ),
+    # Keys of other families, which transformers ignores.
+    "llama-stray-keys": Family(
+        "llama",
+        {"tie_word_embeddings": False},
+        raw_fields={
+            "partial_rotary_factor": 0.5,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.13,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+        },
+    ),
+    "llama-own-head": Family(
+        "llama",
+        {"tie_word_embeddings": False},
+        raw_fields={"tie_word_embeddings": True},
     ),
     "llama-sharded": Family("llama", {"tie_word_embeddings": False}, max_shard_size="100KB"),
     "mistral": Family("mistral", {"sliding_window": 24, "head_dim": 32}),
@@ -144,6 +162,12 @@ FAMILIES: Mapping[str, Family] = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     ),
     "qwen3": Family("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    # How YaRN is switched on: `rope_scaling` beside the `rope_parameters` of transformers 5.
+    "qwen3-yarn": Family(
+        "qwen3",
+        {"head_dim": 32, "tie_word_embeddings": True, **_rope(rope_theta=1e6)},
+        raw_fields={"rope_scaling": {k: v for k, v in _YARN_ROPE.items() if k != "rope_theta"}},
+    ),
     "smollm2": Family(
         "llama", {"tie_word_embeddings": True, "num_hidden_layers": 4, **_rope(rope_theta=1e5)}
     ),
@@ -172,6 +196,13 @@ FAMILIES: Mapping[str, Family] = {
         old_spelling=True,
         switch_length=64,
     ),
+    # Early Phi-3 checkpoints say `yarn`.
+    "phi3-yarn": Family(
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 64},
+        raw_fields={"rope_parameters": {**_LONGROPE, "rope_type": "yarn"}},
+        switch_length=64,
+    ),
     "granite": Family(
         "granite",
         {
@@ -182,6 +213,8 @@ FAMILIES: Mapping[str, Family] = {
             "logits_scaling": 1.7,
         },
     ),
+    # Scores are not divided by the square root of head_dim.
+    "granite-plain": Family("granite", without=("attention_multiplier",)),
 }
 
 
@@ -197,6 +230,8 @@ def write_checkpoint(family: str, directory: Path, **overrides: Any) -> Path:
     _write_tokenizer(entry, directory)
     path = directory / "config.json"
     config = json.loads(path.read_text()) | entry.raw_fields
+    for name in entry.without:
+        del config[name]
     if entry.old_spelling:
         _respell(config)
     path.write_text(json.dumps(config, indent=2))

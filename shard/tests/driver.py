@@ -21,7 +21,7 @@ from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.server import load_engine as load
-from text_generation_shard.server import load_on
+from text_generation_shard.server import load_on, read_config
 
 from shard.tests.stream_device import stream_over
 
@@ -47,7 +47,7 @@ def load_engine(
     if isinstance(device, str):
         engine = load(replace(settings, device=device))
     else:
-        engine = load_on(device, settings, world or World())
+        engine = load_on(device, settings, read_config(settings), world or World())
     engine.warmup(
         WarmupLimits(
             max_prefill_tokens=max_prefill_tokens,

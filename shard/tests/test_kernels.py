@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from text_generation_shard.checkpoint.config import RopeConfig
+from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.first_touch import FirstTouch

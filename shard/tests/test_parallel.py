@@ -9,7 +9,7 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError
 from text_generation_shard.parallel import World
-from text_generation_shard.server import load_on
+from text_generation_shard.server import load_on, read_config
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.ranks import run_ranks
@@ -48,7 +48,7 @@ def test_two_ranks_are_as_one(family: str, checkpoint: Callable[[str], Path]) ->
 def test_what_can_not_be_divided_is_one_sentence(tiny_model_path: Path) -> None:
     config = ShardConfig(model_path=tiny_model_path)
     with pytest.raises(ModelError, match="can not be split among 3 shards"):
-        load_on(reference_device(), config, World(0, 3))
+        load_on(reference_device(), config, read_config(config), World(0, 3))
 
 
 def test_one_rank_gets_back_what_it_gives() -> None:

@@ -16,7 +16,7 @@ from text_generation_shard.engine.step import StepOutput
 from text_generation_shard.engine.warmup import Costs
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.parallel import World
-from text_generation_shard.server import load_on
+from text_generation_shard.server import load_on, read_config
 from text_generation_shard.service import ShardService
 
 from shard.tests.driver import reference_device
@@ -44,7 +44,7 @@ class Shards:
         thread = ThreadPoolExecutor(1)
         world = World(rank, size, ThreadCollectives(self.board, rank)) if size > 1 else World()
         config = ShardConfig(path, rank=rank, world_size=size, step_deadline=DEADLINE_S)
-        engine = load_on(reference_device(), config, world)
+        engine = load_on(reference_device(), config, read_config(config), world)
         return ShardService(engine, thread, config, self.final.append)
 
     def next(self) -> int:

@@ -83,9 +83,10 @@ class _Loaded(NamedTuple):
 
 
 def _load(config: ShardConfig) -> _Loaded:
+    model_config = read_config(config)
     options = DeviceOptions(
         dtype=config.dtype,
-        checkpoint_dtype=_model_config(config).dtype,
+        checkpoint_dtype=model_config.dtype,
         quantize=config.quantize,
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
@@ -96,22 +97,25 @@ def _load(config: ShardConfig) -> _Loaded:
     )
     device = open_device(config.device, options)
     if config.world_size == 1:
-        return _Loaded(load_on(device, config, World()))
-    return _load_together(device, config)
+        return _Loaded(load_on(device, config, model_config, World()))
+    return _load_together(device, config, model_config)
 
 
-def _load_together(device: Device, config: ShardConfig) -> _Loaded:
+def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> _Loaded:
     """Load together with the other ranks; returns when all have loaded. A failure of this rank is
     reported to the others. RankError: another rank has failed."""
     dtype = str(device.dtype).removeprefix("torch.")
     meeting = Meeting.join(config, device.name, dtype)
     try:
-        collectives = device.collectives(meeting, _slot_bytes(config))
+        # The largest exchange: longer tensors are split.
+        slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * model_config.hidden_size)
+        collectives = device.collectives(meeting, slot_bytes)
         logger.info(
             "shard %d of %d: all shards are connected by %s",
             *(config.rank, config.world_size, collectives.name),
         )
-        engine = load_on(device, config, World(config.rank, config.world_size, collectives))
+        world = World(config.rank, config.world_size, collectives)
+        engine = load_on(device, config, model_config, world)
         logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
         meeting.all_here("all have loaded")
     except RankError:
@@ -124,20 +128,15 @@ def _load_together(device: Device, config: ShardConfig) -> _Loaded:
     return _Loaded(engine, meeting)
 
 
-def _slot_bytes(config: ShardConfig) -> int:
-    """Bytes that a rank exchanges at once; longer tensors are split."""
-    return max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * _model_config(config).hidden_size)
-
-
-def load_on(device: Device, config: ShardConfig, world: World) -> Engine:
+def load_on(device: Device, config: ShardConfig, model_config: ModelConfig, world: World) -> Engine:
     """The model on an open device."""
-    model_config = _model_config(config)
     model, nbytes = load_model(config.model_path, model_config, device, world, config.quantize)
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     return Engine(device, model, nbytes, watermark, world)
 
 
-def _model_config(config: ShardConfig) -> ModelConfig:
+def read_config(config: ShardConfig) -> ModelConfig:
+    """The configuration of the model; ModelError if it can not be served."""
     return ModelConfig.from_hf(config.model_path, config.rope_scaling, config.rope_factor)
 
 

@@ -1,33 +1,23 @@
 """The shape of a model, read from its directory. No other file reads config.json."""
 
-import json
+import logging
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from text_generation_process.defaults import ROPE_FACTOR
-
-from text_generation_shard.checkpoint.families import FAMILIES, Family
+from text_generation_shard.checkpoint.families import FAMILIES, MULTIPLIERS, Family
+from text_generation_shard.checkpoint.fields import LARGEST_POSITION, Fields, read_json
+from text_generation_shard.checkpoint.rope import RopeConfig, read_rope
+from text_generation_shard.checkpoint.vocabulary import read_vocabulary, unused_ids
 from text_generation_shard.device.base import DecoderSizes
 from text_generation_shard.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: its kind and parameters."""
-
-    kind: str
-    theta: float
-    # Leading features of each head that are rotated.
-    rotary_dim: int
-    # The context of the unscaled model.
-    original_max_position: int
-    # The context of the scaled model.
-    max_position: int
-    # The checkpoint's remaining rope entries, by their Hugging Face names.
-    parameters: dict[str, Any]
+# More would take minutes to build, before the weights show that they are missing.
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +27,7 @@ class ModelConfig(DecoderSizes):
     architecture: str
     num_layers: int
     hidden_act: str
+    # The longest text, also of a scaled rope.
     max_position: int
     rope: RopeConfig
     # Per layer: whether it rotates, and its attention window (None: the whole context).
@@ -51,6 +42,8 @@ class ModelConfig(DecoderSizes):
     # The checkpoint stores q, k, v (and gate, up) as one matrix.
     fused_projections: bool
     eos_token_ids: tuple[int, ...]
+    # Ids that are never chosen, since the tokenizer has no tokens for them: padding.
+    unused_ids: tuple[slice, ...]
     # Number type the checkpoint was saved in.
     dtype: str
 
@@ -58,54 +51,37 @@ class ModelConfig(DecoderSizes):
     def from_hf(
         cls, directory: Path, rope_scaling: str | None = None, rope_factor: float | None = None
     ) -> "ModelConfig":
-        """Read config.json and generation_config.json; ModelError if it can not be served."""
-        raw = _read_json(directory / "config.json")
-        architecture = _architecture(raw, directory)
+        """Read config.json and generation_config.json; ModelError, which names the field, if it can
+        not be served."""
+        path = directory / "config.json"
+        fields = Fields(read_json(path), str(path))
+        _check_unquantized(fields)
+        architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(
-                f"the checkpoint in {directory} is quantized ({method}), which is not supported "
-                "yet; use the unquantized checkpoint"
-            )
-        try:
-            return _from_raw(cls, raw, architecture, family, directory, rope_scaling, rope_factor)
-        except (KeyError, TypeError, ZeroDivisionError) as error:
-            raise ModelError(
-                f"config.json in {directory} does not describe a {architecture}: {error!s} is "
-                "missing or of the wrong type"
-            ) from error
+        # Missing fields have the family's defaults in transformers.
+        fields = Fields({**family.defaults, **fields.values}, fields.where)
+        return _from_fields(cls, fields, architecture, directory, rope_scaling, rope_factor)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def _check_unquantized(fields: Fields) -> None:
+    if settings := fields.values.get("quantization_config"):
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise ModelError(
-            f"{path.parent} has no {path.name}; a model directory needs config.json, "
-            "tokenizer.json and *.safetensors"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} can not be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return data
-
-
-def _architecture(raw: dict[str, Any], directory: Path) -> str:
-    if not raw.get("model_type"):
-        raise ModelError(
-            f"config.json in {directory} has no `model_type`; it must be a Hugging Face "
-            "transformers checkpoint"
+            f"the checkpoint is quantized ({method}), as `quantization_config` in {fields.where} "
+            "says, which is not supported yet; use the unquantized checkpoint"
         )
-    architectures = raw.get("architectures") or []
-    name = str(architectures[0]) if architectures else f"model_type {raw['model_type']}"
-    if not architectures:
-        matches = [
-            key for key, family in FAMILIES.items() if family.model_type == raw["model_type"]
-        ]
-        name = matches[0] if matches else name
-    name = _with_head(name, raw)
+
+
+def _architecture(fields: Fields) -> str:
+    if not fields.find("model_type"):
+        raise ModelError(
+            f"{fields.where} has no `model_type`; it must be a Hugging Face transformers checkpoint"
+        )
+    model_type = fields.text("model_type")
+    architectures = fields.items("architectures", str, 0) if fields.find("architectures") else []
+    matches = [key for key, family in FAMILIES.items() if family.model_type == model_type]
+    name = next(iter([*architectures, *matches]), f"model_type {model_type}")
+    name = _with_head(name, fields.values)
     if name not in FAMILIES:
         raise ModelError(
             f"the architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
@@ -113,7 +89,7 @@ def _architecture(raw: dict[str, Any], directory: Path) -> str:
     return name
 
 
-def _with_head(name: str, raw: dict[str, Any]) -> str:
+def _with_head(name: str, raw: Mapping[str, Any]) -> str:
     """The architecture with a head for this one: for models without a head, and for rerankers that
     classify by the scores of some tokens."""
     if raw.get("is_causal") is False:
@@ -129,130 +105,131 @@ def _with_head(name: str, raw: dict[str, Any]) -> str:
     return name
 
 
-def _from_raw(
+def _from_fields(
     cls: type[ModelConfig],
-    raw: dict[str, Any],
+    fields: Fields,
     architecture: str,
-    family: Family,
     directory: Path,
     rope_scaling: str | None,
     rope_factor: float | None,
 ) -> ModelConfig:
-    # Missing keys have the family's defaults in transformers.
-    raw = {**family.defaults, **raw}
-    num_layers = int(raw["num_hidden_layers"])
-    num_heads = int(raw["num_attention_heads"])
-    hidden_size = int(raw["hidden_size"])
-    head_dim = int(raw.get("head_dim") or hidden_size // num_heads)
-    uses_rope = _layer_uses_rope(raw, family, num_layers)
-    rope = _rope(raw, head_dim, directory, rope_scaling, rope_factor)
-    attention_bias = bool(raw.get("attention_bias", False))
+    family = FAMILIES[architecture]
+    num_layers = fields.size("num_hidden_layers", _MOST_LAYERS)
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    uses_rope = _layer_uses_rope(fields, family, num_layers)
+    rope = read_rope(fields, family, head_dim, rope_scaling, rope_factor)
+    attention_bias = fields.flag("attention_bias")
+    factors = _multipliers(fields, family)
+    vocab_size, vocabulary = fields.size("vocab_size"), read_vocabulary(directory)
+    end_ids = _eos_token_ids(fields, directory, vocabulary.end_id)
+    used = vocabulary.ids or range(vocab_size)
     return cls(
         architecture=architecture,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
+        vocab_size=vocab_size,
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw["rms_norm_eps"]),
-        hidden_act=str(raw.get("hidden_act", "silu")),
-        max_position=int(raw["max_position_embeddings"]),
+        norm_eps=fields.number("rms_norm_eps"),
+        hidden_act=fields.text("hidden_act") if "hidden_act" in fields.values else "silu",
+        max_position=rope.context,
         rope=rope,
         rotary_dim=rope.rotary_dim,
         layer_uses_rope=uses_rope,
-        layer_windows=_layer_windows(raw, family, num_layers, uses_rope),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        layer_windows=_layer_windows(fields, family, num_layers, uses_rope),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias and not family.qkv_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm,
         fused_projections=family.fused_projections,
-        attention_scale=float(raw.get("attention_multiplier") or head_dim**-0.5),
-        embedding_multiplier=float(raw.get("embedding_multiplier", 1.0)),
-        residual_multiplier=float(raw.get("residual_multiplier", 1.0)),
-        logits_divisor=float(raw.get("logits_scaling", 1.0)),
-        eos_token_ids=_eos_token_ids(raw, directory),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        attention_scale=factors.get("attention_multiplier", head_dim**-0.5),
+        embedding_multiplier=factors.get("embedding_multiplier", 1.0),
+        residual_multiplier=factors.get("residual_multiplier", 1.0),
+        logits_divisor=factors.get("logits_scaling", 1.0),
+        eos_token_ids=end_ids,
+        unused_ids=unused_ids({*used, *end_ids}, vocab_size),
+        dtype=_dtype(fields),
     )
 
 
-def _rope(
-    raw: dict[str, Any],
-    head_dim: int,
-    directory: Path,
-    rope_scaling: str | None,
-    rope_factor: float | None,
-) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`."""
-    parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    if rope_scaling is not None:
-        # The command line replaces the scaling, not `rope_theta`.
-        parameters = {
-            "rope_type": rope_scaling,
-            "factor": rope_factor or ROPE_FACTOR,
-            **{key: parameters[key] for key in ("rope_theta",) if key in parameters},
-        }
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    kind = "longrope" if kind == "su" else kind
-    if kind not in ROPE_TYPES:
-        raise ModelError(
-            f"the rope type {kind} in {directory}/config.json is not supported; supported are "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    max_position = int(raw["max_position_embeddings"])
-    partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    original = (
-        raw.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or max_position
-    )
-    return RopeConfig(
-        kind=kind,
-        theta=float(parameters.get("rope_theta") or raw["rope_theta"]),
-        rotary_dim=int(head_dim * float(partial)),
-        original_max_position=int(original),
-        max_position=max_position,
-        parameters=parameters,
-    )
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """The heads, the KV heads and the features of each."""
+    heads = fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads") if fields.find("num_key_value_heads") else heads
+    if heads % kv_heads:
+        raise fields.wrong("num_key_value_heads", f"a divisor of the {heads} attention heads")
+    if fields.find("head_dim"):
+        return heads, kv_heads, fields.size("head_dim")
+    if fields.size("hidden_size") < heads:
+        raise fields.wrong("num_attention_heads", "at most `hidden_size`")
+    return heads, kv_heads, fields.size("hidden_size") // heads
 
 
-def _layer_uses_rope(raw: dict[str, Any], family: Family, num_layers: int) -> tuple[bool, ...]:
+def _multipliers(fields: Fields, family: Family) -> dict[str, float]:
+    """The factors that are in effect."""
+    if family.has_multipliers:
+        least = {"logits_scaling": 0.0}
+        return {name: fields.number(name, least.get(name, -math.inf)) for name in MULTIPLIERS}
+    for name in MULTIPLIERS:
+        if fields.values.get(name, 1.0) not in (None, 1.0):
+            logger.warning("`%s` in %s is ignored: it is Granite's", name, fields.where)
+    return {}
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.find("dtype", "torch_dtype")
+    return fields.text(name).removeprefix("torch.") if name else "float32"
+
+
+def _layer_uses_rope(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:
     if not family.has_no_rope_layers:
         return (True,) * num_layers
-    if (flags := raw.get("no_rope_layers")) is not None:
+    if fields.find("no_rope_layers"):
         # Despite the name, 1 marks a layer that rotates.
-        return tuple(bool(flag) for flag in flags[:num_layers])
-    interval = int(raw["no_rope_layer_interval"])
+        return tuple(map(bool, fields.items("no_rope_layers", int, num_layers)[:num_layers]))
+    interval = fields.size("no_rope_layer_interval")
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
 def _layer_windows(
-    raw: dict[str, Any], family: Family, num_layers: int, uses_rope: tuple[bool, ...]
+    fields: Fields, family: Family, num_layers: int, uses_rope: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if not family.has_window or window is None:
+    if not family.has_window or not fields.find("sliding_window"):
         return (None,) * num_layers
-    if family.window_is_optional and not raw.get("use_sliding_window", False):
+    if family.window_is_optional and not fields.flag("use_sliding_window"):
         return (None,) * num_layers
-    if (types := raw.get("layer_types")) is not None:
-        slides = [name == "sliding_attention" for name in types[:num_layers]]
+    window = fields.size("sliding_window", LARGEST_POSITION)
+    if fields.find("layer_types"):
+        types = fields.items("layer_types", str, num_layers)[:num_layers]
+        slides = [name == "sliding_attention" for name in types]
     elif family.has_no_rope_layers:
         slides = [not rope for rope in uses_rope]
     elif family.window_is_optional:
-        first = int(raw["max_window_layers"])
+        first = fields.size("max_window_layers", least=0)
         slides = [layer >= first for layer in range(num_layers)]
     else:
         slides = [True] * num_layers
-    return tuple(int(window) if slide else None for slide in slides)
+    return tuple(window if slide else None for slide in slides)
 
 
-def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    """From generation_config.json, else from config.json; one id or a list."""
-    path = directory / "generation_config.json"
-    value = _read_json(path).get("eos_token_id") if path.exists() else None
-    value = raw.get("eos_token_id") if value is None else value
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+def _eos_token_ids(fields: Fields, directory: Path, of_tokenizer: int | None) -> tuple[int, ...]:
+    """Those of generation_config.json, or without any those of config.json; and the tokenizer's, so
+    that a chat ends where its template ends a message. vLLM does the same."""
+    path, name = directory / "generation_config.json", "eos_token_id"
+    generation = Fields(read_json(path) if path.exists() else {}, str(path))
+    found: list[int] = []
+    for place in (generation, fields):
+        value = place.values.get(name)
+        several = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(item) is int for item in several):
+            raise place.wrong(name, "a token id or a list of them")
+        found = found or several
+    if of_tokenizer is not None:
+        found = [*found, of_tokenizer]
+    known = [item for item in dict.fromkeys(found) if 0 <= item < fields.size("vocab_size")]
+    if len(known) < len(set(found)):
+        logger.warning("of the end tokens %s the model has only %s", found, known)
+    return tuple(known)

@@ -22,11 +22,24 @@ class Family:
     window_is_optional: bool = False
     # Some layers do not rotate.
     has_no_rope_layers: bool = False
+    # `partial_rotary_factor` is in effect.
+    has_partial_rotary: bool = False
+    # Kinds of rope that have another meaning.
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    # `MULTIPLIERS` are in effect.
+    has_multipliers: bool = False
 
 
 _LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048}
 
-# Defaults as in the configuration classes of transformers 5.23.
+MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+
+# Defaults as in the configuration classes of transformers 5.24.
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama", _LLAMA),
     "MistralForCausalLM": Family(
@@ -80,9 +93,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "Phi3ForCausalLM": Family(
         "phi3",
-        {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 4096},
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+        },
         fused_projections=True,
         has_window=True,
+        has_partial_rotary=True,
+        rope_kinds={"yarn": "longrope"},
     ),
-    "GraniteForCausalLM": Family("granite", _LLAMA),
+    "GraniteForCausalLM": Family(
+        "granite", {**_LLAMA, **dict.fromkeys(MULTIPLIERS, 1.0)}, has_multipliers=True
+    ),
 }

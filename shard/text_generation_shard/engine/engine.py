@@ -118,6 +118,7 @@ class Engine:
             watermark=self._watermark,
             follows_grammars=self.world.rank == 0,
             is_stopping=self._is_stopping,
+            unused_ids=model.config.unused_ids,
         )
         self._planner = Planner(
             *(self._fixed, Guesser(capacity, self.world.broadcast), self._masks),

@@ -1,5 +1,6 @@
 """A planned step, as its device computes it."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class Fixed:
     follows_grammars: bool
     # Once set, a step fails before its next pass.
     is_stopping: threading.Event
+    # Ids that are never chosen.
+    unused_ids: Sequence[slice] = ()
 
 
 class Plan:
@@ -163,6 +166,8 @@ class Plan:
             *(table.token_ids, samples.rows, samples.positions),
             *(table.prompt_lens, table.min_new_tokens),
         )
+        for ids in fixed.unused_ids:
+            scores[:, ids] = -math.inf
         rest = fixed.end_ids, fixed.watermark, self.grammars
         return sampler(scores, table.sampling, history, *rest)
 

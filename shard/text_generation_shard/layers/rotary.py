@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from text_generation_shard.checkpoint.config import RopeConfig
+from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.forward import Angles, ForwardBatch
 
 

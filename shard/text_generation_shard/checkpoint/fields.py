@@ -1,0 +1,104 @@
+"""The fields of a model's JSON files, with their types checked."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from text_generation_shard.errors import ModelError
+
+# No size of a model is larger, nor a vocabulary; positions are words of 32 bits.
+LARGEST_SIZE, LARGEST_POSITION = 1 << 24, (1 << 31) - 1
+_LARGEST_NUMBER = 1e38
+# More of a wrong value is not shown.
+_SHOWN = 60
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; ModelError if there is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.parent} has no {path.name}; a model directory needs config.json, "
+            "tokenizer.json and *.safetensors"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} can not be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return data
+
+
+class Fields:
+    """The fields of one JSON object. Every method raises ModelError, which names the field and its
+    value, if it has another type or is out of range. Null is a value; only `find` skips it."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        """`where`: the file, and the field in it if the object is one."""
+        self.values, self.where = values, where
+
+    def find(self, *names: str) -> str | None:
+        """The first of these fields that is there and not null."""
+        return next((name for name in names if self.values.get(name) is not None), None)
+
+    def size(self, name: str, most: int = LARGEST_SIZE, least: int = 1) -> int:
+        """A whole number."""
+        value: Any = self.values.get(name)
+        if _is(float, value) and least <= value <= most and value == int(value):
+            return int(value)
+        raise self.wrong(name, f"a whole number from {least} to {most}")
+
+    def number(self, name: str, above: float = 0.0) -> float:
+        """A number that float32 holds, above this one."""
+        value: Any = self.values.get(name)
+        if _is(float, value) and above < value:
+            return float(value)
+        raise self.wrong(name, "a number" if above == -math.inf else f"a number above {above:g}")
+
+    def flag(self, name: str) -> bool:
+        """True or false; null and a missing field are false."""
+        value = self.values.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise self.wrong(name, "true or false")
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        value = self.values.get(name)
+        if isinstance(value, str) and value:
+            return value
+        raise self.wrong(name, "a text")
+
+    def items(self, name: str, kind: type, least: int) -> list[Any]:
+        """A list of at least `least` items of a kind: float (any number), int or str."""
+        value, is_right = self.values.get(name), partial(_is, kind)
+        if isinstance(value, list) and len(value) >= least and all(map(is_right, value)):
+            return value
+        words = {float: "numbers", int: "whole numbers", str: "texts"}[kind]
+        raise self.wrong(name, f"a list of {least} {words}" if least else f"a list of {words}")
+
+    def inner(self, name: str) -> "Fields":
+        """The fields of the object in a field; of an empty one if it is null or missing."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value or {}, f"`{name}` of {self.where}")
+
+    def wrong(self, name: str, expected: str) -> ModelError:
+        """The error that names a field, its value and what was expected."""
+        if name not in self.values:
+            return ModelError(f"{self.where} has no `{name}`; expected {expected}")
+        shown = json.dumps(self.values[name])
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+        return ModelError(f"`{name}` in {self.where} is {shown}; expected {expected}")
+
+
+def _is(kind: type, value: Any) -> bool:
+    """Whether a value is of a kind; float: any number that float32 holds, and no bool."""
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and abs(value) < _LARGEST_NUMBER
+    return isinstance(value, kind)
