@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
@@ -270,3 +271,51 @@ def test_what_cannot_be_loaded_says_why(
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         Tokenizer.load(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "added"),
+    [
+        ({}, (["<s>"], [])),
+        ({"add_bos_token": True, "add_eos_token": True}, (["<s>"], ["</s>"])),
+        ({"add_bos_token": False}, ([], [])),
+        ({"add_bos_token": False, "add_eos_token": True}, ([], ["</s>"])),
+        ({"add_bos_token": None, "tokenizer_class": "LlamaTokenizer"}, (["<s>"], [])),
+        # Without such a token, and for other classes, tokenizer.json decides.
+        ({"bos_token": None}, (["</s>"], [])),
+        ({"bos_token": "<not a token>"}, (["</s>"], [])),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, (["</s>"], [])),
+        ({"tokenizer_class": ["LlamaTokenizer"]}, (["</s>"], [])),
+    ],
+)
+async def test_a_llama_tokenizer_adds_what_its_settings_say(
+    settings: dict[str, object], added: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    """As TGI's router does, for short texts and for those of the child process."""
+    fast = byte_level()
+    plain = fast.encode("ab").ids
+    fast.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", fast.token_to_id("</s>"))]
+    )
+    given = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Tokenizer.load(save(fast, tmp_path, tokenizer_config=given | settings))
+    before, behind = ([fast.token_to_id(token) for token in tokens] for tokens in added)
+    assert list((await tokenizer.encode("ab")).ids) == [*before, *plain, *behind]
+    assert list((await tokenizer.encode("ab", add_special_tokens=False)).ids) == plain
+    assert tokenizer._process is not None
+    there = await asyncio.to_thread(tokenizer._process.token_ids, "ab", True, None)
+    assert list(there.ids) == [*before, *plain, *behind]
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("value", [None, "x", ["x"], {"x": 1}, -1, 10**40, True])
+def test_wrong_settings_work_or_are_one_sentence(value: object, tmp_path: Path) -> None:
+    names = ("tokenizer_class", "bos_token", "eos_token", "pad_token", "add_bos_token")
+    for name in (*names, "add_eos_token", "chat_template", "model_max_length"):
+        given = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", name: value}
+        save(byte_level(), tmp_path, tokenizer_config=given)
+        try:
+            tokenizer = Tokenizer.load(tmp_path)
+            ChatTemplate.load(tmp_path, None, tokenizer.bos_token, tokenizer.eos_token)
+        except ValueError as error:
+            assert name in str(error) and "\n" not in str(error)

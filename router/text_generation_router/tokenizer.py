@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import tokenizers
 
 from text_generation_router.encoding import Encoding, TokenIds, encoding_of, token_ids_of
-from text_generation_router.json_file import read_object
 from text_generation_router.lane import Lane
 from text_generation_router.stream_decoder import StreamDecoder
 from text_generation_router.token_bound import TokenBound, parts
+from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
 from text_generation_router.tokenizer_process import TokenizerProcess
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -68,9 +68,9 @@ class Tokenizer:
         # Any token with text: after it, decoders do not strip the space at the start of a text.
         self._anchor = next((i for i in range(self.vocab_size) if self._decode([i])), 0)
         self._anchor_len = len(self._decode([self._anchor]))
-        self.bos_token = _content(special_tokens.get("bos_token"))
+        self.bos_token = content_of(special_tokens.get("bos_token"))
         """The text of the token that starts a sequence, if the model has one."""
-        self.eos_token = _content(special_tokens.get("eos_token"))
+        self.eos_token = content_of(special_tokens.get("eos_token"))
         """The text of the token that ends a sequence, if the model has one."""
 
     @classmethod
@@ -81,22 +81,7 @@ class Tokenizer:
         if the files can not be used.
         """
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(
-                f"The model directory {directory} has no tokenizer.json; save the model's "
-                "tokenizer there with `save_pretrained`."
-            )
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"The tokenizer {path} cannot be read: {error}") from error
-        if not tokenizer.get_vocab_size():
-            raise ValueError(
-                f"The tokenizer {path} has no tokens; save the model's tokenizer there."
-            )
-        special_tokens = read_object(directory / "special_tokens_map.json")
-        special_tokens |= read_object(directory / "tokenizer_config.json")
-        return cls(tokenizer, special_tokens, num_workers, path)
+        return cls(read_tokenizer(path), read_settings(directory), num_workers, path)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """The ids of `text` with their offsets. Only short texts are encoded on the event loop; a
@@ -237,13 +222,7 @@ def _special_ids(tokenizer: tokenizers.Tokenizer, special_tokens: dict[str, Any]
     for name in _SPECIAL_TOKEN_LISTS:
         more = special_tokens.get(name)
         named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
-    for content in filter(None, map(_content, named)):
+    for content in filter(None, map(content_of, named)):
         known_id = tokenizer.token_to_id(content)
         if known_id is not None:
             yield known_id
-
-
-def _content(token: Any) -> str | None:
-    """The text of a token that is a string or an object, if any."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None

@@ -11,11 +11,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 from text_generation_process.lifetime import end_with_parent
 
 from text_generation_router.encoding import encoding_of, packed
+from text_generation_router.tokenizer_file import read_tokenizer
 
 # Bytes of the text, whether to add special tokens and to return offsets, number of last ids.
 REQUEST = struct.Struct("<Q??xxI")
@@ -63,7 +65,7 @@ def main() -> None:
     end_with_parent(int(parent))
     # Lower priority than the router, whose streams must not wait for a long text.
     os.nice(10)
-    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer = read_tokenizer(Path(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     with socket.socket(fileno=os.dup(0)) as connection:
