@@ -46,16 +46,6 @@ def index_a_missing_file(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
 
 
-def other_tokenizer(directory: Path) -> None:
-    """A tokenizer with more tokens than the model has."""
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    extra = {"content": "<|more|>", "id": 5000, "special": True, "single_word": False}
-    extra |= {"lstrip": False, "rstrip": False, "normalized": False}
-    tokenizer["added_tokens"].append(extra)
-    tokenizer["model"]["vocab"]["<|more|>"] = 5000
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-
-
 BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), ("safetensors",)),
     "half a weights file": (lambda d: truncate(d / "model.safetensors"), ("model.safetensors",)),
@@ -88,7 +78,22 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
         ),
         ("MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
     ),
-    "tokenizer of another model": (other_tokenizer, ("tokenizer", "5000", "300")),
+    "quantized, in one word": (
+        lambda d: edit_json(d / "config.json", quantization_config="awq"),
+        ("config.json", "quantization_config", "awq"),
+    ),
+    "a rope without its factor": (
+        lambda d: edit_json(d / "config.json", rope_scaling={"type": "dynamic", "alpha": 1000}),
+        ("config.json", "rope_scaling", "factor"),
+    ),
+    "a field of another type": (
+        lambda d: edit_json(d / "config.json", hidden_size="64"),
+        ("config.json", "hidden_size", '"64"'),
+    ),
+    "an end token of another type": (
+        lambda d: edit_json(d / "generation_config.json", eos_token_id="</s>"),
+        ("generation_config.json", "eos_token_id", "</s>"),
+    ),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "broken tokenizer": (lambda d: truncate(d / "tokenizer.json"), ("tokenizer.json",)),
 }

@@ -254,6 +254,9 @@ def test_the_files_of_a_model(tmp_path: Path) -> None:
     config: dict[str, Any] = {"eos_token": {"content": "<e>"}, "pad_token": None}
     write(tmp_path, tokenizer_config_DOT_json=config)
     assert load(tmp_path) is None
+    for empty in ("", " \n", [{"name": "default", "template": ""}]):
+        write(tmp_path, tokenizer_config_DOT_json={"chat_template": empty})
+        assert load(tmp_path) is None
     config["chat_template"] = "config {{ bos_token }}{{ eos_token }}{{ pad_token }}"
     write(tmp_path, tokenizer_config_DOT_json=config)
     assert load(tmp_path) == "config <b><e>"

@@ -13,9 +13,8 @@ from text_generation_router.cli import create_parser, main
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
-from text_generation_router.services import StartError, check_tokenizer, check_warmup
+from text_generation_router.services import StartError, check_warmup
 from text_generation_router.state import ServerState
-from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.serving import write_tokenizer
 
@@ -316,14 +315,6 @@ async def test_start_failures(
             pytest.fail("it started")
     assert str(caught.value).startswith(sentence.format(tmp_path))
     assert (client.calls[-1:] == ["close"]) is (fails_at != "connect")
-
-
-def test_tokenizer_must_fit(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    check_tokenizer(tokenizer, INFO)
-    with pytest.raises(StartError, match="token ids up to 257, but the model has only 257"):
-        check_tokenizer(tokenizer, dataclasses.replace(INFO, vocab_size=257))
 
 
 @pytest.mark.parametrize(

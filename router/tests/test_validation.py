@@ -220,6 +220,19 @@ async def test_lengths_are_measured(validation: Validation, tmp_path: Path) -> N
     assert metrics.request_max_new_tokens.count() == 1
 
 
+async def test_ids_that_only_the_tokenizer_has_are_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    limits = replace(LIMITS, vocab_size=tokenizer.id_of("c") or 0)
+    validation = Validation(limits, tokenizer, Metrics(9, 12), NO_GRAMMARS)
+    assert limits.vocab_size <= BOS_ID
+    with pytest.raises(ValidationError, match=rf"which this model does not have.*Given: {BOS_ID}"):
+        await validate(validation, "ab")
+    assert (await validate(validation, "ab", add_special_tokens=False)).input_ids
+    with pytest.raises(ValidationError, match="`inputs` has the token 'c'"):
+        await validate(validation, "abc", add_special_tokens=False)
+
+
 @pytest.mark.parametrize("best_of", [0, 2])
 def test_stream_takes_no_best_of(best_of: int) -> None:
     with pytest.raises(ValidationError, match="`best_of` != 1 is not supported when streaming"):

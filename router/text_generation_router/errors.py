@@ -147,6 +147,18 @@ class RefusedByTemplateError(TemplateError):
     """The chat template says what is wrong with these messages."""
 
 
+class NoTemplateError(TemplateError):
+    """The model has no chat template."""
+
+    logged = "Template error: the model has no chat template"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "template not found; the model has no chat template, so it can not chat; "
+            "start the server with --tokenizer-config-path and a file that has one"
+        )
+
+
 class ToolError(RouterError):
     """The tools of a chat are invalid."""
 

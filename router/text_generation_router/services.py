@@ -148,7 +148,7 @@ async def start(
                 )
             state.starting("loading the tokenizer")
             tokenizer = await load
-            check_tokenizer(tokenizer, info)
+            _warn_of_tokenizer(tokenizer, info)
             check_warmup(config, info, warmup)
             services = assemble(config, shards, tokenizer, info, warmup, workers, tracing, state)
             try:
@@ -334,12 +334,13 @@ def _warn_of_no_effect(config: RouterConfig) -> None:
         )
 
 
-def check_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
-    """Raises StartError if the tokenizer has ids that the model does not have."""
+def _warn_of_tokenizer(tokenizer: Tokenizer, info: ShardInfo) -> None:
+    """Logs that the tokenizer has ids that the model does not have; `Validation` refuses them."""
     if tokenizer.vocab_size > info.vocab_size:
-        raise StartError(
-            f"The tokenizer makes token ids up to {tokenizer.vocab_size - 1}, but the model has "
-            f"only {info.vocab_size}; serve the model with the tokenizer it was trained with"
+        logger.warning(
+            "The tokenizer has token ids up to %d, the model only up to %d: prompts with others "
+            "are refused; if there are many, this is the tokenizer of another model",
+            *(tokenizer.vocab_size - 1, info.vocab_size - 1),
         )
 
 

@@ -366,7 +366,18 @@ class Validation:
         tokens = await self._tokenizer.token_ids(
             asked.inputs, asked.add_special_tokens, asked.truncate or limit
         )
+        if self._tokenizer.vocab_size > self.limits.vocab_size:
+            self._check_known(tokens.ids)
         return len(tokens.ids) if asked.truncate else tokens.count, tokens.ids
+
+    def _check_known(self, ids: Sequence[int]) -> None:
+        """Refuses ids that only the tokenizer has."""
+        if (largest := max(ids, default=0)) >= self.limits.vocab_size:
+            raise ValidationError(
+                f"`inputs` has the token {self._tokenizer.decode_each([largest])[0]!r}, which "
+                f"this model does not have: its token ids are below {self.limits.vocab_size}. "
+                f"Given: {largest}"
+            )
 
     def _checked_lengths(
         self, asked: GenerateParameters, count: int, is_least: bool = False

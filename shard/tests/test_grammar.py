@@ -214,3 +214,15 @@ def test_what_can_not_be_written_is_one_sentence(compiler: GrammarCompiler, tmp_
     assert "grammars do not work with this model's tokenizer.json" in without.error
     small = GrammarCompiler(EMBEDDED, 10, [0]).compile_now("start: /a/")
     assert "vocab size too small" in small.error
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tiny_model_path: Path, tmp_path: Path) -> None:
+    content = json.loads((tiny_model_path / "tokenizer.json").read_text())
+    more = content["added_tokens"][-1] | {"id": 5000, "content": "<|more|>"}
+    content["added_tokens"].append(more)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    compiler = GrammarCompiler(tmp_path, 300, [0])
+    try:
+        assert not compiler.compile_now('{"grammars": [{"lark_grammar": "start: /ab/"}]}').error
+    finally:
+        compiler.close()

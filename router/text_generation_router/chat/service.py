@@ -28,8 +28,8 @@ from text_generation_router.chat.parser import (
 from text_generation_router.chat.workers import Job, TemplateWorkers
 from text_generation_router.errors import (
     GrammarError,
+    NoTemplateError,
     RefusedByTemplateError,
-    TemplateError,
     ToolError,
 )
 from text_generation_router.grammar import checked_schema
@@ -283,10 +283,7 @@ class ChatService:
         """A worker's job. `form` says in which form the template gets the messages."""
         template, tools = self._workers.template, conversation.usable_tools
         if template is None:
-            raise TemplateError(
-                "template not found; the model has no chat template, so it can not chat; "
-                "start the server with --tokenizer-config-path and a file that has one"
-            )
+            raise NoTemplateError
         source = template.tool_source if tools else template.source
         messages = form(plain_messages(conversation.messages, source, self._format))
         described = [tool.as_openai() for tool in tools]

@@ -52,6 +52,8 @@ class ChatTemplate:
         else:
             config = read_object(tokenizer_config_path)
             sources = _named(config.get("chat_template"), tokenizer_config_path)
+        # A template without text is none: its prompts would be empty.
+        sources = {name: source for name, source in sources.items() if source.strip()}
         given = {"bos_token": bos_token, "eos_token": eos_token}
         special_tokens = {name: text for name, text in given.items() if text is not None}
         special_tokens |= _special_tokens(config)

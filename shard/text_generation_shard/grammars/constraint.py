@@ -5,6 +5,7 @@ Chosen tokens advance the constraint. Near `max_new_tokens`, a token after which
 longer end in time is replaced by the next token of a known ending.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,15 +64,30 @@ class TokenizerFile:
     def load(self) -> LLTokenizer:
         """llguidance's tokenizer; GrammarError if the file can not be used."""
         try:
-            return LLTokenizer(
-                self.path.read_text(encoding="utf-8"),
-                n_vocab=self.vocab_size,
-                eos_token=list(self.eos_ids) or None,
-            )
-        except (OSError, ValueError) as error:
+            text = self.path.read_text(encoding="utf-8")
+            try:
+                return self._made_of(text)
+            except ValueError:
+                return self._made_of(_without_added(self.vocab_size, text))
+        except (OSError, ValueError, TypeError, LookupError) as error:
             raise GrammarError(
                 f"grammars do not work with this model's {self.path.name}: {error}"
             ) from error
+
+    def _made_of(self, text: str) -> LLTokenizer:
+        eos_ids = list(self.eos_ids) or None
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
+
+
+def _without_added(vocab_size: int, text: str) -> str:
+    """A tokenizer.json without the added tokens that the model does not have."""
+    content = json.loads(text)
+    missing = [token for token in content["added_tokens"] if token["id"] >= vocab_size]
+    for token in missing:
+        content["added_tokens"].remove(token)
+        if isinstance(vocabulary := content["model"]["vocab"], dict):
+            vocabulary.pop(token["content"], None)
+    return json.dumps(content)
 
 
 @dataclass(frozen=True, slots=True)
