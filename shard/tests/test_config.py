@@ -183,9 +183,14 @@ def test_a_text_ends_at_the_end_tokens_of_all_files(
     assert ModelConfig.from_hf(tmp_path).eos_token_ids == expected
 
 
-def test_without_a_tokenizer_the_config_decides(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_config_decides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = ModelConfig.from_hf(write(tmp_path, eos_token_id=[3]))
     assert (config.eos_token_ids, config.unused_ids) == ((3,), ())
+    assert not caplog.text
+    ModelConfig.from_hf(write(tmp_path))
+    assert "no file names an end token" in caplog.text
 
 
 @pytest.mark.parametrize("device", DEVICES)

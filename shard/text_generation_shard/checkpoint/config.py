@@ -232,4 +232,8 @@ def _eos_token_ids(fields: Fields, directory: Path, of_tokenizer: int | None) ->
     known = [item for item in dict.fromkeys(found) if 0 <= item < fields.size("vocab_size")]
     if len(known) < len(set(found)):
         logger.warning("of the end tokens %s the model has only %s", found, known)
+    if not known:
+        logger.warning(
+            "%s: no file names an end token, texts end at a stop sequence or their limit", directory
+        )
     return tuple(known)
