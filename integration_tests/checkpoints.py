@@ -168,6 +168,8 @@ FAMILIES: Mapping[str, Family] = {
         {"head_dim": 32, "tie_word_embeddings": True, **_rope(rope_theta=1e6)},
         raw_fields={"rope_scaling": {k: v for k, v in _YARN_ROPE.items() if k != "rope_theta"}},
     ),
+    # Rows of one head have gaps between them; the size is no whole number of vectors.
+    "qwen3-one-kv-head": Family("qwen3", {"head_dim": 24, "num_key_value_heads": 1}),
     "smollm2": Family(
         "llama", {"tie_word_embeddings": True, "num_hidden_layers": 4, **_rope(rope_theta=1e5)}
     ),

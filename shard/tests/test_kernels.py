@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numba import njit, types
+from numba.core.errors import TypingError
+from text_generation_shard.arrays import Ints
 from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
+from text_generation_shard.device.cpu.kernels.llvm import call
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
@@ -91,6 +95,35 @@ def test_norm_takes_in_and_normalises(dtype: torch.dtype, size: int, rows: int) 
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
     again = pointwise.add_norm(hidden, None, 1.0, weight, 1e-5)
     assert torch.equal(again, out) and torch.equal(hidden, total)
+
+
+def test_what_would_be_misread_is_refused() -> None:
+    rows, weight = torch.randn(5, 3, 16), torch.ones(16)
+    # A view of one head: its rows have gaps between them.
+    one = rows[:, 1]
+    with pytest.raises(AssertionError, match="strides"):
+        pointwise.add_norm(one, None, 1.0, weight, 1e-5)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        pointwise.add_norm(one.contiguous(), one.bfloat16(), 1.0, weight, 1e-5)
+    product = linear.PackedWeight(torch.randn(16, 16))
+    with pytest.raises(AssertionError, match="strides"):
+        product(one)
+    with pytest.raises(AssertionError, match="bfloat16"):
+        product(one.bfloat16().contiguous())
+    with pytest.raises(AssertionError, match="strides"):
+        pointwise.rotate_(rows[:, :2], 1, 1, 1.0, torch.ones(9, 2, 8), torch.arange(5))
+
+
+def test_compiled_code_is_given_no_array_with_gaps() -> None:
+    """Refused when the caller is compiled, so it costs nothing later."""
+
+    @njit
+    def pass_on(given: tuple[Ints, int]) -> None:
+        call(np.int64(0), (given,))
+
+    pass_on.compile((types.Tuple((types.int64[:, ::1], types.int64)),))
+    with pytest.raises(TypingError, match="not contiguous"):
+        pass_on.compile((types.Tuple((types.int64[:, :], types.int64)),))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -164,7 +164,7 @@ def test_queries_and_keys_are_rotated(rotary_dim: int, count: int) -> None:
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "granite", "smollm3-sliding"])
+@pytest.mark.parametrize("family", ["qwen3-one-kv-head", "granite", "smollm3-sliding"])
 def test_a_model_says_what_it_says_by_the_reference(
     family: str, checkpoint: Callable[[str], Path]
 ) -> None:

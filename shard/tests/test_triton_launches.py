@@ -14,6 +14,14 @@ from text_generation_shard.sampling.table import SamplingTable
 META = torch.device("meta")
 
 
+def test_a_tensor_with_gaps_is_refused() -> None:
+    """The kernels have no strides."""
+    device = operators.TritonDevice(META, torch.float32, DeviceOptions("float32", "float32"))
+    heads = torch.empty(2, 3, 16, device=META)
+    with pytest.raises(AssertionError, match="strides"):
+        device.add_norm(heads[:, 1], None, 1.0, torch.empty(16, device=META), 1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 20, 64, 100, 300, 5000])
 def test_what_is_changed_in_place_has_a_thread_for_each_number(
     size: int, monkeypatch: pytest.MonkeyPatch

@@ -395,7 +395,7 @@ class Device(Protocol):
         self, hidden: Tensor, delta: Tensor | None, multiplier: float, weight: Tensor, eps: float
     ) -> Tensor:
         """hidden [T, size] += delta * multiplier, in place. Returns hidden / rms(hidden) * weight;
-        weight [size] is float32."""
+        weight [size] is float32; all are contiguous."""
 
     def attention(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float

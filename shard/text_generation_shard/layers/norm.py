@@ -20,7 +20,8 @@ class RMSNorm:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., size] → the same shape and dtype."""
-        rows = hidden.reshape(-1, self._size)
+        # `reshape` would return a view with gaps between rows, if there is one head.
+        rows = hidden.contiguous().view(-1, self._size)
         return self._device.add_norm(rows, None, 1.0, self.weight, self._eps).view(hidden.shape)
 
     def add(self, hidden: Tensor, delta: Tensor | None, multiplier: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
-from text_generation_shard.device.cpu.kernels.vector import marker
+from text_generation_shard.device.cpu.kernels.vector import marker, tensor_address
 from text_generation_shard.device.forward import Angles, AttentionPlan, CacheShape, ForwardBatch
 
 # Tokens whose pages are written when the cache is allocated, for the timed warm-up passes: reads of
@@ -31,7 +31,7 @@ class PackedCache:
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
         self.layer_bytes = self.nbytes // shape.num_layers
-        self.address = self._memory.data_ptr()
+        self.address = tensor_address(self._memory)
 
     def layer(self, layer: int) -> int:
         """Address of a layer's blocks."""
@@ -111,7 +111,7 @@ class PackedAttention:
         plan: AttentionPlan,
     ) -> Tensor:
         """See Attention."""
-        assert self.cache is not None and isinstance(plan, PackedPlan) and heads.is_contiguous()
+        assert self.cache is not None and isinstance(plan, PackedPlan)
         num_queries, head_dim = self._num_heads, heads.shape[2]
         if is_rotated:
             num_rotated = num_queries + self._num_kv_heads
@@ -121,8 +121,8 @@ class PackedAttention:
         kind = marker(heads.dtype)
         out = torch.empty(len(heads), num_queries * head_dim, dtype=heads.dtype)
         parts = attention.Attention(
-            heads=heads.data_ptr(),
-            out=out.data_ptr(),
+            heads=tensor_address(heads),
+            out=tensor_address(out),
             blocks=self.cache.layer(layer),
             num_blocks=self.cache.num_blocks,
             num_heads=num_queries,

@@ -13,6 +13,7 @@ from torch import Tensor
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device.cpu import host
 from text_generation_shard.device.cpu.kernels import exchange
+from text_generation_shard.device.cpu.kernels.vector import tensor_address
 from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.meeting import JOIN_S, Meeting, try_out
 
@@ -101,9 +102,10 @@ class SharedMemoryCollectives:
         # Words of this process, see `exchange.FIELDS`; in separate cache lines.
         self._words = np.zeros(2 * exchange.LINE // 8, np.int64)
         self._stop, self._waited = 0, exchange.LINE // 8
-        lines = memory.data_ptr() + exchange.HEAD_BYTES
+        start = tensor_address(memory, torch.uint8)
+        lines = start + exchange.HEAD_BYTES
         slot_bytes = whole_pages(slot_bytes)
-        slots = memory.data_ptr() + _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
+        slots = start + _PAGE_BYTES * -(-_head_bytes(size) // _PAGE_BYTES)
         self.exchange = np.array(
             [
                 (
@@ -114,7 +116,7 @@ class SharedMemoryCollectives:
             exchange.EXCHANGE,
         )
         """[1], for compiled code."""
-        rows = memory[slots - memory.data_ptr() :][: 2 * size * slot_bytes]
+        rows = memory[slots - start :][: 2 * size * slot_bytes]
         self._slots = rows.view(size, 2, slot_bytes)
         self._number, self._count = 0, 0
         self._meeting: Meeting | None = None

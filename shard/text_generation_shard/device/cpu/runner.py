@@ -21,7 +21,7 @@ from text_generation_shard.device.cpu.kernels.linear import weights_marker
 from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
 from text_generation_shard.device.cpu.kernels.threads import Threads
-from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker
+from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
 from text_generation_shard.device.forward import Angles, ForwardBatch
@@ -65,13 +65,14 @@ class FusedDecoder:
         # The kernels support an int8 head, or one of the rows' dtype.
         self._has_head = type(head.kind) in (type(plain), type(INT8)) if head else False
         table = weights.embedding
-        self._embedding = table.weight.data_ptr() if isinstance(table, FloatTable) else 0
+        rows = table.weight if isinstance(table, FloatTable) else None
+        self._embedding = tensor_address(rows, dtype)
         self._ranks = _RankExchange(weights.world) if weights.world.size > 1 else None
         kind = _address_of(weights.layers[0].qkv).kind
         self._kinds = kind, head.kind if self._has_head else plain, marker(dtype)
         self._layers = np.zeros(len(weights.layers), layers.LAYER)
         for index, layer in enumerate(weights.layers):
-            for name, value in _fields(layer).items():
+            for name, value in _fields(layer, dtype).items():
                 self._layers[index][name] = value
         self.weight_regions = [
             (place.weight, place.nbytes)
@@ -102,14 +103,14 @@ class FusedDecoder:
             "num_heads": own.num_heads,
             "num_kv_heads": own.num_kv_heads,
             "head_dim": sizes.head_dim,
-            "half": sizes.rotary_dim // 2,
+            "half": -(-sizes.rotary_dim // 2),
             "out_parts": out.num_parts,
             "down_parts": down.num_parts,
-            "board": self._board.data_ptr(),
+            "board": tensor_address(self._board),
             "embedding": 0 if has_ranks else self._embedding,
             "head": head.weight if self._has_head else 0,
             "head_scales": head.scales if self._has_head else 0,
-            "final_norm": self._weights.norm.data_ptr(),
+            "final_norm": tensor_address(self._weights.norm, torch.float32),
             "vocab_size": own.num_tokens,
             "embedding_multiplier": sizes.embedding_multiplier,
             "attention_scale": sizes.attention_scale,
@@ -185,13 +186,13 @@ class FusedDecoder:
         """Compute all layers of a pass. hidden [T, hidden_size] is overwritten; None: not needed.
         Writes logits [S, vocab_size], if not empty."""
         cache, (table, rows) = self._attention.cache, plan.angles
-        assert cache is not None and (hidden is None or hidden.is_contiguous())
+        assert cache is not None
         given = layers.Given(
             *self._kinds,
             self._pass,
             self._layers,
-            0 if hidden is None else hidden.data_ptr(),
-            table.data_ptr(),
+            tensor_address(hidden, self._dtype),
+            tensor_address(table, torch.float32),
             cache.address,
             cache.layer_bytes,
             cache.num_blocks,
@@ -230,7 +231,7 @@ class _RankExchange:
         """The fields of `layers.PASS` for exchanges."""
         shared = self._collectives.exchange[0]
         own = {name: int(shared[name]) for name in FIELDS}
-        return own | {"status": self._status.data_ptr()}
+        return own | {"status": tensor_address(self._status)}
 
     def begin(self, this: Any, rows: int, wanted: int, num_logits: int, num_layers: int) -> None:
         """Prepare a pass; see `num_operations`."""
@@ -282,10 +283,8 @@ class CpuRunner:
 
 
 _PRODUCTS = "qkv", "out", "gate_up", "down"
-_TENSORS = (
-    *("attention_norm", "query_norm", "key_norm", "mlp_norm"),
-    *("qkv_bias", "out_bias", "down_bias"),
-)
+_NORMS = "attention_norm", "query_norm", "key_norm", "mlp_norm"
+_BIASES = "qkv_bias", "out_bias", "down_bias"
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
@@ -294,10 +293,10 @@ def _address_of(matrix: base.Matrix) -> Any:
     return matrix.address if isinstance(matrix, PackedMatrix) else None
 
 
-def _fields(layer: base.LayerWeights) -> dict[str, int]:
+def _fields(layer: base.LayerWeights, dtype: torch.dtype) -> dict[str, int]:
     """The fields of a layer in `layers.LAYER`."""
-    tensors = {name: getattr(layer, name) for name in _TENSORS}
-    found = {name: 0 if value is None else value.data_ptr() for name, value in tensors.items()}
+    found = {name: tensor_address(getattr(layer, name), torch.float32) for name in _NORMS}
+    found |= {name: tensor_address(getattr(layer, name), dtype) for name in _BIASES}
     for name in _PRODUCTS:
         place = _address_of(getattr(layer, name))
         found |= {name: place.weight, f"{name}_scales": place.scales}

@@ -39,6 +39,7 @@ from text_generation_shard.device.cpu.kernels.vector import (
     BFLOAT16,
     aligned,
     inlined,
+    tensor_address,
 )
 from text_generation_shard.device.cpu.kernels.vector import (
     STEP_BYTES as INPUT_BYTES,
@@ -158,13 +159,13 @@ def narrow(packed: Tensor) -> Narrowed:
     scales, highest = torch.empty(count, LANES), aligned(count * 2 * LANES, torch.int16)
     firsts = torch.zeros(count + 1, dtype=torch.int64)
     panels = Panels(
-        packed=packed.data_ptr(),
+        packed=tensor_address(packed, torch.bfloat16),
         steps=steps,
-        highest=highest.data_ptr(),
-        numbers=numbers.data_ptr(),
-        scales=scales.data_ptr(),
-        firsts=firsts.data_ptr(),
-        counts=firsts.data_ptr() + firsts.itemsize,
+        highest=tensor_address(highest),
+        numbers=tensor_address(numbers),
+        scales=tensor_address(scales),
+        firsts=tensor_address(firsts),
+        counts=tensor_address(firsts[1:]),
         exception_steps=0,
         vectors=0,
     )
@@ -176,7 +177,8 @@ def narrow(packed: Tensor) -> Narrowed:
     beside = aligned(vectors_at + num_exceptions * _LINE, torch.int64)
     beside[: len(head)] = head
     panels = panels._replace(
-        exception_steps=beside[len(head) :].data_ptr(), vectors=beside[vectors_at:].data_ptr()
+        exception_steps=tensor_address(beside[len(head) :]),
+        vectors=tensor_address(beside[vectors_at:]),
     )
     list_exceptions(panels, count)
     return Narrowed(numbers, beside)

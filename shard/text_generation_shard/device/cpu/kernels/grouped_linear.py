@@ -56,6 +56,7 @@ from text_generation_shard.device.cpu.kernels.vector import (
     STEP_BYTES,
     aligned,
     inlined,
+    tensor_address,
     widen,
 )
 
@@ -139,7 +140,7 @@ class GroupedWeight:
     @property
     def address(self) -> WeightAddress:
         """Address for `kernels.layers`."""
-        place = self._packed.data_ptr()
+        place = tensor_address(self._packed)
         return WeightAddress(INT4, place, 0, self._packed.nbytes, self._num_parts)
 
     @staticmethod
@@ -154,10 +155,10 @@ class GroupedWeight:
         groups = inputs // GROUP
         input_sums = torch.empty(hidden.shape[0] * sums_bytes.py_func(groups), dtype=torch.uint8)
         product = Product(
-            weights=self._packed.data_ptr(),
-            beside=input_sums.data_ptr(),
-            inputs=hidden.data_ptr(),
-            out=out.data_ptr(),
+            weights=tensor_address(self._packed),
+            beside=tensor_address(input_sums),
+            inputs=tensor_address(hidden, torch.bfloat16),
+            out=tensor_address(out),
             num_rows=hidden.shape[0],
             steps=groups * STEPS,
             num_outputs=outputs,

@@ -54,6 +54,7 @@ from text_generation_shard.device.cpu.kernels.vector import (
     inlined,
     marker,
     numbers_per_step,
+    tensor_address,
 )
 from text_generation_shard.device.cpu.kernels.vector_code import spaced
 
@@ -150,8 +151,8 @@ class PackedWeight:
         self._kind = marker(self._dtype)
         kinds = typeof(self._weight_kind), typeof(self._kind)
         self._code = address_of(self._item(), item_signature(*kinds))
-        self._address = self._packed.data_ptr()
-        self._beside_address = 0 if self._beside is None else self._beside.data_ptr()
+        self._address = tensor_address(self._packed)
+        self._beside_address = tensor_address(self._beside)
         self._padding = -self._num_inputs % (_numbers_at_once(weight.dtype) * steps_at_once)
         self._steps = (self._num_inputs + self._padding) // numbers_per_step(self._dtype)
         self.nbytes = self._packed.nbytes + (0 if self._beside is None else self._beside.nbytes)
@@ -187,8 +188,8 @@ class PackedWeight:
         product = Product(
             weights=self._address,
             beside=self._beside_address,
-            inputs=hidden.data_ptr(),
-            out=out.data_ptr(),
+            inputs=tensor_address(hidden, self._dtype),
+            out=tensor_address(out),
             num_rows=rows,
             steps=self._steps,
             num_outputs=outputs,

@@ -11,7 +11,7 @@ Each function here emits the code of one intrinsic, from the builder, the types 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from inspect import Signature, signature
 from typing import Any, Final
@@ -19,6 +19,7 @@ from typing import Any, Final
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.core.imputils import lower_constant
 from numba.extending import (
     intrinsic,
@@ -326,10 +327,22 @@ def address_of(function: Any, signature: tuple[Any, ...]) -> int:
     return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
 
 
+def _all_kinds(kinds: Any) -> Iterator[Any]:
+    """The types in a tuple of types, also within structs."""
+    for kind in kinds:
+        if isinstance(kind, types.BaseTuple):
+            yield from _all_kinds(kind)
+        else:
+            yield kind
+
+
 @intrinsic
 def call(typingctx: Any, code: Any, arguments: Any) -> Any:
     """Call the code at an address with a tuple of arguments of exactly the types it was compiled
-    for; its result is ignored. It must not raise: numba prints the exception and continues."""
+    for; its result is ignored. It must not raise: numba prints the exception and continues. Arrays
+    with gaps are refused when the caller is compiled."""
+    if strided := [kind for kind in _all_kinds(arguments) if getattr(kind, "layout", "C") != "C"]:
+        raise TypingError(f"the called code would misread {strided[0]}, which is not contiguous")
 
     def generate(context: Any, builder: Any, kinds: Any, values: Any) -> Any:
         kinds = [context.get_value_type(kind) for kind in arguments]

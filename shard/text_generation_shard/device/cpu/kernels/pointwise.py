@@ -28,6 +28,7 @@ from text_generation_shard.device.cpu.kernels.vector import (
     load_numbers,
     marker,
     store_numbers,
+    tensor_address,
 )
 from text_generation_shard.device.cpu.kernels.vector_code import fma, sum_of_lanes
 
@@ -62,10 +63,10 @@ def add_norm(
     """
     out = torch.empty_like(hidden)
     norm = Norm(
-        hidden=hidden.data_ptr(),
-        delta=0 if delta is None else delta.data_ptr(),
-        out=out.data_ptr(),
-        weight=weight.data_ptr(),
+        hidden=tensor_address(hidden),
+        delta=tensor_address(delta, hidden.dtype),
+        out=tensor_address(out),
+        weight=tensor_address(weight, torch.float32),
         multiplier=np.float32(multiplier),
         eps=np.float32(eps),
         size=hidden.shape[1],
@@ -199,19 +200,19 @@ def rotate_(
     """
     rows, count, size = heads.shape
     rotation = Rotation(
-        heads=heads.data_ptr(),
+        heads=tensor_address(heads),
         row_size=count * size,
         head_dim=size,
         num_rotated=num_rotated,
         num_scaled=num_scaled,
         scale=np.float32(scale),
-        angles=angles.data_ptr(),
+        angles=tensor_address(angles, torch.float32),
         half=angles.shape[2],
         query_norm=0,
         key_norm=0,
         eps=np.float32(0.0),
     )
-    _rotate(marker(heads.dtype), rotation, positions.data_ptr(), rows)
+    _rotate(marker(heads.dtype), rotation, tensor_address(positions, torch.int64), rows)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

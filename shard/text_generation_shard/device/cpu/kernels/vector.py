@@ -87,6 +87,16 @@ def marker(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}[dtype]
 
 
+def tensor_address(tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
+    """The address of a tensor's numbers; 0: no tensor. Kernels take them as contiguous, and of
+    `dtype` if one is given: another layout would be misread."""
+    if tensor is None:
+        return 0
+    assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
+    assert dtype is None or tensor.dtype == dtype, f"{tensor.dtype} instead of {dtype}"
+    return tensor.data_ptr()
+
+
 def aligned(size: int, dtype: torch.dtype) -> Tensor:
     """An empty, 64-byte aligned tensor of `size` numbers."""
     memory = torch.empty(size + VECTOR_BYTES // dtype.itemsize, dtype=dtype)

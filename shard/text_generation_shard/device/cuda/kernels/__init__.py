@@ -10,8 +10,14 @@ CPU.
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel. All launches go through this function, so that tests can count them."""
+    """Launch a kernel. Kernels take all tensors as contiguous. All launches go through this
+    function, so that tests can count them."""
+    for given in arguments:
+        if isinstance(given, Tensor):
+            assert given.is_contiguous(), f"{tuple(given.shape)} has strides {given.stride()}"
     if all(grid):
         kernel[tuple(grid)](*arguments, **options)
