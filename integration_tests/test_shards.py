@@ -34,10 +34,11 @@ SPLITS: Mapping[str, tuple[str, Mapping[str, Any], tuple[int, ...]]] = {
     "llama-bias": ("llama-bias", {}, (2,)),
     # Projections that lie in one tensor.
     "phi3": ("phi3", {}, (2,)),
-    # Heads that are normalised; 3 shards; a vocabulary that 3 does not divide.
+    # Heads that are normalised, one KV head for each shard, of a size that is no whole number of
+    # vectors; 3 shards; a vocabulary that 3 does not divide.
     "qwen3": (
         "qwen3",
-        {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 301},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24, "vocab_size": 301},
         (3,),
     ),
     # One KV head for all.

@@ -38,8 +38,8 @@ SHORT_DEADLINE_S = 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its form, the number of ranks and of threads each, bytes of a slot; and whether to
-    test failures instead of results."""
+    """A model, its form, the number of ranks and of threads each, bytes of a slot; whether to test
+    failures instead of results; and prompts whose tokens are the only results."""
 
     path: str
     form: Mapping[str, Any]
@@ -47,6 +47,7 @@ class Case:
     num_threads: int = 1
     slot_bytes: int = 2**16
     fails: bool = False
+    prompts: Sequence[Sequence[int]] = ()
 
 
 Found = dict[str, list[Any]]
@@ -66,7 +67,7 @@ def run_cases(cases: Sequence[Case]) -> Found:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        timeout=300,
+        timeout=600,
         check=True,
     )
     found: Found = json.loads(done.stdout)
@@ -77,26 +78,35 @@ def main() -> None:
     """See above."""
     cases = [Case(**case) for case in json.load(sys.stdin)]
     found: Found = {}
-    for size in sorted({size for case in cases for size in case.sizes}):
-        with tempfile.TemporaryDirectory() as folder:
-            _run_ranks(size, cases, Path(folder))
-            for number, case in enumerate(cases):
-                paths = [Path(folder) / f"{number}-{rank}" for rank in range(size)]
-                if size in case.sizes:
-                    found[key(size, number)] = [json.loads(path.read_text()) for path in paths]
+    with tempfile.TemporaryDirectory() as folder:
+        _run_ranks(cases, Path(folder))
+        for number, case in enumerate(cases):
+            for size in case.sizes:
+                paths = [_path(Path(folder), size, number, rank) for rank in range(size)]
+                found[key(size, number)] = [json.loads(path.read_text()) for path in paths]
     print(json.dumps(found))
 
 
-def _run_ranks(size: int, cases: Sequence[Case], folder: Path) -> None:
-    """Each rank runs all cases of this number of ranks, one after another."""
-    most = max(memory_bytes(size, case.slot_bytes) for case in cases)
-    memory = [mmap.mmap(-1, most) for _ in cases]
+def _path(folder: Path, size: int, number: int, rank: int) -> Path:
+    """Where a rank writes its results of a case."""
+    return folder / f"{size}-{number}-{rank}"
+
+
+def _run_ranks(cases: Sequence[Case], folder: Path) -> None:
+    """Each rank runs all cases with more ranks than its number, one after another. Those with most
+    ranks come first, so that no rank waits for one that still runs a case without it."""
+    runs = [(size, number) for number, case in enumerate(cases) for size in case.sizes]
+    runs.sort(key=lambda run: -run[0])
+    memory = [mmap.mmap(-1, memory_bytes(size, cases[number].slot_bytes)) for size, number in runs]
     ranks = []
-    for rank in range(size):
+    for rank in range(runs[0][0]):
         process = os.fork()
         if process == 0:
             try:
-                _be_rank(rank, size, cases, memory, folder)
+                for (size, number), own in zip(runs, memory, strict=True):
+                    if rank < size:
+                        found = _be_rank(rank, size, cases[number], own)
+                        _path(folder, size, number, rank).write_text(json.dumps(found))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -107,19 +117,15 @@ def _run_ranks(size: int, cases: Sequence[Case], folder: Path) -> None:
         os.waitpid(process, 0)
 
 
-def _be_rank(
-    rank: int, size: int, cases: Sequence[Case], memory: Sequence[mmap.mmap], folder: Path
-) -> None:
-    for number, case in enumerate(cases):
-        if size not in case.sizes:
-            continue
-        torch.set_num_threads(case.num_threads)
-        own = torch.frombuffer(memory[number], dtype=torch.uint8)
-        collectives = SharedMemoryCollectives(own, rank, size, case.slot_bytes, DEADLINE_S)
-        world = World(rank, size, collectives) if size > 1 else World()
-        engine = _engine(case, world)
-        found = _failures(engine, world) if case.fails else _answers(engine)
-        (folder / f"{number}-{rank}").write_text(json.dumps(found))
+def _be_rank(rank: int, size: int, case: Case, memory: mmap.mmap) -> dict[str, Any]:
+    torch.set_num_threads(case.num_threads)
+    own = torch.frombuffer(memory, dtype=torch.uint8)
+    collectives = SharedMemoryCollectives(own, rank, size, case.slot_bytes, DEADLINE_S)
+    world = World(rank, size, collectives) if size > 1 else World()
+    engine = _engine(case, world)
+    if case.prompts:
+        return {"tokens": _tokens(engine, case.prompts)}
+    return _failures(engine, world) if case.fails else _answers(engine)
 
 
 def _engine(case: Case, world: World) -> Engine:
@@ -134,10 +140,14 @@ def _engine(case: Case, world: World) -> Engine:
     )
     device = open_device("cpu", options)
     numba.set_num_threads(case.num_threads)
-    return load_engine(Path(case.path), device=device, world=world, **case.form)
+    # Warming up takes longer than a few prompts.
+    few = {"max_prefill_tokens": 64, "max_batch_size": 4, "max_total_tokens": 64}
+    given = {**case.form, **(few if case.prompts else {})}
+    return load_engine(Path(case.path), device=device, world=world, **given)
 
 
-def _ids(number: int, count: int) -> list[int]:
+def prompt_ids(number: int, count: int) -> list[int]:
+    """The ids of prompt `number` of a test."""
     return [3 + (7 * place + 11 * number) % 90 for place in range(count)]
 
 
@@ -146,10 +156,10 @@ def _answers(engine: Engine) -> dict[str, Any]:
     product, of parts of prompts together with decoding rows, and of guesses."""
     driver = Driver(engine)
     given: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos_token": True}
-    first = driver.request(0, _ids(0, 40), prefill_logprobs=True, **given)
-    driver.add([first, driver.request(1, _ids(1, 300), **given)])
+    first = driver.request(0, prompt_ids(0, 40), prefill_logprobs=True, **given)
+    driver.add([first, driver.request(1, prompt_ids(1, 300), **given)])
     driver.add([driver.request(2, [7, 8, 9] * 9, **given)], driver.advance({}, 3))
-    driver.add([driver.request(3, _ids(3, 30), chunk_len=12, **given)], driver.advance({}))
+    driver.add([driver.request(3, prompt_ids(3, 30), chunk_len=12, **given)], driver.advance({}))
     driver.step({3: 18})
     while driver.running:
         driver.step(speculate=2)
@@ -161,12 +171,22 @@ def _answers(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _tokens(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each prompt joins those before it, in the same pass."""
+    driver = Driver(engine)
+    for number, ids in enumerate(prompts):
+        request = driver.request(number, ids, max_new_tokens=4, ignore_eos_token=True)
+        driver.add([request], driver.advance({}) if number else None)
+    driver.run()
+    return [driver.tokens[number] for number in range(len(prompts))]
+
+
 def _failures(engine: Engine, world: World) -> dict[str, Any]:
     """Rank 1 aborts a message, takes part in the next one, and then in none."""
     driver, collectives = Driver(engine), world.collectives
     given: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
     collectives.begin(1)
-    driver.add([driver.request(0, _ids(0, 40), **given)])
+    driver.add([driver.request(0, prompt_ids(0, 40), **given)])
     collectives.begin(2)
     given_up, late, seconds = "", "", 0.0
     if world.rank == 1:
