@@ -98,7 +98,8 @@ async def test_allowed_tools_that_are_none_of_the_tools(server: Server) -> None:
     for tools, words in (([function("nope")], "nope not found"), ([], "at least 1 item")):
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
         assert words in await refusal(server, CHAT, tools=[function("add")], tool_choice=choice)
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "name": "a"}]}
+    # In the mode `auto` they are left out.
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "mcp", "name": "a"}]}
     tools = [{"type": "function", "name": "add"}]
     assert "tool_choice" in await refusal(server, RESPONSES, tools=tools, tool_choice=choice)
 
