@@ -180,9 +180,9 @@ def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> No
                 assert not matched.takes(text + call + "and so")
             assert free.takes("\n<think>" + inside + call)
             assert free.takes(call)
-            # Cut by the end of the tokens.
-            assert free.takes("<think>" + thought)
-            assert inner.takes(thought)
+            # A thought is no call.
+            assert free.takes("<think>" + thought) == (choice == "auto")
+            assert inner.takes(thought) == (choice == "auto")
 
 
 @every_format
@@ -276,7 +276,8 @@ def test_auto_takes_json_of_a_schema_and_calls(form: ChatFormat, is_special: boo
     if form.begin:
         assert matched.takes(marked(form).write_calls([WEATHER, ADD]))
     if form.reasoning:
-        assert matched.takes('<think>hm</think>\n{"name": "Zoe"}'.replace("\n", ""))
+        assert matched.takes('<think>hm</think>{"name": "Zoe"}')
+        assert not matched.takes("<think>hm")
     # One of two things is asked for: a call.
     assert not Matched(form, "required", is_special=is_special, answer=PERSON).takes(
         '{"name": "Zoe"}'

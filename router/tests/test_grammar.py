@@ -106,6 +106,14 @@ def test_lark_is_left_alone() -> None:
     ]
 
 
+def test_lark_may_name_every_added_token() -> None:
+    lark = r"""
+        start: <a> b <b>  // <a>
+        b: "<a> \" <a>" /<a>\/<a>/ <[7]> %json {"const": "<a>"}"""
+    [written] = json.loads(write(Grammar("lark", lark), {"<a>": 5}))["grammars"]
+    assert written == {"lark_grammar": lark.replace("start: <a>", "start: <[5]>")}
+
+
 def test_objects_have_the_properties_that_are_named() -> None:
     nested = {"type": "object", "properties": {"b": OBJECT}, "$defs": {"d": OBJECT}}
     closed = {**OBJECT, "additionalProperties": False}

@@ -6,6 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -39,6 +40,10 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+# Of a Lark grammar: strings, regular expressions and comments, and a token by its name.
+_LARK_PART = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|(?P<token><[^<>\s]+>)'
+)
 # Characters that must be escaped between slashes.
 _SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 # Keywords that define a value without `type`.
@@ -58,8 +63,15 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Owns the cache of compiled grammars. Used from one event loop."""
 
-    def __init__(self, shards: Shards, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        is_enabled: bool,
+        added_ids: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`added_ids`: the added tokens of the tokenizer, which Lark may name."""
         self._shards = shards
+        self._added_ids = added_ids
         self._is_enabled = is_enabled
         self._known: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._known_bytes = 0
@@ -71,7 +83,7 @@ class GrammarCompiler:
         if (known := self._known.get(grammar)) is not None:
             self._known.move_to_end(grammar)
             return known
-        text = await asyncio.to_thread(write, grammar)
+        text = await asyncio.to_thread(write, grammar, self._added_ids)
         try:
             result = await self._shards.compile_grammar(text, COMPILE_TIMEOUT_S)
         except TimeoutError as late:
@@ -104,7 +116,7 @@ def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
     return sys.getsizeof(grammar.source) + sys.getsizeof(compiled.text)
 
 
-def write(grammar: Grammar) -> str:
+def write(grammar: Grammar, added_ids: Mapping[str, int] = MappingProxyType({})) -> str:
     """The grammar in llguidance's form. Raises GrammarError for errors found without compiling."""
     _check_size(grammar.source)
     if grammar.kind == "json_schema":
@@ -113,7 +125,18 @@ def write(grammar: Grammar) -> str:
         return _wrap({"lark_grammar": f"start: /{_escaped(_rust(grammar.source))}/"})
     if grammar.kind == "gbnf":
         return _wrap({"lark_grammar": lark_of_gbnf(grammar.source)})
-    return _wrap({"lark_grammar": grammar.source})
+    return _wrap({"lark_grammar": _with_ids(grammar.source, added_ids)})
+
+
+def _with_ids(lark: str, added_ids: Mapping[str, int]) -> str:
+    """The grammar with ids instead of names: llguidance knows only special tokens by their names,
+    and not every added token is special."""
+
+    def written(found: re.Match[str]) -> str:
+        token_id = added_ids.get(found["token"])
+        return found[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LARK_PART.sub(written, lark)
 
 
 def _check_size(source: str) -> None:

@@ -205,7 +205,7 @@ def assemble(
     else:
         watch = watched(shards)
     batcher = Batcher(watch, tokenizer, metrics, scheduler_limits, recovery)
-    grammars = GrammarCompiler(shards, not config.disable_grammar_support)
+    grammars = GrammarCompiler(shards, not config.disable_grammar_support, tokenizer.added_ids())
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(
         *(batcher, validation, metrics, config.max_concurrent_requests),

@@ -143,6 +143,11 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def added_ids(self) -> dict[str, int]:
+        """The ids of all tokens that are added to the vocabulary."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items()}
+
     def special_ids(self, texts: Iterable[str]) -> dict[str, int]:
         """The ids of the texts that are special tokens."""
         known = {text: self._tokenizer.token_to_id(text) for text in texts}

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -26,6 +27,24 @@ def compiler() -> GrammarCompiler:
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
     return TokenizerFile(EMBEDDED / "tokenizer.json", 4096, (2, 0)).load()
+
+
+def test_added_tokens_are_text_unless_they_are_special_or_end_it(tmp_path: Path) -> None:
+    file = json.loads((EMBEDDED / "tokenizer.json").read_text())
+    for token, is_special in ((4096, False), (4097, True), (4098, False)):
+        added = {"id": token, "content": f"<{token}>", "special": is_special, "normalized": False}
+        more = {"single_word": False, "lstrip": False, "rstrip": False}
+        file["added_tokens"].append(added | more)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(file))
+    tokenizer = TokenizerFile(path, 4100, (2, 4098)).load()
+    special = [token for token in range(4095, 4100) if tokenizer.is_special_token(token)]
+    assert special == [4097, 4098, 4099]
+    assert tokenizer.eos_tokens == [2, 4098]
+    assert tokenizer.tokenize_str("a<4096>") == [*tokenizer.tokenize_str("a"), 4096]
+    # The grammar leaves one way, which is the tokenizer's own.
+    forced = LLMatcher(tokenizer, lark('start: "<4096>" "b"'))
+    assert forced.compute_logit_bias()[4096]
 
 
 def lark(source: str) -> str:

@@ -32,10 +32,11 @@ def tool_grammar(
     """The grammar that the answer must follow; None: any answer is valid.
 
     `choice` is `auto` (text, calls, or text and then calls), `none`, `required` (one call, or
-    several if `parallel`) or a tool's name (exactly one call of it). Reasoning may come first, and
-    the token limit may cut it. `special_ids` maps the format's markers that are special tokens of
-    the tokenizer to their ids: they are matched as tokens, not as text. `answer` is the schema, in
-    llguidance's form, of an answer that is not a call; None: any text. Raises ToolError.
+    several if `parallel`) or a tool's name (exactly one call of it). Reasoning may come first; only
+    where any text is an answer it may end there. `special_ids` maps the format's markers that are
+    special tokens of the tokenizer to their ids: they are matched as tokens, not as text. `answer`
+    is the schema, in llguidance's form, of an answer that is not a call; None: any text. Raises
+    ToolError.
     """
     if choice == "none" or not tools:
         return None
@@ -82,9 +83,10 @@ class _ToolGrammar:
             return "\n".join([*answer("start", ""), *rules])
         begin, end = self._format.reasoning
         rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
-        # The token limit may cut a thought, so a text may end inside one.
+        # Where any text is an answer, it may end inside a thought.
+        is_free = is_auto and self._answer is None
         if starts_in_reasoning:
-            return "\n".join(["start: TEXT | thought answer", *rules])
+            return "\n".join([f"start: {'TEXT | ' if is_free else ''}thought answer", *rules])
         if begin in self._special_ids:
             rules += [f"think: WS? {self._marker(begin)}", *answer("at_once", "")]
         else:
@@ -94,7 +96,8 @@ class _ToolGrammar:
                 f"THINK: /{_SPACE}*/ {literal}",
                 *answer("at_once", f" & ~(/{_SPACE}*/ {literal} TEXT)"),
             ]
-        return "\n".join(["start: at_once | think TEXT | think thought answer", *rules])
+        free = "think TEXT | " if is_free else ""
+        return "\n".join([f"start: at_once | {free}think thought answer", *rules])
 
     def _auto_answer(self, name: str, but: str) -> list[str]:
         """Text or calls; `but` excludes some texts."""

@@ -7,11 +7,11 @@ longer end in time is replaced by the next token of a known ending.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from text_generation_shard.grammars.ending import EndingSearch, Position, ends
 
@@ -62,21 +62,31 @@ class TokenizerFile:
     eos_ids: tuple[int, ...]
 
     def load(self) -> LLTokenizer:
-        """llguidance's tokenizer; GrammarError if the file can not be used."""
+        """llguidance's tokenizer; GrammarError if the file can not be used.
+
+        Added tokens are text, as in answers, unless they are special or end tokens.
+        """
         try:
             text = self.path.read_text(encoding="utf-8")
             try:
-                return self._made_of(text)
+                own = self._made_of(text)
             except ValueError:
-                return self._made_of(_without_added(self.vocab_size, text))
+                text = _without_added(self.vocab_size, text)
+                own = self._made_of(text)
+            added = json.loads(text).get("added_tokens") or ()
+            are_text = {token["id"] for token in added if not token["special"]} - {*own.eos_tokens}
+            # llguidance takes all added tokens for special ones.
+            if not any(map(own.is_special_token, are_text)):
+                return own
+            return self._made_of(TokenizerWrapper(_Spelling(own, are_text)))
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise GrammarError(
                 f"grammars do not work with this model's {self.path.name}: {error}"
             ) from error
 
-    def _made_of(self, text: str) -> LLTokenizer:
+    def _made_of(self, source: str | TokenizerWrapper) -> LLTokenizer:
         eos_ids = list(self.eos_ids) or None
-        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos_ids)
+        return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=eos_ids)
 
 
 def _without_added(vocab_size: int, text: str) -> str:
@@ -88,6 +98,24 @@ def _without_added(vocab_size: int, text: str) -> str:
         if isinstance(vocabulary := content["model"]["vocab"], dict):
             vocabulary.pop(token["content"], None)
     return json.dumps(content)
+
+
+class _Spelling:
+    """What llguidance asks of a tokenizer, where some special tokens are text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, are_text: Set[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = tokenizer.eos_token
+        self.tokens = [tokenizer.decode_bytes([token]) for token in ids]
+        self.special_token_ids = [
+            token for token in ids if tokenizer.is_special_token(token) and token not in are_text
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.tokenize_bytes(text)
 
 
 @dataclass(frozen=True, slots=True)
