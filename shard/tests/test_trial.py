@@ -179,6 +179,23 @@ async def test_a_waiting_call_fails_when_the_server_dies_and_it_is_restarted(
     assert not (await compiler.compile(regex("[0-9]{2}"))).error
 
 
+async def test_a_trial_waits_while_the_tokenizer_is_loaded(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = "text_generation_shard.grammars.trial"
+    monkeypatch.setattr(f"{limits}._LONGEST_S", 0.1)
+    monkeypatch.setattr(f"{limits}._LOADING_S", 60.0)
+    compiler.start()
+    await until(lambda: bool(servers()))
+    [server] = servers()
+    server.suspend()
+    asked = asyncio.create_task(compiler.compile(regex("[0-9]{2}")))
+    assert not (await asyncio.wait([asked], timeout=0.5))[0]
+    monkeypatch.setattr(f"{limits}._LONGEST_S", 60.0)
+    server.resume()
+    assert not (await asked).error
+
+
 async def test_closing_ends_running_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing else ends it, also if the processor's clock runs ahead while the machine stands still.
     monkeypatch.setattr("text_generation_shard.grammars.trial._MOST_CPU_S", 60.0)

@@ -44,6 +44,7 @@ _GROWTH_BEYOND, _GROWTH = 3, 64
 _NOT_PLAIN = re.compile(r"[^\x00-\x7f]|\\+[uUxpP]|\[\^")
 # Shown characters of a long error: its beginning and its end; between is mostly the user's pattern.
 _SHOWN_FIRST, _SHOWN_LAST = 120, 80
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
 # Numbered source lines in an error, and the marks below them.
 _SOURCE_LINE = re.compile(r"\s*(\d+ \|.*|\^+\s*)$")
 _PLACE = re.compile(r"at \d+\(\d+\): ")
@@ -69,24 +70,24 @@ class TokenizerFile:
         try:
             text = self.path.read_text(encoding="utf-8")
             try:
-                own = self._made_of(text)
+                return self._made_of(text)
             except ValueError:
-                text = _without_added(self.vocab_size, text)
-                own = self._made_of(text)
-            added = json.loads(text).get("added_tokens") or ()
-            are_text = {token["id"] for token in added if not token["special"]} - {*own.eos_tokens}
-            # llguidance takes all added tokens for special ones.
-            if not any(map(own.is_special_token, are_text)):
-                return own
-            return self._made_of(TokenizerWrapper(_Spelling(own, are_text)))
+                return self._made_of(_without_added(self.vocab_size, text))
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise GrammarError(
                 f"grammars do not work with this model's {self.path.name}: {error}"
             ) from error
 
-    def _made_of(self, source: str | TokenizerWrapper) -> LLTokenizer:
-        eos_ids = list(self.eos_ids) or None
-        return LLTokenizer(source, n_vocab=self.vocab_size, eos_token=eos_ids)
+    def _made_of(self, text: str) -> LLTokenizer:
+        size, end_tokens = self.vocab_size, list(self.eos_ids) or None
+        are_text = _added(text) - {*self.eos_ids}
+        # llguidance takes all added tokens for special ones.
+        slices: list[str] | None = [] if are_text else None
+        own = LLTokenizer(text, n_vocab=size, eos_token=end_tokens, slices=slices)
+        if not are_text:
+            return own
+        spelling = TokenizerWrapper(_Spelling(own, are_text))
+        return LLTokenizer(spelling, n_vocab=size, eos_token=end_tokens)
 
 
 def _without_added(vocab_size: int, text: str) -> str:
@@ -100,8 +101,16 @@ def _without_added(vocab_size: int, text: str) -> str:
     return json.dumps(content)
 
 
+def _added(tokenizer: str) -> set[int]:
+    """The ids of added tokens that are not special. The rest of the file may be large."""
+    if (key := _ADDED_TOKENS.search(tokenizer)) is None:
+        return set()
+    tokens, _ = json.JSONDecoder().raw_decode(tokenizer, key.end())
+    return {token["id"] for token in tokens or () if not token["special"]}
+
+
 class _Spelling:
-    """What llguidance asks of a tokenizer, where some special tokens are text."""
+    """What llguidance asks of a tokenizer, in which `are_text` are no special tokens."""
 
     bos_token_id = None
 

@@ -20,6 +20,8 @@ from text_generation_shard.grammars.guard import Guard, Unpacker, cpu_s, pack
 
 # Limits of a trial in CPU and elapsed time, and the interval of checks.
 _MOST_CPU_S, _LONGEST_S, _LOOK_S = 1.5, 5.0, 0.05
+# How long the first trials wait for the tokenizer to be loaded.
+_LOADING_S = 4.0
 # After this CPU time a trial's priority is lowered, in favour of the model.
 _NICE_AFTER_S, _NICE = 0.05, 5
 # A trial is long after this CPU time; at most this many long ones run at the same time.
@@ -211,7 +213,8 @@ class Trials:
     async def _watched(self, child: TrialChild, text: str) -> Trial:
         """The child's answer, or why the trial was stopped. EOFError if the child has ended."""
         loop = asyncio.get_running_loop()
-        began, is_long, is_nice = loop.time(), False, False
+        began = asked = loop.time()
+        is_long, is_nice = False, False
         child.num_tried += 1
         before = cpu_s(child.process) if child.process else 0.0
         answer = loop.create_task(_answer(child, text))
@@ -233,6 +236,8 @@ class Trials:
                     self._num_long += 1
                 if used > _MOST_CPU_S:
                     return Trial(_TOO_SLOW)
+                if not child.process and loop.time() < asked + _LOADING_S:
+                    began = loop.time()  # its parent still loads the tokenizer
                 if loop.time() > began + _LONGEST_S:
                     # A trial that got no CPU time is not too slow.
                     is_slow = used > _LONG_S
