@@ -170,6 +170,40 @@ def test_a_thought_that_does_not_end_is_ended_for_a_call(qwen: LauncherHandle, c
         assert names(made) in (["now"], ["later"])
 
 
+FORMAT = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "a",
+        "schema": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+    },
+}
+
+
+def test_a_format_behind_a_thought(qwen: LauncherHandle) -> None:
+    message = chat(qwen, "ask:json", response_format=FORMAT)["message"]
+    assert (message["reasoning_content"], message["content"]) == ("I look.", '{"a": "<think>"}')
+    for text in ("ask:open", "ask:text"):
+        made = chat(qwen, text, response_format=FORMAT, max_tokens=30)
+        assert set(json.loads(made["message"]["content"])) == {"a"}
+    closed = {"enable_thinking": False}
+    message = chat(
+        qwen, "ask:text", response_format=FORMAT, chat_template_kwargs=closed, max_tokens=30
+    )["message"]
+    assert "reasoning_content" not in message
+    assert set(json.loads(message["content"])) == {"a"}
+
+
+def test_a_format_behind_a_thought_that_the_template_begins(tmp_path: Path) -> None:
+    script = 'I look.\n</think>\n\n{"a": "</think>"}'
+    write_scripted("deepseek-r1", tmp_path, {"": script})
+    with running(tmp_path, "--dtype", "float32") as server:
+        for more in ({}, BODY):
+            message = chat(server, "Hi", response_format=FORMAT, **more)["message"]
+            assert message["reasoning_content"] == "I look."
+            assert message["content"] == '{"a": "</think>"}'
+        server.assert_idle()
+
+
 def test_a_biased_marker(qwen: LauncherHandle) -> None:
     marker = qwen.client.post("/tokenize", json={"inputs": "<tool_call>"}).json()[0]["id"]
     made = chat(qwen, "ask:thought", **BODY, logit_bias={marker: 100})

@@ -10,10 +10,11 @@ from typing import Any
 import llguidance
 import pytest
 import tokenizers
-from text_generation_router.chat.constraint import tool_grammar
+from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
 from text_generation_router.chat.format import FORMATS, ChatFormat, ToolSpec
 from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import ToolError
+from text_generation_router.request import Grammar
 
 MODEL = Path(__file__).parents[2] / "launcher/text_generation_launcher/embedded_model"
 THINK = ("<think>", "</think>")
@@ -56,9 +57,17 @@ class Matched:
         is_special: bool = False,
         in_reasoning: bool = False,
         answer: dict[str, Any] | None = None,
+        wanted: Grammar | None = None,
     ) -> None:
+        """`wanted`: the grammar of the answer, without tools."""
         self._tokenizer, self._matching = tokenizer(is_special)
-        grammar = tool_grammar(
+        grammar = wanted and thinking_grammar(
+            form,
+            wanted,
+            special_ids(form, is_special),
+            starts_in_reasoning=in_reasoning,
+        )
+        grammar = grammar or tool_grammar(
             form,
             tools,
             choice,
@@ -282,3 +291,25 @@ def test_auto_takes_json_of_a_schema_and_calls(form: ChatFormat, is_special: boo
     assert not Matched(form, "required", is_special=is_special, answer=PERSON).takes(
         '{"name": "Zoe"}'
     )
+
+
+@both_tokenizers
+@pytest.mark.parametrize("form", [f for f in ALL if f.reasoning], ids=names)
+def test_reasoning_may_stand_before_a_format(form: ChatFormat, is_special: bool) -> None:
+    lark = '# A comment {\nstart: item ("," item)* TEXT\nitem: /[0-9]{2}/\nTEXT: "}" | ";"'
+    for wanted, right, wrong in (
+        (Grammar("json_schema", json.dumps(PERSON)), '{"name":"Zoe"}', '{"age":1}'),
+        (Grammar("regex", "[a-f/]+\\n?"), "a/f\n", "a/g"),
+        (Grammar("lark", lark), "12,34}", "12,3}"),
+        (Grammar("gbnf", 'root ::= "x" root | "y"'), "xxy", "xx"),
+    ):
+        free = Matched(form, "", is_special=is_special, wanted=wanted)
+        inner = Matched(form, "", is_special=is_special, wanted=wanted, in_reasoning=True)
+        assert free.takes(right)
+        assert not free.takes(wrong)
+        for matched, thought in ((free, "<think>\nhm {"), (free, "<think>"), (inner, "hm {")):
+            for space in ("", "\n\n"):
+                assert matched.takes(f"{thought}</think>{space}{right}")
+            assert not matched.takes(f"{thought}</think>{wrong}")
+            assert not matched.takes(thought)
+        assert not inner.takes(right)

@@ -82,6 +82,30 @@ def test_a_template_that_can_not_be_read_stops_the_start(tmp_path: Path) -> None
         assemble_scripted(tmp_path, tokenizer_config_path=str(tmp_path / "nope"))
 
 
+@pytest.mark.parametrize(
+    ("opened", "grammar", "text", "thought", "answer"),
+    [
+        ("", Grammar("json_schema", "{}"), '<think>hm</think>\n{"a": 1}', "hm", '{"a": 1}'),
+        ("<think>\n", Grammar("json_schema", "{}"), 'hm</think>\n{"a": 1}', "hm", '{"a": 1}'),
+        ("<think></think>", Grammar("json_schema", "{}"), '{"a": 1}', None, '{"a": 1}'),
+        ("", Grammar("regex", "<think>a"), "<think>a", None, "<think>a"),
+    ],
+)
+async def test_a_model_may_reason_before_a_format(
+    tmp_path: Path, opened: str, grammar: Grammar, text: str, thought: str | None, answer: str
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text(f"Hi {opened}{{# </think> #}}")
+    parameters = replace(ASKED.parameters, grammar=grammar)
+    async with serve(tmp_path, text) as server:
+        server.shards.script = [*script_of(text), EOS_ID]
+        asked = replace(ASKED, tools=(), parameters=parameters)
+        async with server.services.chat.start(asked) as [generation]:
+            message = await generation.collect()
+        assert (message.reasoning, message.content) == (thought, answer)
+        [compiled] = server.shards.grammars
+    assert ("thought" in compiled) == (thought is not None)
+
+
 async def test_steps_have_all_tokens_once(server: Server) -> None:
     text = '{"name": "f", "arguments": {"x": 1}}'
     server.shards.script = [*script_of(text), EOS_ID]

@@ -1,6 +1,7 @@
 """Checks grammars, writes them in llguidance's form and lets the shards compile them."""
 
 import asyncio
+import json
 import re
 import sys
 from collections import OrderedDict
@@ -118,14 +119,23 @@ def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
 
 def write(grammar: Grammar, added_ids: Mapping[str, int] = MappingProxyType({})) -> str:
     """The grammar in llguidance's form. Raises GrammarError for errors found without compiling."""
-    _check_size(grammar.source)
     if grammar.kind == "json_schema":
         return _wrap({"json_schema": checked_schema(grammar.source)})
+    return _wrap({"lark_grammar": _with_ids(_lark(grammar), added_ids)})
+
+
+def as_item(grammar: Grammar) -> str:
+    """The grammar as an item of a rule in Lark. Raises GrammarError as `write`."""
+    if grammar.kind == "json_schema":
+        return f"%json {json.dumps(checked_schema(grammar.source))}"
+    return f"%lark {{\n{_lark(grammar)}\n}}"
+
+
+def _lark(grammar: Grammar) -> str:
+    _check_size(grammar.source)
     if grammar.kind == "regex":
-        return _wrap({"lark_grammar": f"start: /{_escaped(_rust(grammar.source))}/"})
-    if grammar.kind == "gbnf":
-        return _wrap({"lark_grammar": lark_of_gbnf(grammar.source)})
-    return _wrap({"lark_grammar": _with_ids(grammar.source, added_ids)})
+        return f"start: /{_escaped(_rust(grammar.source))}/"
+    return lark_of_gbnf(grammar.source) if grammar.kind == "gbnf" else grammar.source
 
 
 def _with_ids(lark: str, added_ids: Mapping[str, int]) -> str:

@@ -61,6 +61,18 @@ def shortest(of: Places) -> str:
     return "".join(map(str, min(of, key=lambda place: place.length).shortest()))
 
 
+def test_a_grammar_inside_another_has_its_own_names(
+    compiler: GrammarCompiler, tokenizer: LLTokenizer
+) -> None:
+    inner = '%lark {\nstart: X{2} "}" %json {"const": "{"}\nX: "z"\n}'
+    rules = f'start: X b X\nb: {inner}\nX: "x"'
+    expression = grammar_expression(lark(rules), lambda name: None)
+    assert expression is not None
+    assert shortest(start(expression)) == 'xzz}"{"x'
+    assert compiler.compile_now(lark(rules)).ending == (*tokenizer.tokenize_str('xzz}"{"x'),)
+    assert grammar_expression(lark("start: %lark {\nstart: X"), lambda name: None) is None
+
+
 @pytest.mark.parametrize(
     ("rules", "written", "rest"),
     [

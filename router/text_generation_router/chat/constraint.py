@@ -1,12 +1,14 @@
-"""The grammar of an answer that may call tools, made from the chat format's markers."""
+"""The grammar of an answer that may reason and call tools, made from the format's markers."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from text_generation_router.chat.format import BARE_NAME, ChatFormat, ToolSpec
 from text_generation_router.errors import ToolError
+from text_generation_router.grammar import as_item
 from text_generation_router.request import Grammar
 
 # Whitespace where JSON allows it. It is bounded, so that it can not go on forever.
@@ -45,11 +47,23 @@ def tool_grammar(
         parallel = False
         if not tools:
             raise ToolError(f"Tool with name {choice} not found")
-    grammar = _ToolGrammar(chat_format, special_ids, parallel, answer)
+    grammar = _ChatGrammar(chat_format, special_ids, parallel, answer)
     return Grammar("lark", grammar.write(tools, choice == "auto", starts_in_reasoning))
 
 
-class _ToolGrammar:
+def thinking_grammar(
+    chat_format: ChatFormat,
+    grammar: Grammar,
+    special_ids: Mapping[str, int] = MappingProxyType({}),
+    *,
+    starts_in_reasoning: bool = False,
+) -> Grammar:
+    """The grammar of an answer before which the model may reason. Raises GrammarError."""
+    chat = _ChatGrammar(chat_format, special_ids, parallel=False, answer=None)
+    return Grammar("lark", chat.write_after_thought(as_item(grammar), starts_in_reasoning))
+
+
+class _ChatGrammar:
     """Writes llguidance's Lark. A name in capitals is a terminal and matches the longest text:
     where free text is also allowed, whitespace belongs to the terminal after it."""
 
@@ -68,25 +82,38 @@ class _ToolGrammar:
     def write(self, tools: Sequence[ToolSpec], is_auto: bool, starts_in_reasoning: bool) -> str:
         """The whole grammar."""
         rules = [
-            "TEXT: /(?s:.*)/",
-            f"WS: /{_SPACE}{{1,4}}/",
             f"BEGIN: /{_SPACE}{{0,4}}/ {json.dumps(self._format.begin)}",
             *self._calls(tools),
         ]
         answer = self._forced_answer
         if is_auto and self._answer is not None:
-            answer = self._formatted_answer
+            answer = partial(self._formatted_answer, self._marked_calls())
             rules.append(f"formatted: %json {json.dumps(self._formatted(self._answer, tools))}")
         elif is_auto:
             answer = self._auto_answer
-        if self._format.reasoning is None:
-            return "\n".join([*answer("start", ""), *rules])
-        begin, end = self._format.reasoning
-        rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
         # Where any text is an answer, it may end inside a thought.
         is_free = is_auto and self._answer is None
+        return "\n".join([*self._start(answer, starts_in_reasoning, is_free), *rules])
+
+    def write_after_thought(self, answer: str, starts_in_reasoning: bool) -> str:
+        """The whole grammar of an answer without calls."""
+        rules = self._start(partial(self._formatted_answer, []), starts_in_reasoning, False)
+        return "\n".join([*rules, f"formatted: {answer}", ""])
+
+    def _start(
+        self,
+        answer: Callable[[str, str], list[str]],
+        starts_in_reasoning: bool,
+        is_free: bool,
+    ) -> list[str]:
+        """The first rules: reasoning, and then an answer."""
+        rules = ["TEXT: /(?s:.*)/", f"WS: /{_SPACE}{{1,4}}/"]
+        if self._format.reasoning is None:
+            return [*answer("start", ""), *rules]
+        begin, end = self._format.reasoning
+        rules += [*self._until("thought", "TEXT", end), *answer("answer", "")]
         if starts_in_reasoning:
-            return "\n".join([f"start: {'TEXT | ' if is_free else ''}thought answer", *rules])
+            return [f"start: {'TEXT | ' if is_free else ''}thought answer", *rules]
         if begin in self._special_ids:
             rules += [f"think: WS? {self._marker(begin)}", *answer("at_once", "")]
         else:
@@ -97,7 +124,7 @@ class _ToolGrammar:
                 *answer("at_once", f" & ~(/{_SPACE}*/ {literal} TEXT)"),
             ]
         free = "think TEXT | " if is_free else ""
-        return "\n".join([f"start: at_once | {free}think thought answer", *rules])
+        return [f"start: at_once | {free}think thought answer", *rules]
 
     def _auto_answer(self, name: str, but: str) -> list[str]:
         """Text or calls; `but` excludes some texts."""
@@ -111,10 +138,10 @@ class _ToolGrammar:
             options.append("calls")
         return [f"{name}: {' | '.join(options)}", *rules]
 
-    def _formatted_answer(self, name: str, but: str) -> list[str]:
-        """JSON or calls, with nothing before them."""
-        marked = self._marked_calls()
-        return [f"{name}: {' | '.join(['formatted', *marked])}"]
+    def _formatted_answer(self, calls: Sequence[str], name: str, but: str) -> list[str]:
+        """What `formatted` allows, or calls. Models write line ends behind a thought."""
+        formatted = "WS? formatted" if name == "answer" else "formatted"
+        return [f"{name}: {' | '.join([formatted, *calls])}"]
 
     def _formatted(self, answer: Mapping[str, Any], tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
         """The schema of an answer that is not a call. If calls are JSON without a marker it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from text_generation_router.chat.constraint import tool_grammar
+from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.format import ChatFormat
 from text_generation_router.chat.history import (
@@ -256,6 +256,13 @@ class ChatService:
                 starts_in_reasoning=self._format.starts_in_reasoning(prompt),
                 answer=None if grammar is None else checked_schema(grammar.source),
             )
+        elif grammar is not None and self._reasons(conversation, prompt):
+            grammar = thinking_grammar(
+                self._format,
+                grammar,
+                self._special_ids,
+                starts_in_reasoning=self._format.starts_in_reasoning(prompt),
+            )
         markers = self._format.special_tokens if tools else self._format.reasoning or ()
         return replace(
             conversation.parameters,
@@ -267,13 +274,22 @@ class ChatService:
         )
 
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
-        # A client's own grammar allows no reasoning before the answer; the grammar of tools does.
-        reasons = conversation.parameters.grammar is None or bool(conversation.usable_tools)
+        reasons = self._reasons(conversation, prompt)
         return ChatParser(
             self._format if reasons else replace(self._format, reasoning=None),
             parses_tools=bool(conversation.usable_tools),
             starts_in_reasoning=reasons and self._format.starts_in_reasoning(prompt),
         )
+
+    def _reasons(self, conversation: Conversation, prompt: str) -> bool:
+        """Whether reasoning may precede the answer."""
+        grammar, markers = conversation.parameters.grammar, self._format.reasoning
+        if markers is None or grammar is None or conversation.usable_tools:
+            return markers is not None
+        if prompt.rstrip().endswith(markers[1]):
+            return False
+        # A schema's JSON begins with no marker; another grammar may have its own reasoning.
+        return grammar.kind == "json_schema" or not any(m in grammar.source for m in markers)
 
     def _job(
         self,

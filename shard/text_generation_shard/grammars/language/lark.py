@@ -48,7 +48,13 @@ _MANY = {"*": (0, float("inf")), "+": (1, float("inf")), "?": (0, 1)}
 def lark_expression(source: str, special: Callable[[str], int | None]) -> Expression:
     """The texts of `start`. `special`: the id of a special token by its name. ValueError: the
     grammar uses something unsupported."""
-    reader = _Reader(source)
+    return _expression(list(_tokens(source)), special)
+
+
+def _expression(
+    tokens: Sequence[tuple[str, Any]], special: Callable[[str], int | None]
+) -> Expression:
+    reader = _Reader(tokens)
     reader.read()
     return _Builder(reader, special).start()
 
@@ -60,8 +66,8 @@ _Item = tuple[str, Any, int, float]
 class _Reader:
     """Owns the tokens of a source, and parses them into rules: choices of sequences of items."""
 
-    def __init__(self, source: str) -> None:
-        self._tokens = list(_tokens(source))
+    def __init__(self, tokens: Sequence[tuple[str, Any]]) -> None:
+        self._tokens = tokens
         self._at = 0
         self.rules: dict[str, list[list[_Item]]] = {}
         self.ignored: list[list[list[_Item]]] = []
@@ -148,12 +154,26 @@ class _Reader:
             return self._counted(("choice", inner, int(value == "("), 1))
         if kind == "keyword" and value == "%json":
             return self._counted(("json", self._expect("json"), 1, 1))
+        if kind == "keyword" and value == "%lark":
+            return self._counted(("lark", self._block(), 1, 1))
         if kind == "string" and self._peek()[0] == "range":
             self._at += 1
             return self._counted(("range", (value, self._expect("string")), 1, 1))
         if kind not in ("string", "regex", "ids", "special", "name"):
             raise ValueError(f"unexpected {value!r}")
         return self._counted((kind, value, 1, 1))
+
+    def _block(self) -> Sequence[tuple[str, Any]]:
+        """The tokens in braces."""
+        self._expect_sign("{")
+        start, depth = self._at, 1
+        while depth:
+            if self._at == len(self._tokens):
+                raise ValueError("`}` is missing")
+            kind, value = self._take()
+            if kind == "sign":
+                depth += (value == "{") - (value == "}")
+        return self._tokens[start : self._at - 1]
 
     def _counted(self, item: _Item) -> _Item:
         kind, value, least, _ = item
@@ -191,10 +211,10 @@ def _tokens(source: str) -> Any:
         kind, text = found.lastgroup, found[0]
         if kind == "space":
             continue
-        if kind == "keyword" and text not in ("%json", "%ignore", "%llguidance"):
+        if kind == "keyword" and text not in ("%json", "%ignore", "%llguidance", "%lark"):
             raise ValueError(f"unknown {text}")
         yield kind, text
-        if kind == "keyword" and text != "%ignore":
+        if text in ("%json", "%llguidance"):
             at += len(source[at:]) - len(source[at:].lstrip())
             value, at = json.JSONDecoder().raw_decode(source, at)
             yield "json", value
@@ -279,6 +299,8 @@ class _Builder:
             return self._named(value.lstrip("?!"))
         if kind == "json":
             return schema_expression(value)
+        if kind == "lark":
+            return _expression(value, self._special)
         if kind == "string":
             return _string(value)
         if kind == "range":
