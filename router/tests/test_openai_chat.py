@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from text_generation_router.chat.constraint import thinking_grammar
+from text_generation_router.chat.format import detect_format
 from text_generation_router.request import Grammar
 
 from router.tests.serving import EOS_ID, PLAIN_USAGE, Server, script_of, serve
@@ -64,7 +66,7 @@ def joined(events: list[Json]) -> list[Json]:
         assert "finish_reason" not in choice
         delta, message = chunk["delta"], choice["message"]
         message |= {"role": delta["role"]} if "role" in delta else {}
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning_content", "reasoning"):
             if delta.get(name) is not None:
                 message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", ()):
@@ -224,16 +226,17 @@ async def test_logprobs_are_not_those_of_the_reasoning(server: Server, content: 
 async def test_reasoning(server: Server) -> None:
     writes(server, "<think>hm</think>\n\nyes")
     [choice] = await both(server)
-    assert choice["message"]["reasoning_content"] == "hm"
-    assert choice["message"]["content"] == "yes"
+    thought = {"reasoning_content": "hm", "reasoning": "hm"}
+    message = {"role": "assistant", "refusal": None} | thought
+    assert choice["message"] == message | {"content": "yes"}
     writes(server, "hm</think>yes")
     kwargs = {"chat_template_kwargs": {"thinks": True}}
     [choice] = await both(server, **kwargs)
-    assert choice["message"]["reasoning_content"] == "hm"
-    # What has to be JSON is the answer, whatever the prompt has opened.
-    writes(server, "{}")
+    assert choice["message"] == message | {"content": "yes"}
+    # What has to be JSON is the answer behind the thought.
+    writes(server, "hm</think>{}")
     [choice] = await both(server, response_format={"type": "json_object"}, **kwargs)
-    assert choice["message"] == {"role": "assistant", "content": "{}", "refusal": None}
+    assert choice["message"] == message | {"content": "{}"}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +319,7 @@ async def test_response_format(server: Server, given: Any, grammar: Grammar | No
     server.services.infer._validation = type("Spy", (), {"validate": staticmethod(validate)})()
     response = await post(server, response_format=given, tools=[TOOL], tool_choice="none")
     assert response.status_code == 200
-    assert asked == [grammar]
+    assert asked == [grammar and thinking_grammar(detect_format(TEMPLATE), grammar)]
 
 
 async def test_messages(server: Server) -> None:

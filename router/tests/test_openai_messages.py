@@ -73,6 +73,20 @@ def test_results_have_the_name_of_their_function() -> None:
     assert [result.get("name") for result in results] == ["f", "g", None]
 
 
+@pytest.mark.parametrize(
+    ("given", "thought"),
+    [
+        ({"reasoning": "hm"}, "hm"),
+        ({"reasoning": "hm", "reasoning_content": None}, "hm"),
+        ({"reasoning": "no", "reasoning_content": "hm"}, "hm"),
+        ({"reasoning": None}, None),
+    ],
+)
+def test_both_spellings_of_reasoning(given: dict[str, str | None], thought: str | None) -> None:
+    message = MessageBody.model_validate({"role": "assistant", "content": "a", **given})
+    assert message.to_message().get("reasoning_content") == thought
+
+
 def test_choices() -> None:
     named = NamedToolChoice.model_validate({"function": {"name": "f"}})
     given = (None, "auto", "none", "required", "f", named)

@@ -101,6 +101,9 @@ class MessageBody(Body):
         default=None,
         description="The assistant's reasoning. The chat template decides if the model sees it.",
     )
+    reasoning: str | None = Field(
+        default=None, description="The same as `reasoning_content`, which wins."
+    )
     audio: Refused = None
     function_call: CalledFunction | None = Field(
         default=None,
@@ -126,9 +129,13 @@ class MessageBody(Body):
             "role": _ROLES.get(self.role, self.role),
             "content": content,
         }
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        more = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": thought,
+        }
+        message |= {name: value for name, value in more.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
                 {

@@ -176,6 +176,7 @@ class OutputMessage(BaseModel):
     reasoning_content: str | None = Field(
         default=None, description="What the model thought. Left out where it did not think."
     )
+    reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
     tool_calls: list[MessageToolCall] = Field(
         default=[], description="The calls that the model asks for. Left out when empty."
     )
@@ -228,6 +229,7 @@ class MessageDelta(BaseModel):
     reasoning_content: str | None = Field(
         default=None, description="More of what the model thinks."
     )
+    reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
     tool_calls: list[ToolCallDelta] = Field(default=[], description="The new parts of calls.")
 
 

@@ -36,7 +36,7 @@ def choice(
     message = message_of(list(steps))
     answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
     if message.reasoning is not None and body.include_reasoning is not False:
-        answer["reasoning_content"] = message.reasoning
+        answer |= _reasoning(message.reasoning)
     if message.tool_calls:
         answer["tool_calls"] = [
             {
@@ -161,13 +161,18 @@ def _delta(event: ChatEvent) -> Json:
         case ContentDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
-            return {"reasoning_content": text}
+            return _reasoning(text)
         case ToolCallStart(index, name):
             function = {"name": name, "arguments": ""}
             call = {"index": index, "id": new_call_id(), "type": "function", "function": function}
         case ToolCallArguments(index, text):
             call = {"index": index, "function": {"arguments": text}}
     return {"tool_calls": [call]}
+
+
+def _reasoning(text: str) -> Json:
+    """In both spellings that clients read: DeepSeek's, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:

@@ -275,7 +275,7 @@ class VllmChatBody(VllmBody):
         default=None, description="The variable `documents` of the chat template."
     )
     include_reasoning: bool | None = Field(
-        default=None, description="false: leave out `reasoning_content`. Default: true."
+        default=None, description="false: leave out the reasoning. Default: true."
     )
     media_io_kwargs: Annotated[Any, Hint({}), IGNORED] = None
     mm_processor_kwargs: Annotated[Any, Hint({}), IGNORED] = None
