@@ -114,6 +114,11 @@ def test_lark_may_name_every_added_token() -> None:
     assert written == {"lark_grammar": lark.replace("start: <a>", "start: <[5]>")}
 
 
+@pytest.mark.parametrize("part", ['"\\', "/\\", "<", '"<a', "\\"])
+def test_names_in_a_hostile_grammar_are_found_in_linear_time(part: str) -> None:
+    write(Grammar("lark", part * (60_000 // len(part))), {"<a>": 5})
+
+
 def test_objects_have_the_properties_that_are_named() -> None:
     nested = {"type": "object", "properties": {"b": OBJECT}, "$defs": {"d": OBJECT}}
     closed = {**OBJECT, "additionalProperties": False}

@@ -41,9 +41,10 @@ _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 # Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
-# Of a Lark grammar: strings, regular expressions and comments, and a token by its name.
+# Of a Lark grammar: strings, regular expressions and comments, and a token by its name. Their ends
+# are optional, so that the search takes linear time.
 _LARK_PART = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|(?P<token><[^<>\s]+>)'
+    r'"(?:\\.|[^"\\\n])*"?|/(?!/)(?:\\.|[^/\\\n])+/?|(?://|#)[^\n]*|(?P<token><[^<>\s]+>)'
 )
 # Characters that must be escaped between slashes.
 _SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
