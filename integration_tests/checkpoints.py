@@ -186,6 +186,8 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "phi3": Family("phi3", _rope(partial_rotary_factor=0.75)),
+    # An odd number of features is rotated, so one more is.
+    "phi3-odd-rotation": Family("phi3", {"head_dim": 48, **_rope(partial_rotary_factor=0.4)}),
     "phi3-sliding": Family("phi3", {"sliding_window": 24, "num_key_value_heads": 4}),
     "phi3-longrope": Family(
         "phi3",

@@ -136,7 +136,6 @@ def _from_fields(
         hidden_act=fields.text("hidden_act") if "hidden_act" in fields.values else "silu",
         max_position=rope.context,
         rope=rope,
-        rotary_dim=rope.rotary_dim,
         layer_uses_rope=uses_rope,
         layer_windows=_layer_windows(fields, family, num_layers, uses_rope),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),

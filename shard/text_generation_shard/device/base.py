@@ -143,8 +143,6 @@ class DecoderSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # Number of leading features of each head that are rotated.
-    rotary_dim: int
     vocab_size: int
     norm_eps: float
     attention_scale: float

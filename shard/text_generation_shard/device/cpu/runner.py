@@ -103,7 +103,7 @@ class FusedDecoder:
             "num_heads": own.num_heads,
             "num_kv_heads": own.num_kv_heads,
             "head_dim": sizes.head_dim,
-            "half": -(-sizes.rotary_dim // 2),
+            "half": self._model.angle_table(1).shape[2],
             "out_parts": out.num_parts,
             "down_parts": down.num_parts,
             "board": tensor_address(self._board),
