@@ -150,6 +150,13 @@ def test_no_dialect_imports_another() -> None:
     assert between == {("platforms", "tgi"), ("platforms", "openai")}
 
 
+def test_kernels_are_given_checked_addresses() -> None:
+    """`tensor_address` checks the layout. `first_touch` knows pages, not numbers."""
+    device = ROOT / "shard/text_generation_shard/device"
+    found = {path.name for path in device.rglob("*.py") if ".data_ptr(" in path.read_text()}
+    assert found == {"vector.py", "first_touch.py"}
+
+
 def test_offline_imports_nothing_from_http() -> None:
     """`LLM` shares types of fields and chat messages with the routes, and no body of theirs."""
     package = "text_generation_router."
