@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from text_generation_shard.grammars.blind import allowed_tokens
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
-from text_generation_shard.grammars.ending import Position
+from text_generation_shard.grammars.ending import EndingSearch, Position
+from text_generation_shard.grammars.language.formats import FORMATS
 from text_generation_shard.grammars.language.grammar import grammar_expression
 from text_generation_shard.grammars.language.places import after, distance, start
 from text_generation_shard.grammars.language.regular import parse
@@ -166,3 +168,31 @@ def test_a_text_that_is_too_long_is_named(compiler: GrammarCompiler) -> None:
 def test_what_can_not_be_read_is_no_expression(tmp_path: Path) -> None:
     for text in ("start: @other", "start: %unknown", json.dumps({"grammars": []}), "{"):
         assert grammar_expression(text, lambda name: None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_ended_without_a_search(
+    name: str, compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From wherever random tokens have led: the expression has no texts that the matcher refuses,
+    and the matcher has none that the expression lacks."""
+    monkeypatch.delattr(EndingSearch, "_search")
+    grammar = compiler.compile_now(schema_text({"type": "string", "format": name}))
+    assert grammar.start is not None and grammar.search is not None and grammar.position is not None
+    characters = [n for n in range(4096) if len(tokenizer.decode([n])) == 1]
+    for seed in range(20):
+        draw, matcher, position = random.Random(seed), grammar.start.deep_copy(), grammar.position
+        written = list[int]()
+        while len(written) < 40 and not matcher.is_accepting():
+            options = allowed_tokens(matcher.compute_bitmask())
+            # Long tokens would leave out most states.
+            some = [token for token in characters if token in options] if seed % 2 else options
+            written.append(draw.choice(some or options))
+            assert matcher.consume_token(written[-1])
+            position = grammar.search.advance(position, written[-1:])
+            if not matcher.is_accepting():
+                rest = grammar.search.find(matcher, position, 400, 0)
+                assert rest is not None
+                value = json.loads(tokenizer.decode([*written, *rest]))
+                assert re.fullmatch(FORMATS[name], value), value

@@ -22,6 +22,7 @@ from text_generation_shard.grammars.language.expressions import (
     one_of,
     settle,
 )
+from text_generation_shard.grammars.language.formats import FORMATS
 from text_generation_shard.grammars.language.members import Members, Pairs
 from text_generation_shard.grammars.language.merging import NOTHING, TYPES, merged
 from text_generation_shard.grammars.language.numbers import Bounds, Number
@@ -39,22 +40,6 @@ _KEYWORDS = frozenset(
     | {"minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"}
 )
 _NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
-_DATE = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
-_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_HOUR}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+-]{_HOUR})"
-_HEX = "[0-9a-fA-F]"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}[tT ]{_TIME}",
-    "duration": r"P([0-9]+[YMWD])*(T([0-9]+[HMS])+)?",
-    "email": r"[^\s@]+@[^\s@]+",
-    "hostname": r"[a-zA-Z0-9]([a-zA-Z0-9.-]*[a-zA-Z0-9])?",
-    "ipv4": r"[0-9]{1,3}(\.[0-9]{1,3}){3}",
-    "ipv6": "[0-9a-fA-F:.]{2,}",
-    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
-    "uri": r"[a-zA-Z][a-zA-Z0-9+.-]*:[^\s]*",
-}
 
 
 def schema_expression(schema: Any) -> Expression:
@@ -190,7 +175,7 @@ class _Builder:
 
     def _string(self, schema: Mapping[str, Any]) -> Expression:
         parts = [parse_search(pattern) for pattern in schema.get("patterns", ())]
-        parts += [parse(_FORMATS[name]) for name in schema.get("formats", ()) if name in _FORMATS]
+        parts += [parse(FORMATS[name]) for name in schema.get("formats", ()) if name in FORMATS]
         least, most = schema.get("minLength", 0), schema.get("maxLength", math.inf)
         if least or most < math.inf or not parts:
             parts.append(Repeat(self._character, int(least), most))
