@@ -4,6 +4,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from text_generation_shard.grammars.blind import allowed_tokens
@@ -196,3 +197,30 @@ def test_a_format_is_ended_without_a_search(
                 assert rest is not None
                 value = json.loads(tokenizer.decode([*written, *rest]))
                 assert re.fullmatch(FORMATS[name], value), value
+
+
+@pytest.mark.parametrize("num_without", [3, 99])
+def test_a_text_goes_on_to_where_an_ending_is_found(
+    num_without: int,
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammar = compiler.compile_now(r"start: /[a-z](\[[0-9]+\])?/")
+    find, asked = EndingSearch.find, list[int]()
+
+    def late(self: EndingSearch, *values: Any) -> list[int] | None:
+        asked.append(1)
+        return None if len(asked) <= num_without else find(self, *values)
+
+    monkeypatch.setattr(EndingSearch, "find", late)
+    [digit] = tokenizer.encode("0", add_special_tokens=False).ids
+    constraint, written = Constraint(grammar, (), 200, 0), list[int]()
+    for token in [*tokenizer.encode("a[", add_special_tokens=False).ids, *[digit] * 198]:
+        written.append(constraint.settle(token))
+        if constraint.failure or (constraint.matcher.is_accepting() and len(written) > 1):
+            break
+    if num_without == 3:
+        assert re.fullmatch(r"a\[[0-9]+\]", tokenizer.decode(written))
+    else:
+        assert "can not be completed" in constraint.failure and len(written) < len(asked) * 20

@@ -34,7 +34,11 @@ _NO_TEXT = (
 _LONGEST_ENDING = 4096
 # Steps of a search for an ending where the shortest one is refused: during compilation, and during
 # generation.
-_THOROUGH, _QUICK = 20_000, 2000
+_THOROUGH, _QUICK = 20_000, 500
+# Most searches without success during a generation: each delays other requests.
+_MOST_FAILED = 8
+# With at most so many tokens left, a text needs a known ending.
+_FEW = 8
 # A new token may replace up to this many tokens of the known ending.
 _REPLACED = 3
 # Most tokens by which one token is assumed to prolong the shortest ending: beyond what the places
@@ -192,7 +196,8 @@ class Constraint:
     """The state of one request in its grammar. Changed only between two forward passes.
 
     If `max_new_tokens` is at least `Grammar.min_tokens`, the text is complete within
-    `max_new_tokens`, or the request fails with a GrammarError.
+    `max_new_tokens`, or the request fails. It fails only where no ending is found and few tokens
+    are left: a text may go on to where one is.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class Constraint:
         self._is_plain = grammar.is_plain
         self._growth = _GROWTH_BEYOND
         self._next_check = 0
+        self._num_failed = 0
         if grammar.start is None or grammar.search is None or grammar.position is None:
             return
         self._search = grammar.search
@@ -289,6 +295,10 @@ class Constraint:
         if ending is None:
             if self._ending_at != self._num_tokens:
                 found = self._search.find(self.matcher, self._position, room, _QUICK)
+                self._num_failed += found is None
+                if found is None and room > _FEW and self._num_failed < _MOST_FAILED:
+                    self._next_check = self._num_tokens + room // 2
+                    return token, position
                 if found is None:
                     raise GrammarError(
                         f"the text can not be completed in the {room} tokens that are left; "
