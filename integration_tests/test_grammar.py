@@ -13,7 +13,13 @@ import pytest
 import regex
 
 from integration_tests.schemas import SCHEMAS, Schema, check, closed
-from integration_tests.server import LauncherHandle, running, token_ids
+from integration_tests.server import (
+    LauncherHandle,
+    assert_ended,
+    running,
+    token_ids,
+    wait_until,
+)
 
 PERSON = closed(name={"type": "string"}, age={"type": "integer", "minimum": 0})
 DRAWN: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
@@ -146,6 +152,55 @@ def test_a_preempted_text_is_the_same(tiny_model_path: Path) -> None:
         assert cramped.metrics()["tgi_request_preempted"] > 0
     for text in wanted:
         check(text, schema)
+
+
+# Followed in a process of its own.
+FORMATS = closed(
+    id={"type": "string", "format": "uuid"},
+    mail={"type": "string", "format": "email"},
+    ip={"anyOf": [{"type": "string", "format": "ipv6"}, {"type": "null"}]},
+)
+
+
+def kill_grammars(server: LauncherHandle) -> int:
+    """Kills the processes that hold grammars; how many there were."""
+    name = "text_generation_shard.grammars.trial_server"
+    held = [each for each in server.family() if any(name in part for part in each.cmdline())]
+    servers = {each.pid for each in held if each.ppid() not in {other.pid for other in held}}
+    children = [each for each in held if each.pid not in servers]
+    for each in children:
+        each.kill()
+    assert_ended(children)
+    return len(children)
+
+
+def test_the_process_of_a_grammar_may_die(server: LauncherHandle) -> None:
+    """Texts that are being written are the same, and new ones need not notice."""
+
+    async def all_of(is_killed: bool) -> list[str]:
+        async with server.async_client() as client:
+            asked = [
+                asyncio.create_task(_ask(client, FORMATS, max_new_tokens=400, seed=seed))
+                for seed in range(6)
+            ]
+            if is_killed:
+                taken = "tgi_batch_current_size"
+                await asyncio.to_thread(
+                    wait_until, lambda: server.metrics()[taken] == len(asked), 20, "all are written"
+                )
+                assert await asyncio.to_thread(kill_grammars, server)
+            answers = await asyncio.gather(*asked)
+            assert {answer.status_code for answer in answers} == {200}, [a.text for a in answers]
+            return [answer.json()["generated_text"] for answer in answers]
+
+    wanted = asyncio.run(all_of(is_killed=False))
+    for text in wanted:
+        check(text, FORMATS)
+    preempted = server.metrics()["tgi_request_preempted"]
+    assert asyncio.run(all_of(is_killed=True)) == wanted
+    assert server.metrics()["tgi_request_preempted"] == preempted + len(wanted)
+    assert kill_grammars(server)
+    assert asyncio.run(all_of(is_killed=False)) == wanted
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

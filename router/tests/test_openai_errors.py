@@ -10,6 +10,7 @@ from text_generation_router.api.v1_errors import describe, shape_complaint
 from text_generation_router.errors import (
     ContextLengthError,
     GenerationError,
+    GrammarFailedError,
     IncompleteGenerationError,
     OverloadedError,
     RouterError,
@@ -80,6 +81,17 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
             {
                 "message": "Request failed during generation: out of memory",
                 "type": "server_error",
+                "param": None,
+                "code": None,
+            },
+        ),
+        (
+            GrammarFailedError("the grammar is too complex to be followed"),
+            400,
+            {
+                "message": "Request failed during generation: the grammar is too complex to be "
+                "followed",
+                "type": "invalid_request_error",
                 "param": None,
                 "code": None,
             },

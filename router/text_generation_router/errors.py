@@ -12,6 +12,7 @@
     ├── QueueWaitError             503 overloaded
     ├── DeadlineError              504 timeout
     ├── GenerationError            424 generation
+    │   └── GrammarFailedError     424 generation
     ├── IncompleteGenerationError  500 incomplete_generation
     ├── UnhealthyError             503 healthcheck
     └── ShuttingDownError          503 shutting_down
@@ -265,6 +266,10 @@ class GenerationError(RouterError):
     @property
     def log_message(self) -> str:
         return f"Request failed during generation: {self}"
+
+
+class GrammarFailedError(GenerationError):
+    """The request's grammar can not be followed any further."""
 
 
 class IncompleteGenerationError(RouterError):

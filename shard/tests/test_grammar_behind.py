@@ -266,8 +266,7 @@ async def test_a_guarded_grammar_is_followed_and_fails_alone(
     os.kill(guarded.guard._process, signal.SIGKILL)
     outputs = [first.result(), second.result()]
     errors = [error for output in outputs for error in output.errors]
-    assert [request_id for request_id, _ in errors] == [2]
-    assert "too complex to be followed" in errors[0][1]
+    assert errors == [(2, "")], "it may be computed again"
     assert [output.request_ids[-1] for output in outputs] == [3, 3]
     assert stream.engine.num_rows_taken == 1
 

@@ -18,6 +18,7 @@ import torch
 from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint, GrammarError, sentence
 from text_generation_shard.grammars.guard import (
+    LOST,
     AnyConstraint,
     Guard,
     GuardedConstraint,
@@ -308,22 +309,32 @@ async def test_what_blows_up_while_it_is_followed_fails_alone_and_soon(
     compiler: GrammarCompiler,
 ) -> None:
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    masks = GrammarMasks(VOCAB_SIZE, torch.device("cpu"))
     hostile = await compiler.compile(hidden(26))
-    assert isinstance(hostile, GuardedGrammar), hostile.error
+    assert isinstance(hostile, GuardedGrammar) and hostile.guard is not None, hostile.error
+    hostile.guard._is_again = True
     other = await compiler.compile(schema_text(PERSON))
-    row, twin, innocent = (begin(grammar, (), 100, 0) for grammar in (hostile, hostile, other))
+    before, row, behind, innocent = (
+        begin(grammar, (), 100, 0) for grammar in (hostile, hostile, hostile, other)
+    )
     began = time.monotonic()
     for token in tokenizer.encode('{"a":null,"b":"', add_special_tokens=False).ids:
         row.settle(token)
-        masks_of(row, [])
+        # Masks of several rows, one of which ends their process.
+        step = masks.start(
+            [ConstrainedRow(item, n, ()) for n, item in enumerate((before, row, behind))]
+        )
+        assert step is not None and step.masks() is not None
         if row.failure:
             break
     assert "too complex to be followed" in row.failure
     assert time.monotonic() - began < 5
     assert masks_of(innocent, []) and not innocent.failure
-    masks_of(twin, [])
-    assert twin.failure, "it followed the same grammar"
-    await until(lambda: len(children()) == 1)
+    assert (before.failure, behind.failure) == ("", LOST), "another row has ended their process"
+    assert step is not None and step.failures() == {1: row.failure, 2: ""}
+    again = await compiler.compile(hidden(26))
+    assert again is not hostile and masks_of(begin(again, (), 100, 0), [])
+    await until(lambda: len(children()) == 2)
 
 
 @pytest.mark.parametrize("pattern", ["([^x]{1000000})?", "(([^x]{100}){100}){100}?|a"])

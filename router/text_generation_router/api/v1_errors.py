@@ -18,6 +18,7 @@ from text_generation_router.api.body import SHOWN_COMPLAINT, short, shown
 from text_generation_router.errors import (
     ContextLengthError,
     GrammarError,
+    GrammarFailedError,
     RouterError,
     ValidationError,
 )
@@ -143,6 +144,8 @@ def describe(error: Exception, path: str, method: str = "POST") -> tuple[int, di
         message = _context_complaint(error, param)
     elif isinstance(error, RouterError):
         status = {422: 400, 424: 500}.get(error.status_code, error.status_code)
+        if isinstance(error, GrammarFailedError):
+            status = 400
         # Without TGI's prefix.
         message = str(error) if isinstance(error, ValidationError) else error.message
         if status < 429:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from text_generation_router.errors import GenerationError, RouterError
+from text_generation_router.errors import GenerationError, GrammarFailedError, RouterError
 from text_generation_router.request import FinishReason, Output, PrefillOutput
-from text_generation_router.scheduler.entry import Entry, EntryState
+from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import StepResult
@@ -15,6 +15,7 @@ from text_generation_router.scheduler.shards import StepResult
 # Clients that get their tokens in one turn of the event loop. Then they write, and other tasks
 # (/health, new requests) have a turn.
 DELIVERIES_PER_TURN = 64
+_LOST = f"the process of its grammar has ended {MOST_LOSSES} times while this request ran"
 
 
 class Delivery:
@@ -29,12 +30,15 @@ class Delivery:
         """Delivers one step, some entries in each turn of the event loop."""
         now = time.perf_counter()
         for request_id, message in result.errors.items():
-            self._end(plan.entries[request_id], GenerationError(message))
+            entry = plan.entries[request_id]
+            if message or entry.num_losses >= MOST_LOSSES:
+                failure = GrammarFailedError if entry.request.grammar else GenerationError
+                self._end(entry, failure(message or _LOST))
         columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
         answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
         for place, (request_id, num, finish_reason) in enumerate(answered, start=1):
             entry, tokens = plan.entries[request_id], list(islice(columns, num))
-            if entry.state is not EntryState.ENDED:
+            if entry.state is not EntryState.ENDED and request_id not in result.errors:
                 self._deliver(entry, tokens, finish_reason, result, now)
             if place % DELIVERIES_PER_TURN == 0:
                 await asyncio.sleep(0)

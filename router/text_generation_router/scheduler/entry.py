@@ -12,6 +12,9 @@ from text_generation_router.scheduler.answer import Answer
 from text_generation_router.scheduler.blocks import BlockTable
 from text_generation_router.scheduler.prefix_cache import Chain, Tokens
 
+# A request that ran at this many losses may be their cause: it is not computed again.
+MOST_LOSSES = 3
+
 
 class EntryState(Enum):
     """State of an entry. Queued and running can alternate (preemption); ended is final."""
@@ -58,7 +61,7 @@ class Entry:
         self.is_shown = True
         """Whether its client sees each token at once, and not only the whole answer."""
         self.num_losses = 0
-        """How often the shards were lost while it ran."""
+        """How often the shards, or the process of its grammar, were lost while it ran."""
         self.queued = time.perf_counter()
         self.timings: Timings | None = None
         """When it was queued and first admitted; preemption does not change it."""

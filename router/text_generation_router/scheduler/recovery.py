@@ -4,10 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from text_generation_router.errors import GenerationError
-from text_generation_router.scheduler.entry import Entry
-
-# A request that ran at this many losses may be their cause: it is not computed again.
-MOST_LOSSES = 3
+from text_generation_router.scheduler.entry import MOST_LOSSES, Entry
 
 
 class NoShardsError(GenerationError):

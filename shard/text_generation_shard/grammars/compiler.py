@@ -61,17 +61,21 @@ class GrammarCompiler:
         self._known_bytes = 0
 
     async def compile(self, text: str) -> Grammar:
-        """The grammar of a text in llguidance's form; a cached one is returned at once.
+        """The grammar of a text in llguidance's form; a cached one is returned at once, unless its
+        process has ended.
 
         Concurrent calls with the same text share one trial, which is cancelled with the last of
         these calls.
         """
-        if text in self._known:
-            self._known.move_to_end(text)
-            return self._known[text][0]
+        if (known := self._known.get(text)) is not None:
+            if not known[0].has_ended:
+                self._known.move_to_end(text)
+                return known[0]
+            self._known_bytes -= self._known.pop(text)[1]
+        is_again = known is not None
         asked = self._asked.get(text)
         if asked is None:
-            asked = self._asked[text] = _Asked(asyncio.create_task(self._compile(text)))
+            asked = self._asked[text] = _Asked(asyncio.create_task(self._compile(text, is_again)))
         asked.num_waiting += 1
         try:
             return await asyncio.shield(asked.task)
@@ -82,13 +86,13 @@ class GrammarCompiler:
                 if self._asked.get(text) is asked:
                     del self._asked[text]
 
-    async def _compile(self, text: str) -> Grammar:
+    async def _compile(self, text: str, is_again: bool) -> Grammar:
         trial = await self._trials.run(text)
         is_guarded = trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or may_grow(text)
         if trial.error:
             grammar = Grammar(trial.error, retry_after_s=trial.retry_after_s)
         elif is_guarded and trial.child is not None:
-            guard = trial.child.guard()
+            guard = trial.child.guard(is_again)
             grammar = GuardedGrammar(eos_ids=trial.eos_ids, ending=trial.ending, guard=guard)
         else:
             self._trials.done_with(trial)

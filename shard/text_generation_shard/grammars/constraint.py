@@ -153,6 +153,11 @@ class Grammar:
         can not be less."""
         return 0 if self.error else max(1, len(self.ending))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was compiled in a process that has ended, and must be compiled again."""
+        return False
+
 
 def compile_text(
     tokenizer: LLTokenizer,

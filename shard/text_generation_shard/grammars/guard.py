@@ -31,6 +31,8 @@ _MOST_BETWEEN_S = 2 * _LOOK_MS / 1000
 _ALLOWANCE_S, _ALLOWANCE_EACH_S = 1.0, 0.005
 _TOO_SLOW = "the grammar is too complex to be followed: the next tokens take too long; simplify it"
 _ENDED = "the grammar is too complex to be followed: it needs too much memory; simplify it"
+LOST = "the process of the grammar has ended"
+"""The failure of a row that did not cause it: it may go on in another process."""
 
 
 def pack(message: Any) -> bytes:
@@ -40,22 +42,30 @@ def pack(message: Any) -> bytes:
 
 
 class Unpacker:
-    """Owns the received bytes of one message."""
+    """Owns the received bytes that no message was made of."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, data: bytes) -> bool:
-        """Whether the message is complete. EOFError if `data` is empty."""
+        """Whether a message is complete. EOFError if `data` is empty."""
         if not data:
             raise EOFError("the other side has closed the connection")
         self._data += data
+        return self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `message` may be called."""
         size = len(self._data) - _HEADER.size
-        return size >= 0 and size == _HEADER.unpack_from(self._data)[0]
+        return size >= 0 and size >= _HEADER.unpack_from(self._data)[0]
 
     def message(self) -> Any:
-        """The complete message."""
-        return marshal.loads(memoryview(self._data)[_HEADER.size :])
+        """The first complete message."""
+        end = _HEADER.size + _HEADER.unpack_from(self._data)[0]
+        message = marshal.loads(self._data[_HEADER.size : end])
+        del self._data[:end]
+        return message
 
 
 def receive(connection: socket.socket) -> Any:
@@ -78,22 +88,36 @@ class Guard:
     """Owns the connection to the process of a grammar; the process ends when it is closed.
 
     Every call returns within about two seconds. A process that takes too long is killed. After the
-    process has ended, all calls raise GrammarError. Calls run one at a time.
+    process has ended, all calls fail with `LOST`. Calls run one at a time.
     """
 
-    def __init__(self, connection: socket.socket, process: int, kill: Callable[[], None]) -> None:
-        """`kill` is called at most once, if an answer takes too long."""
+    def __init__(
+        self,
+        connection: socket.socket,
+        process: int,
+        kill: Callable[[], None],
+        is_again: bool = False,
+    ) -> None:
+        """`kill` is called at most once, if an answer takes too long. `is_again`: an earlier
+        process of this grammar has ended, too."""
         connection.setblocking(True)
         self._connection, self._process, self._kill = connection, process, kill
         weakref.finalize(self, connection.close)
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._lock = threading.Lock()
-        self._failure = ""
+        self._is_again, self._is_lost = is_again, False
         self._num_rows = 0
         self._allowed_s = cpu_s(process) + _ALLOWANCE_S
         # Rows to delete in the process with the next message.
         self._forgotten: deque[int] = deque()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no call can be answered any more. From any thread."""
+        closed = select.poll()
+        closed.register(self._connection, 0)
+        return self._is_lost or bool(closed.poll(0))
 
     def new_row(self) -> int:
         """A new, unique row number."""
@@ -107,46 +131,55 @@ class Guard:
     def ask(self, what: str, *values: Any, num_tokens: int = 1) -> Any:
         """One call that processes `num_tokens`: the answer, or GrammarError."""
         self.begin(what, *values)
-        return self.end(num_tokens)
+        answers, failure = self.end(1, num_tokens)
+        if failure:
+            raise GrammarError(failure)
+        return answers[0]
 
     def begin(self, what: str, *values: Any) -> None:
         """Send a call; `end` must follow."""
         self._lock.acquire()
         forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        if not self._failure:
+        if not self._is_lost:
             try:
                 self._connection.sendall(pack((forgotten, what, *values)))
             except OSError:
-                self._failure = _ENDED
+                self._is_lost = True
 
-    def end(self, num_tokens: int = 1) -> Any:
-        """Wait for the answer to `begin`, or GrammarError."""
+    def end(self, num_answers: int, num_tokens: int) -> tuple[list[Any], str]:
+        """Wait for the answers to `begin`: those that came, and why the next one did not."""
+        answers: list[Any] = []
         try:
-            if not self._failure:
-                return self._receive(num_tokens * _ALLOWANCE_EACH_S)
-            raise GrammarError(self._failure)
-        except (OSError, EOFError) as error:
-            self._failure = _ENDED
-            raise GrammarError(_ENDED) from error
+            if self._is_lost:
+                return answers, LOST
+            self._receive(answers, num_answers, num_tokens * _ALLOWANCE_EACH_S)
+            return answers, ""
+        except GrammarError as error:
+            self._is_lost = True
+            return answers, str(error)
+        except (OSError, EOFError):
+            self._is_lost = True
+            # Somebody may have killed it, once.
+            return answers, _ENDED if self._is_again else LOST
         finally:
             self._lock.release()
 
-    def _receive(self, more_s: float) -> Any:
+    def _receive(self, answers: list[Any], num_answers: int, more_s: float) -> None:
         unpacker = Unpacker()
         began = time.monotonic()
         self._allowed_s += more_s
         before, used = cpu_s(self._process), 0.0
         most = min(self._allowed_s - before, _ANSWER_CPU_S + more_s)
-        while True:
+        while len(answers) < num_answers:
             if self._poll.poll(_LOOK_MS):
-                if unpacker.add(self._connection.recv(1 << 16)):
-                    return unpacker.message()
+                unpacker.add(self._connection.recv(1 << 16))
+                while unpacker.is_complete:
+                    answers.append(unpacker.message())
                 continue
             now = cpu_s(self._process)
             used += min(now - before, _MOST_BETWEEN_S)
             before = now
             if used > most or time.monotonic() > began + _ANSWER_S:
-                self._failure = _TOO_SLOW
                 self._kill()
                 raise GrammarError(_TOO_SLOW)
 
@@ -156,6 +189,11 @@ class GuardedGrammar(Grammar):
     """A grammar that is compiled in its own process."""
 
     guard: Guard | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """See Grammar."""
+        return self.guard is None or self.guard.has_ended
 
 
 class GuardedConstraint:

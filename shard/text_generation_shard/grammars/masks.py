@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from llguidance import LLExecutor
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.grammars.constraint import Constraint, GrammarError, sentence
-from text_generation_shard.grammars.guard import AnyConstraint, Guard, GuardedConstraint
+from text_generation_shard.grammars.constraint import Constraint, sentence
+from text_generation_shard.grammars.guard import LOST, AnyConstraint, Guard, GuardedConstraint
 from text_generation_shard.sampling.sampler import Choice
 
 
@@ -99,14 +99,13 @@ def _ask_guards(rows: Sequence[ConstrainedRow], firsts: Sequence[int]) -> _Asked
 
 
 def _collect(asked: _Asked, masks: Tensor) -> None:
-    """Wait for the guards; write their masks, or their errors into the rows."""
+    """Wait for the guards; write their masks, or their errors into the rows. Rows behind the one
+    that ended its process are lost."""
     octets = masks.view(torch.uint8)
     for guard, items in asked:
-        try:
-            answers = guard.end(len(items))
-        except GrammarError as error:
-            answers = [(str(error), ())] * len(items)
-        for (item, first), (failure, found) in zip(items, answers, strict=True):
+        answers, failure = guard.end(len(items), len(items))
+        unanswered = chain([(failure, ())], repeat((LOST, ())))
+        for (item, first), (failure, found) in zip(items, chain(answers, unanswered), strict=False):
             item.failure = failure
             for place, mask in enumerate(found, first):
                 fit = bytearray(mask[: octets.shape[1]])
@@ -187,9 +186,10 @@ class StepGrammars:
             row.constraint.failure = row.constraint.failure or why
 
     def failures(self) -> dict[int, str]:
-        """First position → sentence, for the rows that failed."""
-        failed = (row for row in self._rows if row.constraint.failure)
-        return {row.place: row.constraint.failure for row in failed}
+        """First position → sentence, for the rows that failed; empty where another row, or nobody,
+        has ended the process of the grammar."""
+        failed = ((row.place, row.constraint.failure) for row in self._rows)
+        return {place: "" if why == LOST else why for place, why in failed if why}
 
     def driven(self) -> list[int]:
         """The first positions of the rows whose grammar has replaced a token."""

@@ -80,9 +80,9 @@ class TrialChild:
         self.kill()
         self.connection.close()
 
-    def guard(self) -> Guard:
+    def guard(self, is_again: bool) -> Guard:
         """A guard of the grammar that it tried last."""
-        return Guard(self.connection, self.process, self.kill)
+        return Guard(self.connection, self.process, self.kill, is_again)
 
 
 class TrialServer:

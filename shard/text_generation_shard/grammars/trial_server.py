@@ -123,6 +123,11 @@ def _answer_all(connection: socket.socket, tools: tuple[LLTokenizer, EndingSearc
             continue
         for row in forgotten:
             rows.pop(row, None)
+        if what == "masks":
+            # One by one: the shard knows which row this process was busy with when it ended.
+            for row, guesses in values[0]:
+                connection.sendall(pack(_masks(rows[row], guesses)))
+            continue
         connection.sendall(pack(_answer(grammar, rows, what, values)))
 
 
@@ -149,8 +154,6 @@ def _limit(kind: int, most: int) -> None:
 
 
 def _answer(grammar: Grammar, rows: dict[int, Constraint], what: str, values: list[Any]) -> Any:
-    if what == "masks":
-        return [_masks(rows[row], guesses) for row, guesses in values[0]]
     row, *others = values
     if what == "open":
         generated, max_new_tokens = others
