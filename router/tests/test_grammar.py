@@ -173,7 +173,7 @@ REFUSED = [
     ('{"type": "object", "x-guidance": {"lenient": true}}', "`x-guidance` is not supported"),
     ('{"const": ' + "[" * 400 + "]" * 400 + "}", "grammar is too large: Recursion limit"),
     ('{"items": ' * 70 + "{}" + "}" * 70, "nested at most 64 deep"),
-    ('{"const": "' + "x" * 65_530 + '"}', "at most 65536 bytes. Given: 65543"),
+    ('{"const": "' + "x" * 65_530 + '"}', "at most 65536 bytes. Given: 65557"),
 ]
 
 
@@ -184,9 +184,34 @@ def test_what_is_refused_without_asking_the_shards(source: str, sentence: str) -
     assert sentence in str(caught.value)
 
 
-def test_a_schema_is_measured_before_it_is_read() -> None:
-    with pytest.raises(GrammarError, match=r"at most 65536 bytes. Given: 65537"):
-        checked_schema("x" * 65_537)
+def test_a_schema_is_measured_before_it_is_read_and_without_its_annotations() -> None:
+    with pytest.raises(GrammarError, match=r"at most 1048576 bytes. Given: 1048577"):
+        checked_schema("x" * ((1 << 20) + 1))
+    told: dict[str, Any] = {"description": "d" * 70_000, "examples": [{"title": 1}], "title": "t"}
+    properties = {"title": {"type": "null", **told}, "a": {"items": told, "default": "d" * 70_000}}
+    assert written({**told, "properties": properties}) == {
+        "type": "object",
+        "properties": {"title": {"type": "null"}, "a": {"items": {}}},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "is_kept"),
+    [
+        ("$id", "https://example.com/a", True),
+        ("$id", "Tool Args", False),
+        ("$id", None, False),
+        ("id", "a b", False),
+        ("$schema", "draft 7", False),
+        ("$schema", "https://example.com/a", False),
+        ("$schema", "http://json-schema.org/draft-07/schema#", True),
+    ],
+)
+def test_an_identifier_that_is_no_uri_is_left_out(keyword: str, value: Any, is_kept: bool) -> None:
+    item = {"type": "string", keyword: value}
+    assert (keyword in written({**OBJECT, keyword: value})) == is_kept
+    assert (keyword in written({"type": "array", "items": item})["items"]) == is_kept
 
 
 def test_every_spelling_of_a_response_format() -> None:

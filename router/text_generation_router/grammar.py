@@ -18,8 +18,9 @@ from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
 from text_generation_router.scheduler.shards import Shards
 
-# Of a schema, regular expression or Lark grammar, in UTF-8.
-MAX_SOURCE_BYTES = 65_536
+# Of a schema without annotations, regular expression or Lark grammar, in UTF-8; and of a schema
+# with its annotations.
+MAX_SOURCE_BYTES, _MAX_READ_BYTES = 65_536, 1 << 20
 # Nesting of schemas.
 MAX_DEPTH = 64
 COMPILE_TIMEOUT_S = 10.0
@@ -39,6 +40,14 @@ _JSON_OPTIONS = {
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+# Keywords that allow and forbid no value.
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "example", "examples", "$comment"}
+    | {"deprecated", "readOnly", "writeOnly"}
+)
+# Keywords without effect unless their value is the URI that others refer to, or a known dialect.
+_URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*:[\w\-.~:/?#@!$&'()*+,;=%]*", re.A)
+_IDENTIFIERS = {"$id": _URI, "id": _URI, "$schema": re.compile(r"https?://json-schema\.org/[!-~]*")}
 # Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
 # Of a Lark grammar: strings, regular expressions and comments, and a token by its name. Their ends
@@ -154,12 +163,11 @@ def _with_ids(lark: str, added_ids: Mapping[str, int]) -> str:
     return _LARK_PART.sub(written, lark)
 
 
-def _check_size(source: str) -> None:
+def _check_size(source: str, most: int = MAX_SOURCE_BYTES) -> None:
     size = len(source.encode())
-    if size > MAX_SOURCE_BYTES:
+    if size > most:
         raise GrammarError(
-            f"grammar is too large: its source must have at most {MAX_SOURCE_BYTES} bytes. "
-            f"Given: {size}"
+            f"grammar is too large: its source must have at most {most} bytes. Given: {size}"
         )
 
 
@@ -190,13 +198,16 @@ def _escaped(regex: str) -> str:
 def checked_schema(source: str) -> dict[str, Any]:
     """The schema with our options. Objects are closed where the schema does not say whether other
     properties are allowed. Raises GrammarError."""
-    _check_size(source)
+    _check_size(source, _MAX_READ_BYTES)
     try:
         schema = orjson.loads(source)
     except orjson.JSONDecodeError as error:
         raise _not_valid(str(error)) from error
     if not isinstance(schema, dict):
         raise _not_valid("a JSON schema must be an object")
+    schema = plain_schema(schema)
+    if len(source) > MAX_SOURCE_BYTES // 4:
+        _check_size(_wrap(schema))
     if schema and not schema.keys() & _KEYWORDS:
         raise _not_valid("Grammar must have a 'properties' field")
     is_closed = True
@@ -215,6 +226,25 @@ def checked_schema(source: str) -> dict[str, Any]:
             if part.get("properties"):
                 part.setdefault("additionalProperties", False)
     return {**schema, "x-guidance": _JSON_OPTIONS}
+
+
+def plain_schema(schema: Any, depth: int = 1) -> Any:
+    """The schema without annotations, and without identifiers that are no URIs."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return schema
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        pattern = _IDENTIFIERS.get(key)
+        if key in _ANNOTATIONS or (pattern and not pattern.fullmatch(str(value))):
+            continue
+        if key in _NAMED and isinstance(value, Mapping):
+            value = {name: plain_schema(part, depth + 1) for name, part in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            value = [plain_schema(part, depth + 1) for part in value]
+        elif key in _SINGLE:
+            value = plain_schema(value, depth + 1)
+        plain[key] = value
+    return plain
 
 
 def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from text_generation_router.chat.format import BARE_NAME, ChatFormat, ToolSpec
 from text_generation_router.errors import ToolError
-from text_generation_router.grammar import as_item
+from text_generation_router.grammar import as_item, plain_schema
 from text_generation_router.request import Grammar
 
 # Whitespace where JSON allows it. It is bounded, so that it can not go on forever.
@@ -236,7 +236,7 @@ class _ChatGrammar:
 
 def _arguments_schema(tool: ToolSpec) -> dict[str, Any]:
     """The schema of the arguments for llguidance, always of an object. Raises ToolError."""
-    schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
+    schema: dict[str, Any] = plain_schema(tool.parameters or {"type": "object", "properties": {}})
     kinds = schema.get("type", "object")
     if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         raise ToolError(

@@ -1,5 +1,6 @@
 """Turns conversations into the events of the next message, independent of any API."""
 
+import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -247,7 +248,8 @@ class ChatService:
         tools = conversation.usable_tools
         grammar = conversation.parameters.grammar
         if tools:
-            grammar = tool_grammar(
+            grammar = await asyncio.to_thread(
+                tool_grammar,
                 self._format,
                 conversation.callable_tools,
                 conversation.tool_choice,
