@@ -50,6 +50,7 @@ _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*:[\w\-.~:/?#@!$&'()*+,;=%]*", re.A)
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$schema": re.compile(r"https?://json-schema\.org/[!-~]*")}
 # Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
+_LINE = re.compile(r"^line \d+: ")
 # Of a Lark grammar: strings, regular expressions and comments, and a token by its name. Their ends
 # are optional, so that the search takes linear time.
 _LARK_PART = re.compile(
@@ -107,7 +108,10 @@ class GrammarCompiler:
         if result.error:
             is_schema = grammar.kind == "json_schema"
             reason = "cannot compile regex from schema" if is_schema else "grammar is not valid"
-            raise GrammarError(f"{reason}: {result.error}")
+            error = result.error
+            if grammar.kind != "lark":
+                error = _LINE.sub("", error)  # not one of the client's lines
+            raise GrammarError(f"{reason}: {error}")
         compiled = CompiledGrammar(text, result.min_tokens)
         self._remember(grammar, compiled)
         return compiled

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from text_generation_router.errors import (
 )
 from text_generation_router.grammar import checked_schema
 from text_generation_router.infer import Ending, Generation, Infer
-from text_generation_router.request import PrefillOutput, TokenOutput
+from text_generation_router.request import Grammar, PrefillOutput, TokenOutput
 from text_generation_router.validation import GenerateParameters
 
 
@@ -219,11 +220,12 @@ class ChatService:
         Raises RouterError: TemplateError, ToolError, and those of `Infer.start_many`.
         """
         prompt = ""
+        grammar: Grammar | None = None
 
         async def parameters() -> GenerateParameters:
-            nonlocal prompt
+            nonlocal prompt, grammar
             made = await self._parameters(conversation)
-            prompt = made.inputs
+            prompt, grammar = made.inputs, made.grammar
             return made
 
         try:
@@ -237,9 +239,8 @@ class ChatService:
         except GrammarError as error:
             if not conversation.usable_tools or error.retry_after_s is not None:
                 raise
-            # The grammar was made from these fields.
-            fields = "`tools`" if conversation.parameters.grammar is None else _BOTH
-            raise ToolError(f"{fields} can not be enforced: {error}") from error
+            assert grammar is not None
+            raise ToolError(_complaint(conversation, grammar, str(error))) from error
 
     async def _parameters(self, conversation: Conversation) -> GenerateParameters:
         """The parameters of the generation. Raises TemplateError and ToolError."""
@@ -330,6 +331,23 @@ class ChatService:
 # Tried in this order after the messages as they are.
 _STRICT_FORMS = (strict_form, strict_form_without_system)
 _BOTH = "`tools` and `response_format`"
+_REFUSED_LINE = re.compile(r"grammar is not valid: line (\d+): (.*)", re.S)
+
+
+def _complaint(conversation: Conversation, grammar: Grammar, error: str) -> str:
+    """What can not be enforced and why, by the error about a grammar that was made of tools."""
+    if found := _REFUSED_LINE.fullmatch(error):
+        error = found[2]
+        rule = re.match(r"call_(\d+):", grammar.source.split("\n")[int(found[1]) - 1])
+        if rule is not None:
+            names = [tool.name for tool in conversation.callable_tools]
+            if conversation.tool_choice in names:
+                names = [conversation.tool_choice]
+            name = names[int(rule[1])][:64]
+            return f"The parameters of the tool {name} can not be enforced: {error}"
+    # The grammar was made from these fields.
+    fields = "`tools`" if conversation.parameters.grammar is None else _BOTH
+    return f"{fields} can not be enforced: {error}"
 
 
 def _check_tools(conversation: Conversation) -> None:

@@ -7,13 +7,16 @@ longer end in time is replaced by the next token of a known ending.
 
 import json
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from text_generation_shard.grammars.ending import EndingSearch, Position, ends
+from text_generation_shard.grammars.leniency import lenient_text
 
 # Limits of one grammar, in llguidance's units. They bound the time of compilation and masks, and
 # the lexer's memory, except for intersections of patterns, which are computed before the check.
@@ -51,7 +54,7 @@ _SHOWN_FIRST, _SHOWN_LAST = 120, 80
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')
 # Numbered source lines in an error, and the marks below them.
 _SOURCE_LINE = re.compile(r"\s*(\d+ \|.*|\^+\s*)$")
-_PLACE = re.compile(r"at \d+\(\d+\): ")
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")
 
 
 class GrammarError(ValueError):
@@ -166,9 +169,15 @@ def compile_text(
     ending: Sequence[int] | None = None,
 ) -> Grammar:
     """Compile a grammar in llguidance's form. `ending`: its ending, if known from its trial."""
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
-    if matcher.is_error():
-        return Grammar(sentence(matcher.get_error()))
+    matcher = _matcher(tokenizer, text)
+    # A text that is not in JSON may have schemas of tools; each error names one.
+    while matcher.is_error():
+        error = matcher.get_error()
+        found = _PLACE.match(error)
+        changed = found and lenient_text(text, int(found[1]), partial(_compiles, tokenizer))
+        if not changed:
+            return Grammar(f"line {found[1]}: {sentence(error)}" if found else sentence(error))
+        text, matcher = changed, _matcher(tokenizer, changed)
     position = search.begin(text)
     if position is None:
         return Grammar(_NO_TEXT)
@@ -183,6 +192,16 @@ def compile_text(
         return Grammar(_not_found(position))
     eos_ids, is_plain = tuple(tokenizer.eos_tokens), not _NOT_PLAIN.search(text)
     return Grammar("", matcher, search, eos_ids, position, tuple(ending), is_plain)
+
+
+def _matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    return LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
+
+
+def _compiles(tokenizer: LLTokenizer, schema: Mapping[str, Any]) -> bool:
+    """Whether a tool's schema that is not strict can be compiled."""
+    lenient = {**schema, "x-guidance": {"lenient": True}}
+    return not _matcher(tokenizer, json.dumps({"grammars": [{"json_schema": lenient}]})).is_error()
 
 
 def _not_found(position: Position) -> str:

@@ -1,0 +1,101 @@
+"""Schemas of tools that are not strict: what can not be compiled of them is left out."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Compiles = Callable[[Mapping[str, Any]], bool]
+# Keywords whose values hold schemas: by name, in a list, or one.
+_DEFINITIONS = ("$defs", "definitions")
+_NAMED = (*_DEFINITIONS, "properties", "patternProperties")
+_LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+# Keywords that are tried behind the others, in this order.
+_LAST = ("additionalProperties", "required")
+# The rules of the router's grammars of tools: the arguments of one tool; an answer or a call.
+_RULE = re.compile(r"((?:call_\d+|formatted): .*?%json )(\{.*)")
+
+
+def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
+    """The grammar with a schema in this line that can be compiled; None: it has none that may be
+    changed, or needs no change. `compiles` tells whether a schema can be compiled by itself."""
+    if not text.startswith('{"grammars":[{"lark_grammar":'):
+        return None
+    lines = json.loads(text)["grammars"][0]["lark_grammar"].split("\n")
+    rule = _RULE.match(lines[line - 1]) if line <= len(lines) else None
+    if rule is None:
+        return None
+    schema, end = json.JSONDecoder().raw_decode(rule[2])
+    if not schema.get("x-guidance", {}).get("lenient"):
+        return None
+    if rule[1].startswith("formatted"):
+        answer, *calls = schema["anyOf"]
+        changed = {**schema, "anyOf": [answer, *(_Leaver(compiles).whole(call) for call in calls)]}
+    else:
+        changed = _Leaver(compiles).whole(schema) | {"type": "object"}
+        changed["x-guidance"] = schema["x-guidance"]
+    if changed == schema:
+        return None
+    lines[line - 1] = rule[1] + json.dumps(changed) + rule[2][end:]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, separators=(",", ":"))
+
+
+class _Leaver:
+    """Owns the definitions of one schema, to which its parts refer."""
+
+    def __init__(self, compiles: Compiles) -> None:
+        self._compiles_alone = compiles
+        self._definitions: dict[str, Any] = {}
+
+    def _compiles(self, part: Mapping[str, Any]) -> bool:
+        return self._compiles_alone({**self._definitions, **part})
+
+    def whole(self, schema: Mapping[str, Any]) -> Any:
+        """The schema without what can not be compiled of it."""
+        own = {key: schema[key] for key in _DEFINITIONS if isinstance(schema.get(key), dict)}
+        # While definitions are changed, others that they refer to may be anything.
+        self._definitions = {key: dict.fromkeys(value, True) for key, value in own.items()}
+        self._definitions = {key: self._inside(key, value) for key, value in own.items()}
+        return self.of({**schema, **self._definitions})
+
+    def of(self, part: Any) -> Any:
+        """The part without what can not be compiled of it."""
+        if isinstance(part, bool):
+            return part
+        if not isinstance(part, dict):
+            return {}
+        if self._compiles(part):
+            return part
+        inner = {key: self._inside(key, value) for key, value in part.items()}
+        return inner if self._compiles(inner) else self._joined(inner)
+
+    def _inside(self, key: str, value: Any) -> Any:
+        if key in _NAMED and isinstance(value, dict):
+            return {name: self.of(part) for name, part in value.items()}
+        if key in _LISTED and isinstance(value, list):
+            return [self.of(part) for part in value]
+        return self.of(value) if key in _SINGLE else value
+
+    def _joined(self, inner: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords that can be compiled together."""
+        kept: dict[str, Any] = {}
+        is_open = False
+        for key in sorted(inner, key=lambda key: key in _LAST and 1 + _LAST.index(key)):
+            if key == "additionalProperties" and is_open:
+                continue  # it would forbid what was left out
+            if self._compiles({**kept, key: inner[key]}):
+                kept[key] = inner[key]
+                continue
+            is_open |= key in _NAMED
+            if some := self._some(kept, key, inner[key]):
+                kept[key] = some
+        return kept
+
+    def _some(self, kept: Mapping[str, Any], key: str, value: Any) -> Any:
+        """The names or items of a keyword that can be compiled; nothing if there are none."""
+        if key in ("properties", "patternProperties") and isinstance(value, dict):
+            return {n: v for n, v in value.items() if self._compiles({**kept, key: {n: v}})}
+        if key in ("required", "type") and isinstance(value, list):
+            return [item for item in value if self._compiles({**kept, key: [item]})]
+        return None
