@@ -163,6 +163,32 @@ def test_objects_that_others_add_to_stay_open(combined: dict[str, Any]) -> None:
     assert written(combined) == combined
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("^score$", ["score"]),
+        ("^(a|b-c)$", ["a", "b-c"]),
+        (r"^(?:a[12]|b\.c)$", ["a1", "a2", "b.c"]),
+        ("^a|b$", []),
+        ("^[a-z]$", []),
+        ("^a.$", []),
+        ("a$", []),
+        ("^[01][01][01][01][01][01][01]$", []),
+    ],
+)
+def test_a_pattern_of_a_few_names_becomes_properties(pattern: str, names: list[str]) -> None:
+    value = {"type": "object", "patternProperties": {pattern: {"minimum": 3}}}
+    if not names:
+        assert written(value) == value
+        return
+    assert written(value)["properties"] == {name: {"minimum": 3} for name in names}
+    assert written(value)["additionalProperties"] is True, "as it was"
+    both = written({**value, **OBJECT, "additionalProperties": False})
+    if "a" in names:
+        assert both["properties"]["a"] == {"allOf": [{"type": "integer"}, {"minimum": 3}]}
+    assert "patternProperties" not in both and both["additionalProperties"] is False
+
+
 REFUSED = [
     ("{", "grammar is not valid: "),
     ("true", "a JSON schema must be an object"),

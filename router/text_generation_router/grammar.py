@@ -7,6 +7,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +50,10 @@ _ANNOTATIONS = frozenset(
 # Keywords without effect unless their value is the URI that others refer to, or a known dialect.
 _URI = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-]*:[\w\-.~:/?#@!$&'()*+,;=%]*", re.A)
 _IDENTIFIERS = {"$id": _URI, "id": _URI, "$schema": re.compile(r"https?://json-schema\.org/[!-~]*")}
+# Patterns of a few names: an escaped sign, one of several, or a plain one after another.
+_WHOLE = re.compile(r"\^(\((?:\?:)?)?(.*)(?(1)\))\$", re.S)
+_LETTER = re.compile(r"\\([^\w\s])|\[([\w ]+)\]|([\w \-@/:,;#%&=<>!~'\"])")
+_MOST_NAMES = 64
 # Keywords next to which a closed object could exclude properties that another schema requires.
 _COMBINING = frozenset({"anyOf", "oneOf", "allOf", "$ref", "patternProperties"})
 _LINE = re.compile(r"^line \d+: ")
@@ -248,7 +254,45 @@ def plain_schema(schema: Any, depth: int = 1) -> Any:
         elif key in _SINGLE:
             value = plain_schema(value, depth + 1)
         plain[key] = value
+    if "properties" in plain or plain.get("type") == "object":
+        _name_properties(plain)
     return plain
+
+
+def _name_properties(schema: dict[str, Any]) -> None:
+    """Writes patterns that match a few names as properties: with all these names taken, the
+    compiler would allow a comma that no member can follow."""
+    patterns, named = schema.get("patternProperties"), schema.get("properties", {})
+    if not isinstance(patterns, dict) or not isinstance(named, dict):
+        return
+    rest, properties = dict(patterns), dict(named)
+    for pattern in patterns:
+        names = _names_of(pattern)
+        part = rest.pop(pattern) if names else None
+        for name in names:
+            is_new = properties.get(name, True) is True
+            properties[name] = part if is_new else {"allOf": [properties[name], part]}
+    if len(rest) < len(patterns):
+        del schema["patternProperties"]
+        schema |= {"properties": properties, **({"patternProperties": rest} if rest else {})}
+        schema.setdefault("additionalProperties", True)
+
+
+def _names_of(pattern: str) -> list[str]:
+    """All names that a pattern matches; none if they are many, or the pattern is not simple."""
+    whole = _WHOLE.fullmatch(pattern)
+    if whole is None or ("|" in whole[2] and not whole[1]):
+        return []
+    names: list[str] = []
+    for way in whole[2].split("|"):
+        pieces = list(_LETTER.finditer(way))
+        if "".join(piece[0] for piece in pieces) != way or len(pieces) > 64:
+            return []
+        choices = [piece[1] or piece[2] or piece[3] for piece in pieces]
+        if prod(map(len, choices)) > _MOST_NAMES:
+            return []
+        names += map("".join, product(*choices))
+    return names if len(names) <= _MOST_NAMES else []
 
 
 def _parts(schema: Any, depth: int) -> Iterator[dict[str, Any]]:

@@ -224,3 +224,23 @@ def test_a_text_goes_on_to_where_an_ending_is_found(
         assert re.fullmatch(r"a\[[0-9]+\]", tokenizer.decode(written))
     else:
         assert "can not be completed" in constraint.failure and len(written) < len(asked) * 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [
+        ("^sc", {"type": "integer", "minimum": 50_000}),
+        ("re$", {"type": "string", "minLength": 30}),
+        ("o", {"pattern": "^[abc]{6}$"}),
+    ],
+)
+def test_a_property_follows_the_patterns_that_match_its_name(
+    pattern: str, part: dict[str, object], compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    properties = {"score": {"type": part.get("type", "string")}, "a": {"type": "null"}}
+    schema = closed(**properties) | {"patternProperties": {pattern: part}}
+    grammar = compiler.compile_now(schema_text(schema))
+    assert not grammar.error
+    for spare in (0, 5, 40):
+        text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, random.Random(spare)))
+        check(text, schema)

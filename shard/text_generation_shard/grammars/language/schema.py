@@ -26,7 +26,7 @@ from text_generation_shard.grammars.language.formats import FORMATS
 from text_generation_shard.grammars.language.members import Members, Pairs
 from text_generation_shard.grammars.language.merging import NOTHING, TYPES, merged
 from text_generation_shard.grammars.language.numbers import Bounds, Number
-from text_generation_shard.grammars.language.places import Both, start
+from text_generation_shard.grammars.language.places import Both, after_text, distance, start
 from text_generation_shard.grammars.language.regular import parse, parse_search
 from text_generation_shard.grammars.language.strings import quoted, string
 
@@ -209,9 +209,11 @@ class _Builder:
         required = list(schema.get("required", ()))
         patterns = schema.get("patternProperties", {})
         additional = schema.get("additionalProperties", True)
-        for name in required:
-            if name not in properties:
-                properties[name] = True if patterns else additional
+        for name in dict.fromkeys([*properties, *required]):
+            parts = [part for pattern, part in patterns.items() if _matches(pattern, name)]
+            if name in properties:
+                parts.insert(0, properties[name])
+            properties[name] = {"allOf": parts} if parts else additional
         pairs = [
             (name in required, self._pair(_name(name), part)) for name, part in properties.items()
         ]
@@ -234,6 +236,10 @@ class _Builder:
 
     def _pair(self, key: Expression, schema: Any) -> Expression:
         return Sequence_([key, self._colon, self.expression(schema)])
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return not distance(after_text(start(parse_search(pattern)), name))
 
 
 def _name(value: str) -> Expression:
