@@ -235,3 +235,82 @@ def test_grammars_can_be_switched_off(tiny_model_path: Path) -> None:
         response = handle.client.post("/generate", json=body)
     assert response.status_code == 422
     assert response.json()["error"] == "Input validation error: grammar is not supported"
+
+
+def _of(part: Any, **more: Any) -> Schema:
+    return {"type": "object", "properties": {"a": part, "n": {"type": "null"}}, **more}
+
+
+LOOK_AHEAD = r"^(?!\.)(?!.*\.\.)[A-Za-z0-9.]*[A-Za-z0-9]@[a-z]+$"
+# What people and programs write, and what attackers could.
+ODD: list[Schema] = [
+    _of({"type": "string", "format": "email", "pattern": LOOK_AHEAD}),
+    _of({"type": "string", "pattern": r"^(a)\1$"}),
+    _of({"type": "string", "pattern": "("}),
+    _of({"type": "string", "pattern": "a{1000000}"}, required=["a"]),
+    _of({"type": "string"}, required=None),
+    _of({"type": "string"}, required="a"),
+    _of({"type": "string"}, required=["b"], additionalProperties=False),
+    _of({"type": "date"}),
+    _of({"type": None}),
+    _of({"type": "integer", "minimum": 5, "maximum": 1}, required=["a"]),
+    _of({"type": "integer", "minimum": "5"}),
+    _of({"type": "number", "multipleOf": 0}),
+    _of({"enum": []}, required=["a"]),
+    _of({"enum": None}),
+    _of({"$ref": "#/$defs/no"}),
+    _of({"$ref": "https://example.com/a.json"}),
+    _of({"$ref": "#/properties/a"}, required=["a"]),
+    _of({"$ref": "#"}, required=["a"]),
+    _of({"anyOf": []}, required=["a"]),
+    _of({"allOf": [{"type": "string"}, {"type": "null"}]}, required=["a"]),
+    _of({"type": "array", "items": [{"type": "string"}]}),
+    _of({"type": "array", "minItems": 10**9}, required=["a"]),
+    _of(None),
+    _of(False, required=["a"]),
+    _of({}, patternProperties={"^a$": {"type": "integer", "minimum": 3}}, required=["a"]),
+    _of({}, patternProperties={"^[a-n]$": {"type": "null"}}, additionalProperties=False),
+    _of({}, patternProperties={"^[a-n]$": {"type": "null"}, "a": {"type": "string"}}),
+    _of({"type": "string"}, **{"$id": "no uri", "$schema": "draft 7"}),
+    _of({"not": {"type": "string"}}, **{"if": {}, "then": False}),
+    {"type": "object", "properties": []},
+    {"type": "object", "properties": None, "additionalProperties": None},
+    {"type": "object", "minProperties": 9},
+    {"type": ["object", "null"], "propertyNames": {"pattern": "^b"}},
+]
+
+
+@pytest.fixture(scope="module")
+def embedded_server() -> Iterator[LauncherHandle]:
+    with running(None) as handle:
+        yield handle
+        handle.assert_idle()
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_odd_schema_never_gives_a_5xx(embedded_server: LauncherHandle, is_strict: bool) -> None:
+    """A text that follows it, or the reason; a tool that is not strict loses the odd part only."""
+    message = {"messages": [{"role": "user", "content": "call it"}], "max_tokens": 60}
+    client = embedded_server.client
+
+    def ask(tool: Schema, choice: str, seed: int) -> httpx.Response:
+        functions = [{"name": "plain", "parameters": _of({"type": "null"})}]
+        functions.append({"name": "odd", "parameters": tool, "strict": is_strict})
+        tools = [{"type": "function", "function": each} for each in functions]
+        body = {**message, "tools": tools, "tool_choice": choice, "seed": seed}
+        return client.post("/v1/chat/completions", json=body)
+
+    for number, schema in enumerate(ODD):
+        answers = [ask(schema, choice, number) for choice in ("auto", "required")]
+        statuses = {answer.status_code for answer in answers}
+        assert statuses == {200} or (is_strict and statuses == {400}), (schema, answers[0].text)
+        for answer in answers:
+            assert answer.status_code == 200 or "tool odd can not be" in answer.text, answer.text
+        if not is_strict:
+            continue
+        parameters = {"grammar": {"type": "json", "value": schema}, "seed": number, **DRAWN}
+        body = {"inputs": "x", "parameters": {**parameters, "max_new_tokens": 60}}
+        answer = client.post("/generate", json=body)
+        assert answer.status_code in (200, 422), (schema, answer.text)
+        if answer.status_code == 200:
+            check(answer.json()["generated_text"], schema)

@@ -101,6 +101,10 @@ def test_each_tool_is_changed_alone_and_strict_ones_are_refused(compiler: Gramma
     assert not grammar.error and grammar.position is not None and grammar.position.places
     refused = compiler.compile_now(tools(fine, bad, is_lenient=False))
     assert refused.error.startswith("line 3: ") and "look-ahead" in refused.error
+    endless = closed({"$ref": "#"}, required=["a"])
+    assert not compiler.compile_now(tools(endless)).error
+    refused = compiler.compile_now(tools(fine, endless, is_lenient=False))
+    assert refused.error.startswith("line 3: no text matches it")
 
 
 def test_an_answer_beside_tools_is_not_changed(compiler: GrammarCompiler) -> None:

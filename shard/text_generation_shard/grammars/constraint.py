@@ -16,7 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from text_generation_shard.grammars.ending import EndingSearch, Position, ends
-from text_generation_shard.grammars.leniency import lenient_text
+from text_generation_shard.grammars.leniency import endless_line, lenient_text
 
 # Limits of one grammar, in llguidance's units. They bound the time of compilation and masks, and
 # the lexer's memory, except for intersections of patterns, which are computed before the check.
@@ -170,13 +170,12 @@ def compile_text(
 ) -> Grammar:
     """Compile a grammar in llguidance's form. `ending`: its ending, if known from its trial."""
     matcher = _matcher(tokenizer, text)
-    # A text that is not in JSON may have schemas of tools; each error names one.
-    while matcher.is_error():
-        error = matcher.get_error()
-        found = _PLACE.match(error)
-        changed = found and lenient_text(text, int(found[1]), partial(_compiles, tokenizer))
-        if not changed:
-            return Grammar(f"line {found[1]}: {sentence(error)}" if found else sentence(error))
+    # The schemas of tools that are not strict are changed until none is refused.
+    while (refused := _refused(matcher, search, text)) is not None:
+        line, why = refused
+        changed = lenient_text(text, line, partial(_compiles, tokenizer, search))
+        if changed is None:
+            return Grammar(f"line {line}: {why}" if line else why)
         text, matcher = changed, _matcher(tokenizer, changed)
     position = search.begin(text)
     if position is None:
@@ -198,10 +197,24 @@ def _matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     return LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
 
 
-def _compiles(tokenizer: LLTokenizer, schema: Mapping[str, Any]) -> bool:
-    """Whether a tool's schema that is not strict can be compiled."""
-    lenient = {**schema, "x-guidance": {"lenient": True}}
-    return not _matcher(tokenizer, json.dumps({"grammars": [{"json_schema": lenient}]})).is_error()
+def _refused(matcher: LLMatcher, search: EndingSearch, text: str) -> tuple[int, str] | None:
+    """The line of a grammar that is at fault, if that is known, and why; None: no fault is."""
+    if matcher.is_error():
+        error = matcher.get_error()
+        found = _PLACE.match(error)
+        return int(found[1]) if found else 0, sentence(error)
+    line = endless_line(text, lambda schema: search.begin(_schema_text(schema)) is not None)
+    return (line, _NO_TEXT) if line else None
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _compiles(tokenizer: LLTokenizer, search: EndingSearch, schema: Mapping[str, Any]) -> bool:
+    """Whether a tool's schema that is not strict can be compiled, and has a text."""
+    text = _schema_text({**schema, "x-guidance": {"lenient": True}})
+    return not _matcher(tokenizer, text).is_error() and search.begin(text) is not None
 
 
 def _not_found(position: Position) -> str:

@@ -17,13 +17,28 @@ _LAST = ("additionalProperties", "required")
 _RULE = re.compile(r"((?:call_\d+|formatted): .*?%json )(\{.*)")
 
 
+def endless_line(text: str, has_text: Callable[[Mapping[str, Any]], bool]) -> int:
+    """The first line with the schema of a tool that has no text; 0: there is none."""
+    for number, line in enumerate(_lines(text) if "$ref" in text else (), start=1):
+        rule = _RULE.match(line) if "$ref" in line else None
+        if rule is not None and not has_text(json.JSONDecoder().raw_decode(rule[2])[0]):
+            return number
+    return 0
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of a grammar in Lark that the router has written."""
+    if not text.startswith('{"grammars":[{"lark_grammar":'):
+        return []
+    source: str = json.loads(text)["grammars"][0]["lark_grammar"]
+    return source.split("\n")
+
+
 def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
     """The grammar with a schema in this line that can be compiled; None: it has none that may be
     changed, or needs no change. `compiles` tells whether a schema can be compiled by itself."""
-    if not text.startswith('{"grammars":[{"lark_grammar":'):
-        return None
-    lines = json.loads(text)["grammars"][0]["lark_grammar"].split("\n")
-    rule = _RULE.match(lines[line - 1]) if line <= len(lines) else None
+    lines = _lines(text)
+    rule = _RULE.match(lines[line - 1]) if 0 < line <= len(lines) else None
     if rule is None:
         return None
     schema, end = json.JSONDecoder().raw_decode(rule[2])
@@ -93,9 +108,15 @@ class _Leaver:
         return kept
 
     def _some(self, kept: Mapping[str, Any], key: str, value: Any) -> Any:
-        """The names or items of a keyword that can be compiled; nothing if there are none."""
+        """The names or items of a keyword that can be compiled together; none if there are none."""
+        names: dict[str, Any] = {}
+        items: list[Any] = []
         if key in ("properties", "patternProperties") and isinstance(value, dict):
-            return {n: v for n, v in value.items() if self._compiles({**kept, key: {n: v}})}
+            for name, part in value.items():
+                if self._compiles({**kept, key: {**names, name: part}}):
+                    names[name] = part
         if key in ("required", "type") and isinstance(value, list):
-            return [item for item in value if self._compiles({**kept, key: [item]})]
-        return None
+            for item in value:
+                if self._compiles({**kept, key: [*items, item]}):
+                    items.append(item)
+        return names or items
