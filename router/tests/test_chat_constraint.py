@@ -313,3 +313,12 @@ def test_reasoning_may_stand_before_a_format(form: ChatFormat, is_special: bool)
             assert not matched.takes(f"{thought}</think>{wrong}")
             assert not matched.takes(thought)
         assert not inner.takes(right)
+
+
+def test_descriptions_of_a_tool_are_not_in_its_grammar() -> None:
+    told = {"description": "d" * 70_000, "title": "T", "$id": "my tool"}
+    properties = {"title": {"type": "string", **told}}
+    tool = ToolSpec("f", parameters={"type": "object", "properties": properties, **told})
+    grammar = tool_grammar(FORMATS["hermes"], [tool], "auto", parallel=True)
+    assert grammar is not None and len(grammar.source) < 2000
+    assert '"properties": {"title": {"type": "string"}}' in grammar.source
