@@ -103,10 +103,11 @@ def _rotary_dim(config: Fields, given: Fields, family: Family, head_dim: int, ki
         logger.warning("`%s` in %s is ignored: this model rotates whole heads", name, place.where)
         share = 1.0
     dim = int(head_dim * share)
-    if dim % 2 or not (4 if kind == "dynamic" else 2) <= dim <= head_dim:
+    # Features rotate in pairs: of an odd number, the last has the next feature as its partner.
+    if not (3 if kind == "dynamic" else 1) <= dim <= dim + dim % 2 <= head_dim:
         raise ModelError(
             f"{config.where} rotates {dim} of the {head_dim} features of a head (`head_dim`, "
-            f"`{name}`); expected an even number of them"
+            f"`{name}`); expected pairs of features within the head"
         )
     return dim
 
@@ -119,6 +120,7 @@ def _check(given: Fields, kind: str, rotary_dim: int) -> None:
     if kind == "llama3" and given.number("high_freq_factor") <= given.number("low_freq_factor"):
         raise given.wrong("high_freq_factor", "a number above `low_freq_factor`")
     if kind == "longrope":
+        pairs = -(-rotary_dim // 2)
         for name in ("short_factor", "long_factor"):
-            if len(given.items(name, float, rotary_dim // 2)) != rotary_dim // 2:
-                raise given.wrong(name, f"a list of {rotary_dim // 2} numbers")
+            if len(given.items(name, float, pairs)) != pairs:
+                raise given.wrong(name, f"a list of {pairs} numbers")
