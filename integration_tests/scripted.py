@@ -122,7 +122,10 @@ class _Pieces:
         start = 0
         while start < len(text):
             end = start + _SHORTEST_PIECE
-            while end < len(text) and not self._is_new(text[start:end], found):
+            # Up to whitespace: in a word a grammar may leave one way, which is the tokenizer's own.
+            while end < len(text) and not (
+                text[end].isspace() and self._is_new(text[start:end], found)
+            ):
                 end += 1
             found.append(text[start:end])
             start = end
