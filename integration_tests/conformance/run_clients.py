@@ -4,26 +4,36 @@ usage: python -m integration_tests.conformance.run_clients [CLIENT ...]
 
 A client is a script `clients/use_NAME.py`, its pinned packages are `requirements/NAME.txt`, and its
 environment is `.venv-clients/NAME`, which the Makefile sets up. One in JavaScript is a script
-`clients/use_NAME.cjs` with `requirements/NAME/package.json`. Exits with 1 if a check failed.
+`clients/use_NAME.cjs` with `requirements/NAME/package.json`. A coding agent (AGENTS) finds a server
+whose model writes the texts of `clients/agents.py`. Exits with 1 if a check failed.
 """
 
 import io
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from integration_tests.conformance.clients.agents import CONTEXT, SCRIPTS
 from integration_tests.conformance.transcript import API_KEY, SERVER_FLAGS
+from integration_tests.scripted import write_scripted
 from integration_tests.server import LauncherHandle, clean_environment, running
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent.parent / ".venv-clients"
 TIMEOUT_S = 120
 COLUMNS = "{:<34} {:<10} {:>6} {:>6} {:>6} {:>8}"
+AGENTS = ("aider", "claude-code", "codex", "opencode")
+AGENT_FLAGS = (
+    *("--device", "cpu", "--dtype", "float32", "--api-key", API_KEY),
+    *("--max-total-tokens", str(CONTEXT), "--max-batch-total-tokens", str(3 * CONTEXT)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,12 @@ def version_of(client: str) -> str:
 
 
 def command_of(client: str) -> list[str]:
-    """The interpreter of a client's script."""
+    """A client's script with its interpreter: ours if the client is a program from npm."""
     script = HERE / f"clients/use_{client.replace('-', '_')}"
     if script.with_suffix(".cjs").exists():
         return ["node", f"{script}.cjs"]
-    return [str(ENVIRONMENTS / client / "bin/python"), f"{script}.py"]
+    python = ENVIRONMENTS / client / "bin/python"
+    return [str(python) if python.exists() else sys.executable, f"{script}.py"]
 
 
 def ask(client: str, handle: LauncherHandle) -> Outcome:
@@ -105,12 +116,26 @@ def ask(client: str, handle: LauncherHandle) -> Outcome:
     return Outcome(client, version_of(client), time.monotonic() - start, checks, crash)
 
 
+def ask_all(names: Sequence[str], model: Path | None, *flags: str) -> list[Outcome]:
+    """Runs these clients against one server. Starts none if there are no clients."""
+    if not names:
+        return []
+    with running(model, *flags) as handle:
+        outcomes = [ask(name, handle) for name in names]
+        handle.assert_idle()
+    return outcomes
+
+
 def main() -> int:
     """Runs all clients, or the named ones, and prints the table."""
-    log = io.StringIO()  # the server's, which it leaves on stdout
-    with redirect_stdout(log), running(None, *SERVER_FLAGS) as handle:
-        outcomes = [ask(client, handle) for client in sys.argv[1:] or clients()]
-        handle.assert_idle()
+    names = sys.argv[1:] or clients()
+    agents = [name for name in names if name in AGENTS]
+    log = io.StringIO()  # the servers', which they leave on stdout
+    with redirect_stdout(log), tempfile.TemporaryDirectory() as folder:
+        outcomes = ask_all([one for one in names if one not in AGENTS], None, *SERVER_FLAGS)
+        if agents:
+            model = write_scripted("qwen3", Path(folder), SCRIPTS)
+            outcomes += ask_all(agents, model, *AGENT_FLAGS)
     failures = [(one.client, failure) for one in outcomes for failure in one.failures]
     for client, failure in failures:
         print(f"FAILED {client}: {failure}")
