@@ -2,9 +2,10 @@
 
 `run_clients.py` serves a model that writes the script of the trigger that comes last in its prompt.
 What an agent has to do is copy NOTE's file: the copy shows that its tool ran, and NOTE in the
-result of the tool makes the model write DONE. Standard library only.
+result of the tool makes the model write DONE; any other result, NO_NOTE. Standard library only.
 """
 
+import base64
 import json
 import os
 import subprocess
@@ -15,8 +16,13 @@ from typing import Any
 
 CONTEXT = 32_000
 TEXT, DONE = "The sky is blue today.", "The copy has been made."
+NO_NOTE = "There is no note in it."
 ASK_TEXT, ASK_TOOL = "Please write script:text", "Please write script:{}"
-NOTE = "script:done"
+NOTE, PICTURE = "script:done", "picture.png"
+_PNG = (  # of one pixel
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 COPY = "cp note.txt copy.txt && cat copy.txt"
 
 
@@ -29,11 +35,13 @@ SCRIPTS: Mapping[str, str] = {
     "": "Nothing was asked.",
     "script:text": f"<think>\nLook up.\n</think>\n\n{TEXT}",
     "script:claude-code": _call("Bash", command=COPY, description="Copies it"),
+    "script:picture": _call("Read", file_path=PICTURE),
     "script:codex": _call("exec_command", cmd=COPY),
     "script:opencode": _call("bash", command=COPY),
     # It has no tools: the model writes a whole file, here without the trigger itself.
     "script:aider": f"Here it is.\n\ncopy.txt\n```\n{NOTE.replace(':', ': ')}\n```\n",
     NOTE: DONE,
+    "<tool_response>": NO_NOTE,
 }
 
 
@@ -55,6 +63,7 @@ class Workplace:
         self.home.mkdir()
         subprocess.run(["git", "init", "--quiet", self.repository], check=True)
         (self.repository / "note.txt").write_text(f"{NOTE}\n")
+        (self.repository / PICTURE).write_bytes(base64.b64decode(_PNG))
         self._environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.home),

@@ -1,4 +1,4 @@
-"""Claude Code over `/v1/messages`: a text, a tool, the same session again, an overflow."""
+"""Claude Code over `/v1/messages`: a text, tools, a session that goes on, overflows."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from agents import (
     ASK_TOOL,
     CONTEXT,
     DONE,
+    NO_NOTE,
     NOTE,
     TEXT,
     Workplace,
@@ -51,6 +52,15 @@ def tool_and_another_turn() -> None:
     equal(second["result"], TEXT)
     # Its history is the first turn's, which the server still has.
     assert second["usage"]["cache_read_input_tokens"] > PROMPT_OF_ITS_OWN / 2, second["usage"]
+
+
+@check
+def picture() -> None:
+    """The server reads no pictures; its 400 names the block, which is left out."""
+    *_, told, _last, result = ask(ASK_TOOL.format("picture"))
+    (part,) = told["message"]["content"]
+    assert "could not be processed and was removed" in part["text"], part
+    equal(result["result"], NO_NOTE)
 
 
 @check

@@ -1,4 +1,4 @@
-"""Codex CLI over `/v1/responses`: a text, a tool, the same thread again, an overflow."""
+"""Codex CLI over `/v1/responses`: a text, a tool, a thread that goes on, overflows."""
 
 import json
 from typing import Any
@@ -35,7 +35,9 @@ wire_api = "responses"
 [analytics]
 enabled = false
 
-[features]  # they fetch lists from OpenAI and GitHub
+[features]
+view_image = false  # there is no model that reads pictures
+# These fetch lists from OpenAI and GitHub.
 apps = false
 plugins = false
 """
