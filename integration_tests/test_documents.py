@@ -10,6 +10,8 @@ from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 
+from integration_tests.conformance.run_clients import clients, version_of
+
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = (
@@ -75,6 +77,12 @@ def test_every_make_target_exists(document: Path) -> None:
     named = set(re.findall(r"^make ([a-z-]+)", fenced, re.MULTILINE))
     named |= set(re.findall(r"`make ([a-z-]+)", prose(document)))
     assert named - targets == set()
+
+
+def test_every_client_is_listed_with_its_version() -> None:
+    text = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| ([0-9.]+) \|", text, re.MULTILINE)
+    assert sorted(rows) == [(client, version_of(client)) for client in clients()]
 
 
 def test_the_flags_exist() -> None:
