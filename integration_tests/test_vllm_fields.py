@@ -103,7 +103,7 @@ def test_min_tokens_and_stop_tokens(server: LauncherHandle, path: str) -> None:
     (stop,) = answer(server, path, max_tokens=1, return_token_ids=True, temperature=0)["choices"][
         0
     ]["token_ids"]
-    given = {**towards(**{f"t{stop}": 90.0, f"t{end}": 80.0}), "return_token_ids": True}
+    given = {**towards(**{f"t{stop}": 90.0, f"t{end}": 60.0}), "return_token_ids": True}
     found = answer(server, path, **given, stop_token_ids=[stop])["choices"][0]
     assert found["token_ids"] == [stop]
     assert (found["finish_reason"], found["stop_reason"]) == ("stop", stop)

@@ -189,6 +189,24 @@ def test_a_pattern_of_a_few_names_becomes_properties(pattern: str, names: list[s
     assert "patternProperties" not in both and both["additionalProperties"] is False
 
 
+def test_patterns_of_names_are_written_once() -> None:
+    """A schema does not grow beyond its bound, nor become deeper, by its patterns."""
+    nested: dict[str, Any] = {"minimum": 3}
+    for _ in range(6):
+        nested = {"type": "object", "patternProperties": {"^[ab][ab]$": nested}}
+    found = written(nested)
+    for _ in range(5):
+        assert list(found["patternProperties"]) == ["^[ab][ab]$"]
+        found = found["patternProperties"]["^[ab][ab]$"]
+    assert list(found["properties"]) == ["aa", "ab", "ba", "bb"]
+    shared = {f"^(a|x{number})$": {"maximum": number} for number in range(200)}
+    flat = written({"type": "object", "patternProperties": shared})
+    assert all(set(part) == {"maximum"} for part in flat["properties"]["a"]["allOf"])
+    large = {"^[abcd][abcd][abcd]$": {"enum": ["e" * 2000]}}
+    with pytest.raises(GrammarError, match="too large"):
+        written({"type": "object", "patternProperties": large})
+
+
 REFUSED = [
     ("{", "grammar is not valid: "),
     ("true", "a JSON schema must be an object"),

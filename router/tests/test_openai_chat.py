@@ -416,6 +416,10 @@ async def test_tools_beside_a_format(server: Server) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"items": [{}]}}}
     error = (await post(server, tools=[TOOL], response_format=bad)).json()["error"]
     assert "`tools` and `response_format` can not be enforced" in error["message"]
+    deep = {"type": "json_object", "value": '{"const":' + '{"a":' * 900 + "1" + "}" * 901}
+    for tools in ([TOOL], []):
+        answer = await post(server, tools=tools, response_format=deep)
+        assert answer.status_code == 400 and "nest its values less" in answer.text
 
 
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:

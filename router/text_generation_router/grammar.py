@@ -42,6 +42,7 @@ _JSON_OPTIONS = {
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
+_HOLDING = frozenset({*_NAMED, *_LISTED, *_SINGLE})
 # Keywords that allow and forbid no value.
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "example", "examples", "$comment"}
@@ -67,7 +68,7 @@ _SIGNS = {"/": "\\/", "\n": "\\n", "\r": "\\r"}
 # Keywords that define a value without `type`.
 _OTHER_TYPES = frozenset({"enum", "const", "$ref"})
 # An object without any of these is probably not a schema; TGI requires `properties`.
-_KEYWORDS = frozenset({*_NAMED, *_LISTED, *_SINGLE, "type", "enum", "const", "$ref", "not", "if"})
+_KEYWORDS = frozenset({*_HOLDING, "type", "enum", "const", "$ref", "not", "if"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +217,7 @@ def checked_schema(source: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise _not_valid("a JSON schema must be an object")
     schema = plain_schema(schema)
-    if len(source) > MAX_SOURCE_BYTES // 4:
-        _check_size(_wrap(schema))
+    _check_size(_wrap(schema))
     if schema and not schema.keys() & _KEYWORDS:
         raise _not_valid("Grammar must have a 'properties' field")
     is_closed = True
@@ -265,17 +265,29 @@ def _name_properties(schema: dict[str, Any]) -> None:
     patterns, named = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(named, dict):
         return
-    rest, properties = dict(patterns), dict(named)
-    for pattern in patterns:
+    rest: dict[str, Any] = {}
+    parts = {name: [] if part is True else [part] for name, part in named.items()}
+    room = _MOST_NAMES
+    for pattern, part in patterns.items():
         names = _names_of(pattern)
-        part = rest.pop(pattern) if names else None
+        # Schemas that hold others are written once: copies of copies would grow exponentially.
+        has_schemas = isinstance(part, Mapping) and not part.keys().isdisjoint(_HOLDING)
+        if not names or len(names) > min(room, 1 if has_schemas else _MOST_NAMES):
+            rest[pattern] = part
+            continue
+        room -= len(names)
         for name in names:
-            is_new = properties.get(name, True) is True
-            properties[name] = part if is_new else {"allOf": [properties[name], part]}
+            parts.setdefault(name, []).append(part)
     if len(rest) < len(patterns):
         del schema["patternProperties"]
-        schema |= {"properties": properties, **({"patternProperties": rest} if rest else {})}
+        schema["properties"] = {name: _together(found) for name, found in parts.items()}
+        schema |= {"patternProperties": rest} if rest else {}
         schema.setdefault("additionalProperties", True)
+
+
+def _together(parts: list[Any]) -> Any:
+    """A schema of what all the parts allow."""
+    return {"allOf": parts} if len(parts) > 1 else parts[0] if parts else True
 
 
 def _names_of(pattern: str) -> list[str]:

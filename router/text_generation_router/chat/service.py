@@ -237,36 +237,23 @@ class ChatService:
                     for generation in generations
                 ]
         except GrammarError as error:
-            if not conversation.usable_tools or error.retry_after_s is not None:
+            if error.retry_after_s is not None:
                 raise
-            assert grammar is not None
-            raise ToolError(_complaint(conversation, grammar, str(error))) from error
+            if conversation.usable_tools:
+                raise ToolError(_complaint(conversation, grammar, str(error))) from error
+            if grammar == conversation.parameters.grammar:
+                raise
+            # The line is none of the client's.
+            raise GrammarError(_LINE.sub("", str(error))) from error
 
     async def _parameters(self, conversation: Conversation) -> GenerateParameters:
         """The parameters of the generation. Raises TemplateError and ToolError."""
         _check_tools(conversation)
         prompt = await self.render(conversation)
-        tools = conversation.usable_tools
-        grammar = conversation.parameters.grammar
-        if tools:
-            grammar = await asyncio.to_thread(
-                tool_grammar,
-                self._format,
-                conversation.callable_tools,
-                conversation.tool_choice,
-                parallel=conversation.parallel_tool_calls,
-                special_ids=self._special_ids,
-                starts_in_reasoning=self._format.starts_in_reasoning(prompt),
-                answer=None if grammar is None else checked_schema(grammar.source),
-            )
-        elif grammar is not None and self._reasons(conversation, prompt):
-            grammar = thinking_grammar(
-                self._format,
-                grammar,
-                self._special_ids,
-                starts_in_reasoning=self._format.starts_in_reasoning(prompt),
-            )
-        markers = self._format.special_tokens if tools else self._format.reasoning or ()
+        grammar, has_tools = conversation.parameters.grammar, bool(conversation.usable_tools)
+        if has_tools or grammar is not None:
+            grammar = await asyncio.to_thread(self._grammar, conversation, prompt)
+        markers = self._format.special_tokens if has_tools else self._format.reasoning or ()
         return replace(
             conversation.parameters,
             inputs=prompt,
@@ -275,6 +262,28 @@ class ChatService:
             grammar=grammar,
             visible_special_tokens=frozenset(markers),
         )
+
+    def _grammar(self, conversation: Conversation, prompt: str) -> Grammar | None:
+        """The grammar of the answer. Raises ToolError and GrammarError. From any thread."""
+        grammar, begun = conversation.parameters.grammar, self._format.starts_in_reasoning(prompt)
+        try:
+            if conversation.usable_tools:
+                return tool_grammar(
+                    self._format,
+                    conversation.callable_tools,
+                    conversation.tool_choice,
+                    parallel=conversation.parallel_tool_calls,
+                    special_ids=self._special_ids,
+                    starts_in_reasoning=begun,
+                    answer=None if grammar is None else checked_schema(grammar.source),
+                )
+            if grammar is not None and self._reasons(conversation, prompt):
+                return thinking_grammar(
+                    self._format, grammar, self._special_ids, starts_in_reasoning=begun
+                )
+        except RecursionError as error:
+            raise GrammarError("grammar is too large: nest its values less") from error
+        return grammar
 
     def _parser(self, conversation: Conversation, prompt: str) -> ChatParser:
         reasons = self._reasons(conversation, prompt)
@@ -332,11 +341,13 @@ class ChatService:
 _STRICT_FORMS = (strict_form, strict_form_without_system)
 _BOTH = "`tools` and `response_format`"
 _REFUSED_LINE = re.compile(r"grammar is not valid: line (\d+): (.*)", re.S)
+_LINE = re.compile(r"(?<=^grammar is not valid: )line \d+: ")
 
 
-def _complaint(conversation: Conversation, grammar: Grammar, error: str) -> str:
-    """What can not be enforced and why, by the error about a grammar that was made of tools."""
-    if found := _REFUSED_LINE.fullmatch(error):
+def _complaint(conversation: Conversation, grammar: Grammar | None, error: str) -> str:
+    """What can not be enforced and why, by the error about a grammar that was made of tools; None:
+    it could not be made."""
+    if grammar is not None and (found := _REFUSED_LINE.fullmatch(error)):
         error = found[2]
         rule = re.match(r"call_(\d+):", grammar.source.split("\n")[int(found[1]) - 1])
         if rule is not None:
