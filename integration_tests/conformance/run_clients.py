@@ -5,7 +5,7 @@ usage: python -m integration_tests.conformance.run_clients [CLIENT ...]
 A client is a script `clients/use_NAME.py`, its pinned packages are `requirements/NAME.txt`, and its
 environment is `.venv-clients/NAME`, which the Makefile sets up. One in JavaScript is a script
 `clients/use_NAME.cjs` with `requirements/NAME/package.json`. A coding agent (AGENTS) finds a server
-whose model writes the texts of `clients/agents.py`. Exits with 1 if a check failed.
+whose model writes the texts of `clients/coding_agents.py`. Exits with 1 if a check failed.
 """
 
 import io
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from integration_tests.conformance.clients.agents import CONTEXT, SCRIPTS
+from integration_tests.conformance.clients.coding_agents import CONTEXT, SCRIPTS
 from integration_tests.conformance.transcript import API_KEY, SERVER_FLAGS
 from integration_tests.scripted import write_scripted
 from integration_tests.server import LauncherHandle, clean_environment, running

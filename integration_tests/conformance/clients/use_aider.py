@@ -5,8 +5,8 @@ import re
 import sys
 from pathlib import Path
 
-from agents import ASK_TEXT, ASK_TOOL, CONTEXT, NOTE, TEXT, Workplace, long_text
 from checks import API_KEY, URL, check, equal, run
+from coding_agents import ASK_TEXT, ASK_TOOL, CONTEXT, NOTE, TEXT, Workplace, long_text
 
 AIDER = Path(sys.executable).with_name("aider")
 MODEL = "openai/tgi"

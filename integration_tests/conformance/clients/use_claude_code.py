@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from agents import (
+from checks import API_KEY, URL, check, equal, run
+from coding_agents import (
     ASK_TEXT,
     ASK_TOOL,
     CONTEXT,
@@ -16,7 +17,6 @@ from agents import (
     of_type,
     program,
 )
-from checks import API_KEY, URL, check, equal, run
 
 CLAUDE = program("@anthropic-ai/claude-code-*/claude")
 PROMPT_OF_ITS_OWN = 19_000

@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from agents import (
+from checks import API_KEY, URL, check, equal, run
+from coding_agents import (
     ASK_TEXT,
     ASK_TOOL,
     CONTEXT,
@@ -16,7 +17,6 @@ from agents import (
     of_type,
     program,
 )
-from checks import API_KEY, URL, check, equal, run
 
 CODEX = program("@openai/codex-*/vendor/*/bin/codex")
 workplace = Workplace(PYTGI_KEY=API_KEY)
