@@ -27,6 +27,14 @@ def _to_token_ids(biases: dict[str, float]) -> dict[str, float]:
     return biases
 
 
+def _is_no_choice(name: str) -> str:
+    if name in ("auto", "none", "required"):
+        raise ValueError(f"a tool can not be called {name!r}")
+    return name
+
+
+ToolName = Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)]
+"""The name of a tool, which `tool_choice` can tell from its other words."""
 Float32 = Annotated[float, AfterValidator(to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Uint32 = Annotated[int, Field(ge=0, lt=2**32)]

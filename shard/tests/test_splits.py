@@ -2,7 +2,6 @@
 before anything is loaded, or the tokens of transformers."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,3 @@ def test_one_normed_head_of_each_rank_in_fewer_bits(tmp_path: Path) -> None:
         [one], ranks = found[key(1, number)], found[key(2, number)]
         for rank in ranks:
             assert rank["prompt"] == pytest.approx(one["prompt"], abs=0.15)
-
-
-def test_heads_that_share_no_whole_number_of_keys_are_refused(tiny_model_path: Path) -> None:
-    config = replace(ModelConfig.from_hf(tiny_model_path), num_heads=6, num_kv_heads=4)
-    with pytest.raises(ModelError, match="6 attention heads, which is not a multiple of 4 KV"):
-        partition_of(config, 0, 1)

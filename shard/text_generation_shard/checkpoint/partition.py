@@ -87,13 +87,7 @@ def partition_of(
     fills_up: bool = False,
 ) -> Partition:
     """The part of rank `rank` of `size`. ModelError, with the possible counts, if `size` is not
-    one, or if heads can not share KV heads. fills_up: pad to whole fixed parts also with one
-    rank."""
-    if config.num_heads % config.num_kv_heads:
-        raise ModelError(
-            f"config.json names {config.num_heads} attention heads, which is not a multiple of "
-            f"{config.num_kv_heads} KV heads: it is damaged; download the model again"
-        )
+    one. fills_up: pad to whole fixed parts also with one rank."""
     if not _divides_heads(config, size) or not _keeps_forms(config, size, quantize, form_of):
         raise ModelError(_refusal(config, size, quantize, form_of))
     own_heads, own_rows = config.num_heads // size, -(-config.vocab_size // size)

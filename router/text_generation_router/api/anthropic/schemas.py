@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     Discriminator,
     Field,
@@ -21,7 +20,15 @@ from text_generation_router.api.descriptions import (
 )
 from text_generation_router.api.hints import IGNORED, Hint
 from text_generation_router.bounded import IN_SLICES, Items
-from text_generation_router.fields import NOT_SUPPORTED, Body, CacheSalt, Float32, Refused, refuses
+from text_generation_router.fields import (
+    NOT_SUPPORTED,
+    Body,
+    CacheSalt,
+    Float32,
+    Refused,
+    ToolName,
+    refuses,
+)
 
 
 class TextBlock(Body):
@@ -153,19 +160,11 @@ class MessageParam(Body):
     content: str | Items[ContentBlock] = Field(description="A text, or blocks.")
 
 
-def _is_no_choice(name: str) -> str:
-    if name in ("auto", "none", "required"):
-        raise ValueError(f"a tool can not be called {name!r}")
-    return name
-
-
 class Tool(Body):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = Field(default=None, description="May be left out.")
-    name: Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)] = Field(
-        description="The name of the tool."
-    )
+    name: ToolName = Field(description="The name of the tool.")
     description: str | None = Field(default=None, description="What the tool does, for the model.")
     input_schema: dict[str, Any] = Field(description="JSON schema of the input.")
     strict: bool = Field(

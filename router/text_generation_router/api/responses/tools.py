@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from text_generation_router.bounded import Items
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.fields import Body
+from text_generation_router.fields import Body, ToolName
 
 _FREE_TEXT = {
     "type": "object",
@@ -20,20 +20,11 @@ _FREE_TEXT = {
 OtherType = Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$", description="Any other type.")]
 
 
-def _is_no_choice(name: str) -> str:
-    if name in ("auto", "none", "required"):
-        raise ValueError(f"a function can not be called {name!r}")
-    return name
-
-
-_Name = Annotated[str, Field(min_length=1), AfterValidator(_is_no_choice)]
-
-
 class FunctionTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: _Name = Field(description="The name of the function.")
+    name: ToolName = Field(description="The name of the function.")
     description: str | None = Field(
         default=None, description="What the function does, for the model."
     )
@@ -57,7 +48,7 @@ class CustomTool(Body):
     """A tool whose input is a text. The model sees a function with the argument `input`."""
 
     type: Literal["custom"]
-    name: _Name = Field(description="The name of the tool.")
+    name: ToolName = Field(description="The name of the tool.")
     description: str | None = Field(default=None, description="What the tool does, for the model.")
     format: CustomFormat | None = Field(default=None, description="How the input is written.")
 
