@@ -115,3 +115,22 @@ def test_an_answer_beside_tools_is_not_changed(compiler: GrammarCompiler) -> Non
         source = f"start: formatted\nformatted: %json {json.dumps(schema)}"
         text = json.dumps({"grammars": [{"lark_grammar": source}]}, separators=(",", ":"))
         assert bool(compiler.compile_now(text).error) == is_refused
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        'call_0: "x" %json {"$ref": "#/$defs/a",\n"$defs": {"a": {"minimum": "b"}}}',
+        'call_0: "x" %json {"$ref": "#/$defs/a", "x-guidance": "y"}',
+        'formatted: %json {"minimum": "b", "x-guidance": {"lenient": true}}',
+        'formatted: %json {"anyOf": [], "x-guidance": {"lenient": true}}',
+        'formatted: %json {"anyOf": [{}, "b"], "x-guidance": {"lenient": true}}',
+    ],
+    ids=range(5),
+)
+def test_a_grammar_of_a_client_with_such_a_rule_is_refused(
+    compiler: GrammarCompiler, rule: str
+) -> None:
+    source = f"start: {rule.partition(':')[0]}\n{rule}"
+    text = json.dumps({"grammars": [{"lark_grammar": source}]}, separators=(",", ":"))
+    assert compiler.compile_now(text).error

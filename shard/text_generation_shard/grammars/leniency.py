@@ -20,10 +20,30 @@ _RULE = re.compile(r"((?:call_\d+|formatted): .*?%json )(\{.*)")
 def endless_line(text: str, has_text: Callable[[Mapping[str, Any]], bool]) -> int:
     """The first line with the schema of a tool that has no text; 0: there is none."""
     for number, line in enumerate(_lines(text) if "$ref" in text else (), start=1):
-        rule = _RULE.match(line) if "$ref" in line else None
-        if rule is not None and not has_text(json.JSONDecoder().raw_decode(rule[2])[0]):
+        rule = _rule(line) if "$ref" in line else None
+        if rule is not None and not has_text(rule[1]):
             return number
     return 0
+
+
+def _rule(line: str) -> tuple[str, dict[str, Any], str] | None:
+    """A rule of the router's as the text before its schema, the schema, and the text behind it.
+    None: it is another's. A client's own grammar may have rules of these names."""
+    found = _RULE.match(line)
+    if found is None:
+        return None
+    try:
+        schema, end = json.JSONDecoder().raw_decode(found[2])
+    except (ValueError, RecursionError):
+        return None
+    options = schema.get("x-guidance")
+    if not isinstance(options, dict):
+        return None
+    if options.get("lenient") and line.startswith("formatted"):
+        parts = schema.get("anyOf")
+        if not isinstance(parts, list) or not parts or not all(isinstance(p, dict) for p in parts):
+            return None
+    return found[1], schema, found[2][end:]
 
 
 def _lines(text: str) -> list[str]:
@@ -38,13 +58,11 @@ def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
     """The grammar with a schema in this line that can be compiled; None: it has none that may be
     changed, or needs no change. `compiles` tells whether a schema can be compiled by itself."""
     lines = _lines(text)
-    rule = _RULE.match(lines[line - 1]) if 0 < line <= len(lines) else None
-    if rule is None:
+    rule = _rule(lines[line - 1]) if 0 < line <= len(lines) else None
+    if rule is None or not rule[1]["x-guidance"].get("lenient"):
         return None
-    schema, end = json.JSONDecoder().raw_decode(rule[2])
-    if not schema.get("x-guidance", {}).get("lenient"):
-        return None
-    if rule[1].startswith("formatted"):
+    before, schema, behind = rule
+    if before.startswith("formatted"):
         answer, *calls = schema["anyOf"]
         changed = {**schema, "anyOf": [answer, *(_Leaver(compiles).whole(call) for call in calls)]}
     else:
@@ -52,7 +70,7 @@ def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
         changed["x-guidance"] = schema["x-guidance"]
     if changed == schema:
         return None
-    lines[line - 1] = rule[1] + json.dumps(changed) + rule[2][end:]
+    lines[line - 1] = before + json.dumps(changed) + behind
     return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, separators=(",", ":"))
 
 
