@@ -244,6 +244,14 @@ def test_reading_half_a_pair() -> None:
     assert InputReader().feed('{"input": "a\\ud83d\\ude4') == "a"
 
 
+def test_only_the_first_half_of_a_pair_waits() -> None:
+    pieces = ["\\u00e9", "\\uDE42", "\\uD83D", "\\ud83d", "\\ud", "e42", "\\ud83d", "\\u0041\\"]
+    reader = InputReader()
+    assert reader.feed('{"input": "') == ""
+    known = ["é", "\ufffd", "", "\ufffd", "", "🙂", "", "\ufffdA"]
+    assert [reader.feed(piece) for piece in pieces] == known
+
+
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with serve_chat(tmp_path, "<think>hm</think>Hi") as server:

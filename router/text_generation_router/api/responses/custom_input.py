@@ -4,9 +4,11 @@ import json
 import re
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Whole characters. Escapes of UTF-16 come in pairs, so those that end the text are left.
+# Whole characters. The first half of a pair is read with what follows it: the second half, or not.
 _CHARACTERS = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|(?:\\u[0-9a-fA-F]{4})+(?=[^\\]|\\[^u]))*', re.DOTALL
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}'
+    r"(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{4})))*",
+    re.DOTALL,
 )
 
 
