@@ -30,6 +30,13 @@ def tools(*schemas: Mapping[str, Any], is_lenient: bool = True) -> str:
     return json.dumps({"grammars": [{"lark_grammar": source}]}, separators=(",", ":"))
 
 
+def schemas(text: str | None) -> list[dict[str, Any]]:
+    """The schemas in such a grammar."""
+    assert text is not None
+    _, *rules = json.loads(text)["grammars"][0]["lark_grammar"].split("\n")
+    return [json.loads(rule.partition("%json ")[2]) for rule in rules]
+
+
 def left(compiler: GrammarCompiler, schema: Mapping[str, Any]) -> dict[str, Any]:
     """What stays of a schema."""
 
@@ -37,11 +44,7 @@ def left(compiler: GrammarCompiler, schema: Mapping[str, Any]) -> dict[str, Any]
         lenient = {**part, "x-guidance": {"lenient": True}}
         return not compiler.compile_now(json.dumps({"grammars": [{"json_schema": lenient}]})).error
 
-    text = lenient_text(tools(schema), 2, compiles)
-    assert text is not None
-    found: dict[str, Any] = json.loads(
-        json.loads(text)["grammars"][0]["lark_grammar"].partition("%json ")[2]
-    )
+    (found,) = schemas(lenient_text(tools(schema), 2, compiles))
     assert found.pop("x-guidance")["lenient"] and found.pop("type") == "object"
     return found
 
@@ -105,6 +108,22 @@ def test_each_tool_is_changed_alone_and_strict_ones_are_refused(compiler: Gramma
     assert not compiler.compile_now(tools(endless)).error
     refused = compiler.compile_now(tools(fine, endless, is_lenient=False))
     assert refused.error.startswith("line 3: no text matches it")
+
+
+@pytest.mark.parametrize(("part", "odd"), [(False, "c"), (TEXT, None)])
+def test_many_names_and_tools_need_few_compilations(part: Any, odd: Any) -> None:
+    names = [f"name_{number}" for number in range(200)]
+    schema = {"properties": dict.fromkeys(names, TEXT), "additionalProperties": part}
+    asked: list[str] = []
+
+    def compiles(part: Mapping[str, Any]) -> bool:
+        asked.extend({"required"} & part.keys())
+        return odd not in part.get("required", ())
+
+    bad, fine = schema | {"required": [*names[:99], odd, *names[99:]]}, schema | {"required": names}
+    changed = lenient_text(tools(bad, fine, bad), 2, compiles)
+    assert schemas(changed) == schemas(tools(fine, fine, fine))
+    assert len(asked) < 60
 
 
 def test_an_answer_beside_tools_is_not_changed(compiler: GrammarCompiler) -> None:

@@ -170,10 +170,11 @@ def compile_text(
 ) -> Grammar:
     """Compile a grammar in llguidance's form. `ending`: its ending, if known from its trial."""
     matcher = _matcher(tokenizer, text)
+    known: dict[str, bool] = {}
     # The schemas of tools that are not strict are changed until none is refused.
     while (refused := _refused(matcher, search, text)) is not None:
         line, why = refused
-        changed = lenient_text(text, line, partial(_compiles, tokenizer, search))
+        changed = lenient_text(text, line, partial(_compiles, tokenizer, search, known))
         if changed is None:
             return Grammar(f"line {line}: {why}" if line else why)
         text, matcher = changed, _matcher(tokenizer, changed)
@@ -211,10 +212,15 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
-def _compiles(tokenizer: LLTokenizer, search: EndingSearch, schema: Mapping[str, Any]) -> bool:
-    """Whether a tool's schema that is not strict can be compiled, and has a text."""
+def _compiles(
+    tokenizer: LLTokenizer, search: EndingSearch, known: dict[str, bool], schema: Mapping[str, Any]
+) -> bool:
+    """Whether a tool's schema that is not strict can be compiled, and has a text. `known`: by
+    schema, because the parts of tools are often the same."""
     text = _schema_text({**schema, "x-guidance": {"lenient": True}})
-    return not _matcher(tokenizer, text).is_error() and search.begin(text) is not None
+    if text not in known:
+        known[text] = not _matcher(tokenizer, text).is_error() and search.begin(text) is not None
+    return known[text]
 
 
 def _not_found(position: Position) -> str:

@@ -55,12 +55,20 @@ def _lines(text: str) -> list[str]:
 
 
 def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
-    """The grammar with a schema in this line that can be compiled; None: it has none that may be
-    changed, or needs no change. `compiles` tells whether a schema can be compiled by itself."""
+    """The grammar without what can not be compiled in this line and in all others that may be
+    changed; None: this line may not be changed, or needs no change. `compiles` tells whether a
+    schema can be compiled by itself."""
     lines = _lines(text)
-    rule = _rule(lines[line - 1]) if 0 < line <= len(lines) else None
-    if rule is None or not rule[1]["x-guidance"].get("lenient"):
+    changed = [_lenient(one, compiles) for one in lines] if 0 < line <= len(lines) else lines
+    if changed is lines or changed[line - 1] == lines[line - 1]:
         return None
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(changed)}]}, separators=(",", ":"))
+
+
+def _lenient(line: str, compiles: Compiles) -> str:
+    rule = _rule(line)
+    if rule is None or not rule[1]["x-guidance"].get("lenient") or compiles(rule[1]):
+        return line
     before, schema, behind = rule
     if before.startswith("formatted"):
         answer, *calls = schema["anyOf"]
@@ -68,10 +76,7 @@ def lenient_text(text: str, line: int, compiles: Compiles) -> str | None:
     else:
         changed = _Leaver(compiles).whole(schema) | {"type": "object"}
         changed["x-guidance"] = schema["x-guidance"]
-    if changed == schema:
-        return None
-    lines[line - 1] = before + json.dumps(changed) + behind
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}]}, separators=(",", ":"))
+    return line if changed == schema else before + json.dumps(changed) + behind
 
 
 class _Leaver:
@@ -127,14 +132,20 @@ class _Leaver:
 
     def _some(self, kept: Mapping[str, Any], key: str, value: Any) -> Any:
         """The names or items of a keyword that can be compiled together; none if there are none."""
-        names: dict[str, Any] = {}
-        items: list[Any] = []
-        if key in ("properties", "patternProperties") and isinstance(value, dict):
-            for name, part in value.items():
-                if self._compiles({**kept, key: {**names, name: part}}):
-                    names[name] = part
-        if key in ("required", "type") and isinstance(value, list):
-            for item in value:
-                if self._compiles({**kept, key: [*items, item]}):
-                    items.append(item)
-        return names or items
+        is_named = key in ("properties", "patternProperties") and isinstance(value, dict)
+        if not is_named and not (key in ("required", "type") and isinstance(value, list)):
+            return None
+        is_closed = kept.get("additionalProperties") is False and "patternProperties" not in kept
+        if key == "required" and is_closed:
+            names = list(kept.get("properties", ()))
+            value = [name for name in value if name in names]
+        kind: type = dict if is_named else list
+        found: list[Any] = []
+        waiting = [list(value.items() if is_named else value)]
+        while waiting:
+            some = waiting.pop()
+            if self._compiles({**kept, key: kind([*found, *some])}):
+                found += some
+            elif len(some) > 1:
+                waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+        return kind(found)
