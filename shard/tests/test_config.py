@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.checkpoint.vocabulary import read_vocabulary
 from text_generation_shard.checkpoint.weights import has_own_head
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError
@@ -191,6 +192,13 @@ def test_without_a_tokenizer_the_config_decides(
     assert not caplog.text
     ModelConfig.from_hf(write(tmp_path))
     assert "no file names an end token" in caplog.text
+
+
+def test_an_added_token_without_a_text_is_not_counted(tmp_path: Path) -> None:
+    added = [{"content": content, "id": 3 + n} for n, content in enumerate(("a", ["b"], None))]
+    content = {"model": {"vocab": {"x": 0}}, "added_tokens": added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert read_vocabulary(tmp_path).ids == {0, 3}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -27,8 +27,8 @@ def read_vocabulary(directory: Path) -> Vocabulary:
     ids = dict(tokens) if isinstance(tokens, dict) else {}
     ids |= {index: index for index in range(len(tokens) if isinstance(tokens, list) else 0)}
     for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            ids[token.get("content")] = token.get("id")
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            ids[token["content"]] = token.get("id")
     end_id = ids.get(_end_token(directory))
     used = {token_id for token_id in ids.values() if isinstance(token_id, int)}
     return Vocabulary(used, end_id if isinstance(end_id, int) else None)
