@@ -21,7 +21,7 @@ from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify, write
-from text_generation_shard.engine.plan import Fixed, Plan
+from text_generation_shard.engine.plan import Fixed, Plan, few_writes
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import (
@@ -118,7 +118,7 @@ class Engine:
             watermark=self._watermark,
             follows_grammars=self.world.rank == 0,
             is_stopping=self._is_stopping,
-            unused_ids=model.config.unused_ids,
+            unused_ids=few_writes(model.config.unused_ids, self.device.upload),
         )
         self._planner = Planner(
             *(self._fixed, Guesser(capacity, self.world.broadcast), self._masks),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.arrays import Ints
+from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device.base import Model, Rows, ScheduledTokens
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.engine.forward_batch import (
@@ -34,6 +34,7 @@ from text_generation_shard.sampling.table import Watermark
 
 # Rows of prompt logits computed at once, which bounds their memory.
 LOGPROB_ROWS = 256
+_MOST_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,14 @@ class Fixed:
     # Once set, a step fails before its next pass.
     is_stopping: threading.Event
     # Ids that are never chosen.
-    unused_ids: Sequence[slice] = ()
+    unused_ids: Sequence[slice | Tensor] = ()
+
+
+def few_writes(runs: Sequence[slice], upload: Upload) -> Sequence[slice | Tensor]:
+    """These runs of ids; many of them as one tensor, because a step writes each by itself."""
+    if len(runs) <= _MOST_RUNS:
+        return runs
+    return upload([np.concatenate([np.arange(run.start, run.stop) for run in runs])])
 
 
 class Plan:
