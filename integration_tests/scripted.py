@@ -9,8 +9,7 @@ cut into pieces that are tokens of their own.
 The model is one layer of a Llama, and its weights are a table:
 
 - The embedding of a token is a number of its own, if it is in a script, and a constant.
-- Head 0 looks at the token before the last, head 1 at the one before that, head 2 at the last
-  trigger.
+- Head 0 looks at the last token but one, head 1 at the last but two, head 2 at the last trigger.
 - `lm_head` adds what speaks for a token: it is in the trigger's script, it follows the last token
   and the tokens before it, it is the first or second of its script.
 
@@ -146,8 +145,8 @@ class _Table:
         """`own`: ids with which no prompt ends, unless an answer begins with them."""
         self.scripts = scripts
         self._own = own
-        # Tokens that may follow. Where that is not enough, also those that follow a token before
-        # the last: the one before, or, as a prompt may end with that, the one before it.
+        # Tokens that may follow. Where that is not enough, also those that follow an earlier
+        # token: the last but one, or the last but two, as a prompt may end with the last but one.
         self.after: defaultdict[int, set[int]] = defaultdict(set)
         self.after_earlier: tuple[defaultdict[int, set[int]], ...] = (
             defaultdict(set),

@@ -287,6 +287,36 @@ def embedded_server() -> Iterator[LauncherHandle]:
         handle.assert_idle()
 
 
+def test_a_pattern_for_the_name_of_a_property(embedded_server: LauncherHandle) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"score": {"type": "integer"}},
+        "patternProperties": {"^score$": {"minimum": 3}},
+        "additionalProperties": False,
+    }
+    for seed in range(20):
+        check(_text(embedded_server, schema, 60, seed=seed), schema)
+
+
+def test_formats_are_ended_in_time(embedded_server: LauncherHandle) -> None:
+    """A hot answer runs on until it must end; later requests with its schema are served."""
+    formats = {"id": "uuid", "mail": "email", "ip": "ipv6"}
+    schema = closed(**{name: {"type": "string", "format": kind} for name, kind in formats.items()})
+    for seed in (3, 4, 3):
+        found = json.loads(_text(embedded_server, schema, 900, seed=seed, temperature=0.8))
+        assert list(found) == list(formats)
+
+
+def _text(server: LauncherHandle, schema: Schema, max_new_tokens: int, **parameters: Any) -> str:
+    """The text of an answer that follows the schema."""
+    given = {"grammar": {"type": "json", "value": schema}, **DRAWN, **parameters}
+    body = {"inputs": "An example:", "parameters": {**given, "max_new_tokens": max_new_tokens}}
+    response = server.client.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    text: str = response.json()["generated_text"]
+    return text
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_an_odd_schema_never_gives_a_5xx(embedded_server: LauncherHandle, is_strict: bool) -> None:
     """A text that follows it, or the reason; a tool that is not strict loses the odd part only."""

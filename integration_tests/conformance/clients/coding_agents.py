@@ -46,7 +46,7 @@ SCRIPTS: Mapping[str, str] = {
 
 
 def long_text(tokens: int) -> str:
-    """A text of about so many tokens, small enough to be an argument of a command."""
+    """A text of about this many tokens, small enough to be an argument of a command."""
     return " ".join(str(number % 90 + 10) for number in range(tokens // 2))
 
 

@@ -159,7 +159,7 @@ class Guard:
             return answers, str(error)
         except (OSError, EOFError):
             self._is_lost = True
-            # Somebody may have killed it, once.
+            # The first time it may have been killed from outside.
             return answers, _ENDED if self._is_again else LOST
         finally:
             self._lock.release()

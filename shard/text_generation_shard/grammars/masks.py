@@ -186,8 +186,8 @@ class StepGrammars:
             row.constraint.failure = row.constraint.failure or why
 
     def failures(self) -> dict[int, str]:
-        """First position → sentence, for the rows that failed; empty where another row, or nobody,
-        has ended the process of the grammar."""
+        """First position → sentence, for the rows that failed; empty where the process of the
+        grammar was ended by another row, or from outside."""
         failed = ((row.place, row.constraint.failure) for row in self._rows)
         return {place: "" if why == LOST else why for place, why in failed if why}
 
