@@ -172,16 +172,16 @@ def test_offline_imports_nothing_from_http() -> None:
     assert not {name for name in found if name.startswith(f"{package}api")}
 
 
-def test_a_request_goes_through_few_files() -> None:
-    """Those that CONTRIBUTING draws, which are there."""
+def test_the_files_of_one_request_exist() -> None:
+    """Those that the numbered steps of CONTRIBUTING name, in the router up to the fourth."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    drawn = text.partition("## One request")[2].split("```")[1]
-    files, folder = [], ROOT
-    for line in drawn.splitlines():
-        if line.startswith(("router/", "shard/")):
-            folder = ROOT / line.split()[0]
-        files += [folder / name for name in re.findall(r"[\w/]+\.py", line)]
-        if kernels := re.search(r"([\w/]+)/ +\{(.*)\}", line):
-            files += [folder / kernels[1] / f"{name}.py" for name in kernels[2].split(", ")]
-    assert [path for path in files if not path.is_file()] == []
-    assert 15 < len(set(files)) == len(files) <= 24
+    steps = re.findall(r"^(\d)\. ((?:.|\n   )*)", text.partition("## One request")[2], re.M)[:8]
+    assert [number for number, _ in steps] == list("12345678")
+    router, shard = ROOT / "router/text_generation_router", ROOT / "shard/text_generation_shard"
+    named = [
+        (router if number in "12348" else shard) / name
+        for number, step in steps
+        for name in re.findall(r"`([\w/]+\.py)`", step)
+    ]
+    assert [path for path in named if not path.is_file()] == []
+    assert 12 < len(named) <= 24

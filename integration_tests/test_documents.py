@@ -18,6 +18,8 @@ DOCUMENTS = (
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     ROOT / "docker" / "MIGRATION.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "shard").rglob("README.md")),
+    ROOT / "integration_tests" / "README.md",
 )
 MOST_CHARACTERS = 220
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -109,3 +111,7 @@ def test_security_names_every_route_without_a_key() -> None:
 
 def test_the_readme_fits_on_a_screen() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 80
+
+
+def test_contributing_can_be_read_at_once() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()) <= 120

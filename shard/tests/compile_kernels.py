@@ -202,7 +202,7 @@ def choose() -> None:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """The table of CONTRIBUTING for the first shape: each kernel's largest figures."""
+    """The table of device/cuda/README.md for the first shape: each kernel's largest figures."""
     lines = ["| | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |"]
     lines.append("|---" * (len(CAPABILITIES) + 1) + "|")
     own = [item for item in found if tuple(item["heads"]) == SHAPES[0]]
