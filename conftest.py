@@ -1,15 +1,21 @@
-"""Fixtures shared by the shard's tests and the integration tests: tiny real checkpoints."""
+"""What all tests share: tiny real checkpoints, and how many examples a property is tried with."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # `--import-mode=importlib` leaves sys.path alone; the tests import `integration_tests.checkpoints`.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from integration_tests.checkpoints import write_checkpoint
+
+# A property that fails seldom is tried with more examples at night: `--hypothesis-profile nightly`.
+settings.register_profile("quick", max_examples=100, deadline=None)
+settings.register_profile("nightly", max_examples=1500, deadline=None)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import text_generation_launcher
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from text_generation_router.chat.format import FORMATS, ChatFormat
 from text_generation_router.chat.parser import (
@@ -39,7 +39,6 @@ TOKENIZER = Tokenizer.load(MODEL, num_workers=1)
 TEMPLATE = ChatTemplate.load(MODEL, None, TOKENIZER.bos_token, TOKENIZER.eos_token)
 assert TEMPLATE is not None
 RENDERER = Renderer(TEMPLATE.sources, TEMPLATE.special_tokens)
-EXAMPLES = settings(max_examples=150, deadline=None)
 
 # Difficult texts: several bytes, several code points, markers and their prefixes, syntax.
 FRAGMENTS = (
@@ -84,7 +83,6 @@ def written(
     return outputs
 
 
-@EXAMPLES
 @given(TEXTS)
 def test_tokens_give_the_text_back(text: str) -> None:
     ids = encode(text)
@@ -99,7 +97,6 @@ def test_tokens_give_the_text_back(text: str) -> None:
     assert outputs[-1].generated.text == text
 
 
-@EXAMPLES
 @given(TEXTS)
 def test_offsets_are_characters_of_the_text(text: str) -> None:
     encoding = asyncio.run(TOKENIZER.encode(text, add_special_tokens=False))
@@ -109,7 +106,6 @@ def test_offsets_are_characters_of_the_text(text: str) -> None:
         assert whole in text[start:end].encode(), (token_id, text[start:end])
 
 
-@EXAMPLES
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size + 3), min_size=1, max_size=30))
 def test_any_tokens_give_whole_characters(ids: list[int]) -> None:
     texts = [output.token.text for output in written(ids)]
@@ -127,7 +123,6 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return min(ends, key=lambda pair: (pair[0], -len(pair[1]))) if ends else None
 
 
-@EXAMPLES
 @given(TEXTS, st.data())
 def test_stop_strings_end_the_text_and_are_never_seen(text: str, data: st.DataObject) -> None:
     ids = encode(text)
@@ -146,7 +141,6 @@ def test_stop_strings_end_the_text_and_are_never_seen(text: str, data: st.DataOb
         assert not any(stop in shown for stop in stops)
 
 
-@EXAMPLES
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), TEXTS), min_size=1))
 def test_templates_take_texts_as_they_are(messages: list[tuple[str, str]]) -> None:
     given_messages = [{"role": role, "content": text} for role, text in messages]
@@ -187,7 +181,6 @@ FORMS = [
 @pytest.mark.parametrize(
     "form", FORMS, ids=lambda form: form.name + "-think" * bool(form.reasoning)
 )
-@settings(max_examples=60, deadline=None)
 @given(text=TEXTS, parts=st.lists(st.integers(0, 1), max_size=2), argument=TEXTS)
 def test_streamed_tokens_are_parsed_as_the_whole_text(
     form: ChatFormat, text: str, parts: list[int], argument: str

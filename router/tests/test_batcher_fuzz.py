@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.errors import (
     GenerationError,
@@ -83,9 +82,7 @@ def expected(request: Request) -> list[int]:
 _TURNS = st.sampled_from([1, 1, 5, 8])
 
 
-@settings(max_examples=1500, deadline=None)
 @given(st.lists(_EVENT, min_size=3, max_size=30), _NUM_BLOCKS, _LIMITS, _TURNS)
-@pytest.mark.slow
 def test_every_request_gets_its_ending(
     events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int
 ) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.chat.format import FORMATS, ChatFormat
 from text_generation_router.chat.parser import (
@@ -194,7 +194,6 @@ SCRAPS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500)
 @given(
     form=st.sampled_from(ALL),
     scraps=st.lists(st.sampled_from(SCRAPS), max_size=14),

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.api import json_cost
 
@@ -28,9 +28,7 @@ def parts_of(value: Any) -> tuple[int, int, int, int]:
     return sums[0], sums[1], sums[2], sums[3]
 
 
-@settings(max_examples=300, deadline=None)
 @given(value=VALUES, piece=st.integers(1, 40))
-@pytest.mark.slow
 def test_what_is_outside_of_strings_is_counted(value: Any, piece: int) -> None:
     text = json.dumps(value, ensure_ascii=False).encode()
     containers, keys, strings, commas = parts_of(value)

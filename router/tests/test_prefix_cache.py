@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.scheduler.blocks import BlockAllocator, BlockTable
 from text_generation_router.scheduler.prefix_cache import Chain, PendingBlocks, PrefixCache
@@ -270,12 +270,10 @@ def _ends(tokens: Sequence[int]) -> list[int]:
 _TEXT = st.lists(st.integers(1, 2), min_size=1, max_size=9)
 
 
-@settings(max_examples=600, deadline=None)
 @given(
     st.integers(2, 14),
     st.lists(st.one_of(_TEXT, st.integers(0, 9)), min_size=5, max_size=50),
 )
-@pytest.mark.slow
 def test_it_does_what_the_plain_model_does(num_blocks: int, events: list) -> None:
     """A list is a text that comes, a number one that goes."""
     shelf, model = Shelf(num_blocks), Model(num_blocks)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.scheduler.entry import EntryState
 
@@ -22,7 +22,6 @@ Json = dict[str, Any]
 _REQUEST = st.tuples(st.integers(1, 12), st.integers(1, 12), st.sampled_from([0, 0, -4, 3]))
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.one_of(_REQUEST, st.none()), min_size=2, max_size=25),
     st.integers(6, 9),

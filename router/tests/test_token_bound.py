@@ -1,7 +1,7 @@
 """A text never has fewer tokens than its bytes say."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.token_bound import TokenBound
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
@@ -13,7 +13,6 @@ BOUNDS = {name: TokenBound(fast, fast.get_vocab()) for name, fast in FAST.items(
 PIECES = st.sampled_from(["ça va", "\n\n  ", "<s>", "</s>", "Hello", " ", "▁", "ab", "😀", "\t"])
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     text=st.lists(st.text(max_size=5) | PIECES, max_size=20).map("".join),
     name=st.sampled_from(["byte_level", "byte_fallback"]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.tokenizer import Tokenizer
@@ -100,7 +100,6 @@ def prompt_of(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", sorted(FAST))
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_the_stream_is_the_decoding_of_the_whole(name: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, TOKENIZERS[name].vocab_size + 2), max_size=30))
@@ -110,7 +109,6 @@ def test_the_stream_is_the_decoding_of_the_whole(name: str, data: st.DataObject)
     assert decode(name, prompt) + stream(name, ids) == decode(name, prompt + ids)
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=st.text(), name=st.sampled_from(["byte_level", "byte_fallback"]))
 def test_any_text_survives(text: str, name: str) -> None:
     ids = FAST[name].encode(text).ids
@@ -120,7 +118,6 @@ def test_any_text_survives(text: str, name: str) -> None:
     assert stream(name, ids) == text
 
 
-@settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(0, 275), max_size=30))
 def test_bytes_that_are_no_character_do_not_spoil_their_neighbours(ids: list[int]) -> None:
     """The library replaces a whole run of bytes for one that is wrong; in a stream the bytes before
