@@ -11,6 +11,9 @@ PYTEST := $(BIN)/pytest
 # The tests of a file run in one process and may share servers; files begin in the order given.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 UNITS := shard/tests router/tests launcher/tests process/tests proto/tests
+QUICK := "not gpu and not slow"
+# Two targets beside each other, all of whose lines come when they have ended; fails if one does.
+BESIDE := --jobs 2 --keep-going --output-sync=target --no-print-directory
 # Integration tests that run most of what the unit tests do not: how processes start, fail and end.
 COVERED := $(patsubst %,integration_tests/test_%.py,bad_input bad_models generate grammar lifecycle offline probes traces)
 # Parts of gpu-bench, which `make gpu-test gpu-bench ARGS=kernels` does not mean for the tests.
@@ -18,7 +21,7 @@ GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: install serve test unit coverage processors hostile fuzz soak conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
+.PHONY: install serve test unit unit-shard unit-others coverage processors hostile fuzz soak conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
@@ -29,8 +32,14 @@ test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,te
 	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m "not gpu and not timed" integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu" integration_tests --ignore $(HOSTILE))
 
-unit: .venv/.installed-dev ## the unit tests that are quick: two minutes
-	$(PYTEST) -m "not gpu and not slow" $(UNITS) $(PARALLEL) $(ARGS)
+unit: .venv/.installed-dev ## the unit tests that are quick: a minute; two processes, unless there are ARGS
+	$(if $(ARGS),$(PYTEST) -m $(QUICK) $(UNITS) $(ARGS),@$(MAKE) $(BESIDE) unit-shard unit-others)
+
+unit-shard: .venv/.installed-dev
+	$(PYTEST) -q -m $(QUICK) shard/tests
+
+unit-others: .venv/.installed-dev
+	$(PYTEST) -q -m $(QUICK) $(filter-out shard/tests,$(UNITS))
 
 coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; ten minutes
 	$(PYTEST) -m "not gpu and not timed" $(UNITS) $(COVERED) $(PARALLEL) --cov --cov-report=term $(ARGS)
