@@ -1,0 +1,256 @@
+"""Runs functions on users' input in processes that can be killed.
+
+A `Worker` starts a server (`python -m text_generation_process.worker`), which imports a module,
+prepares it once, and never sees users' input. The server forks runners. A runner takes calls of the
+module's functions, one at a time, from a socket of its own. It may be killed at any time, and the
+next one is forked in milliseconds. Arguments and answers are bytes, so that no answer can run code
+in the parent.
+"""
+
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from text_generation_process.children import Child
+from text_generation_process.lifetime import end_with_parent
+
+START_S = 30.0
+"""For preparing the module: long, because the machine also loads the model."""
+# A runner ends itself at the timeout of its call. Without an answer this much later, all processes
+# of the worker are replaced.
+_MARGIN_S = 1.0
+# A runner that has grown by more than this ends after its answer, which frees its memory.
+_KEPT_BYTES = 64 << 20
+# Length of the function's name, timeout, length of the argument; then both.
+_CALL = struct.Struct(">BdQ")
+# Whether there can be further calls, length of the answer; then the answer.
+_ANSWER = struct.Struct(">?Q")
+_PIECE_BYTES = 1 << 20
+
+
+class WorkerError(Exception):
+    """A call has no answer: its runner died, of lack of memory for example."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A call took too long, and its runner was killed."""
+
+
+class WorkerStartError(WorkerError):
+    """No process could be started, or its module could not be prepared."""
+
+
+class WorkerClosedError(WorkerError):
+    """The worker is closed."""
+
+
+class Worker:
+    """Owns a server process and its runners: as many as there are calls at a time.
+
+    Thread-safe. Processes are started when they are needed, and replaced when they die. None of
+    them outlives `close` or this process, and none has a socket of this process.
+    """
+
+    def __init__(self, module: str, argument: bytes = b"", *, memory_bytes: int) -> None:
+        """The server calls `prepare(argument)` of the module once, which must not start threads.
+        A runner may add `memory_bytes`."""
+        self._module, self._argument, self._memory_bytes = module, argument, memory_bytes
+        self._starting = threading.Lock()
+        self._server: Child | None = None
+        self._idle: list[socket.socket] = []
+        """Connections to runners without a call."""
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Returns when a runner is ready; without it, the first call waits for that. Raises
+        WorkerStartError and WorkerClosedError."""
+        self._release(self._take())
+
+    def call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
+        """What the function of this name returns. Raises WorkerError."""
+        connection = self._take()
+        began = time.monotonic()
+        try:
+            answer, has_more = _ask(connection, function, argument, timeout_s)
+        except (OSError, EOFError) as error:
+            connection.close()
+            if self._is_closed:
+                raise WorkerClosedError("the worker is closed") from error
+            if isinstance(error, TimeoutError):
+                self._end()
+            if time.monotonic() - began >= timeout_s:
+                raise WorkerTimeoutError(f"{function} did not end in {timeout_s:g} s") from error
+            raise WorkerError(f"the process of {function} died") from error
+        if has_more:
+            self._release(connection)
+        else:
+            connection.close()
+        return answer
+
+    def close(self) -> None:
+        """Ends all processes; calls that run fail. May be repeated."""
+        self._is_closed = True
+        self._end()
+
+    def _end(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.end()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def _release(self, connection: socket.socket) -> None:
+        self._idle.append(connection)
+        if self._is_closed:
+            self._end()
+
+    def _take(self) -> socket.socket:
+        """A connection to a runner for one call. Raises WorkerStartError and WorkerClosedError."""
+        with suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                if not _has_ended(connection):
+                    return connection
+                connection.close()
+        connection, theirs = socket.socketpair()
+        try:
+            with theirs, self._starting:
+                if self._server is None or not self._server.is_alive:
+                    self._server = self._new_server()
+                socket.send_fds(self._server.connection, [b"r"], [theirs.fileno()])
+        except (OSError, EOFError, AttributeError) as error:
+            connection.close()
+            self._end()
+            if self._is_closed:
+                raise WorkerClosedError("the worker is closed") from error
+            raise WorkerStartError(f"can not start a process: {error}") from error
+        return connection
+
+    def _new_server(self) -> Child:
+        """Raises OSError and EOFError."""
+        self._end()
+        server = self._server = Child(
+            "text_generation_process.worker", self._module, self._memory_bytes
+        )
+        if self._is_closed:
+            raise EOFError("the worker is closed")
+        _ask(server.connection, "prepare", self._argument, START_S)
+        return server
+
+
+def _ask(
+    connection: socket.socket, function: str, argument: bytes, timeout_s: float
+) -> tuple[bytes, bool]:
+    """The answer to a call, and whether there can be further calls. Raises OSError (TimeoutError
+    if the other side did not end itself in time), and EOFError if it has ended."""
+    until = time.monotonic() + timeout_s + _MARGIN_S
+    name = function.encode()
+    connection.settimeout(timeout_s + _MARGIN_S)
+    connection.sendall(_CALL.pack(len(name), timeout_s, len(argument)) + name)
+    connection.sendall(argument)
+    has_more, size = _ANSWER.unpack(_receive(connection, _ANSWER.size, until))
+    return _receive(connection, size, until), has_more
+
+
+def _receive(connection: socket.socket, num_bytes: int, until: float | None = None) -> bytes:
+    """Exactly `num_bytes`. Raises OSError, and EOFError if the other side has ended."""
+    pieces = []
+    while num_bytes:
+        if until is not None:
+            # Not 0, which would make the socket non-blocking.
+            connection.settimeout(max(1e-3, until - time.monotonic()))
+        piece = connection.recv(min(_PIECE_BYTES, num_bytes))
+        if not piece:
+            raise EOFError("it has ended")
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the runner of an idle connection has ended: it sends nothing else."""
+    poller = select.poll()  # not `select`, which takes no descriptor above 1023
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+# ---- In the server process ----
+
+
+def main() -> None:
+    """Forks a runner for each socket that comes, until the parent closes its end."""
+    _, name, memory_bytes = sys.argv[1:]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=0) as control:
+        module = importlib.import_module(name)
+        _answer(control, module, most_bytes=sys.maxsize)
+        gc.freeze()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners that end leave nothing
+        server = os.getpid()
+        while True:
+            message, files, _, _ = socket.recv_fds(control, 1, 1)
+            if not message:
+                return
+            # If it can not fork, the parent sees the closed connection.
+            with socket.socket(fileno=files[0]) as connection, suppress(OSError):
+                if os.fork() == 0:
+                    _run(connection, module, int(memory_bytes), server)
+
+
+def _run(connection: socket.socket, module: ModuleType, memory_bytes: int, server: int) -> None:
+    """One runner. Never returns, and skips Python's cleanup."""
+    try:
+        end_with_parent(server)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # The server's socket; and no output, because a traceback could show a user's text.
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        num_pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        _limit_memory(num_pages * resource.getpagesize() + memory_bytes)
+        most_bytes = _peak_bytes() + _KEPT_BYTES
+        while _answer(connection, module, most_bytes):
+            pass
+    finally:
+        os._exit(0)
+
+
+def _answer(connection: socket.socket, module: ModuleType, most_bytes: int) -> bool:
+    """Answers one call. Whether there can be further ones: not if this process has ever been
+    larger than `most_bytes`. Raises EOFError."""
+    num_name_bytes, timeout_s, num_bytes = _CALL.unpack(_receive(connection, _CALL.size))
+    # Its default action ends the process, whatever runs.
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    name = _receive(connection, num_name_bytes).decode()
+    answer = getattr(module, name)(_receive(connection, num_bytes))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    has_more = _peak_bytes() <= most_bytes
+    connection.sendall(_ANSWER.pack(has_more, len(answer)))
+    connection.sendall(answer)
+    return has_more
+
+
+def _limit_memory(num_bytes: int) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    num_bytes = num_bytes if most == resource.RLIM_INFINITY else min(num_bytes, most)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    main()
