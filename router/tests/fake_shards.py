@@ -1,32 +1,28 @@
-"""Shards that are played: tokens by script, memory that notices every wrong write and read."""
+"""The fake of the shards: tokens by script, memory that notices every wrong write and read."""
 
 import asyncio
+import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from text_generation_router.client.translate import ShardInfo, WarmupResult
+from text_generation_router.errors import GenerationError
 from text_generation_router.request import FinishReason, Request
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.scheduler.shards import Advance, CachedBatch, StepResult
-from tokenizers import pre_tokenizers
+from text_generation_router.scheduler.shards import Advance, CachedBatch, GrammarResult, StepResult
 
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-BYTE_IDS = {
-    byte: ALPHABET.index(pre_tokenizers.ByteLevel(False).pre_tokenize_str(chr(byte))[0][0])
-    for byte in range(128)
-}
-EOS_ID, PAD_ID = 256, 257
+from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of
 
-
-def ids_of(text: str) -> tuple[int, ...]:
-    """The ids of an ASCII text."""
-    return tuple(BYTE_IDS[byte] for byte in text.encode("ascii"))
+INFO = ShardInfo("float32", "cpu", 16, "fake", VOCAB_SIZE, 4096, "0", 0, 1)
+WARMUP = WarmupResult(512, 4095, 4096, 0, 0)
+LETTERS = ids_of("abcdefghijklmnopqrstuvwxyz")
 
 
 def letters(prompt: Sequence[int], place: int) -> int:
     """The default script: a letter that depends on prompt and place alone."""
-    return BYTE_IDS[ord("a") + (sum(prompt) + 7 * place + place * place) % 26]
+    return LETTERS[(sum(prompt) + 7 * place + place * place) % 26]
 
 
 def expected_ids(prompt: Sequence[int], num: int) -> list[int]:
@@ -38,6 +34,17 @@ def writes(text: str, then: int = EOS_ID) -> Callable[[Sequence[int], int], int]
     """A script that writes `text`, then `then`."""
     ids = ids_of(text)
     return lambda prompt, place: ids[place] if place < len(ids) else then
+
+
+def pooled(input_ids: Sequence[int], width: int) -> bytes:
+    """The fake vector of a prompt: its number of tokens, the first, the last, and threes."""
+    numbers = [len(input_ids), input_ids[0], input_ids[-1], *[3] * (width - 3)]
+    return struct.pack(f"<{width}f", *numbers)
+
+
+def token_scores(input_ids: Sequence[int]) -> tuple[float, float]:
+    """A shorter prompt answers rather with yes."""
+    return -0.01 * len(input_ids), -1.0
 
 
 @dataclass(slots=True)
@@ -54,7 +61,8 @@ class Row:
     num_inputs: int
     # One for every token, see `FakeShards.memory`.
     path: list[int]
-    owes_logprobs: bool
+    # Whether nothing of its prompt was told yet.
+    owes_prompt: bool
     is_long: bool
 
     @property
@@ -83,12 +91,14 @@ class FakeShards:
     after the other. `guess` makes the drafts: most are right, and wrong ones are written too.
     `hook` runs before each call and may wait or raise. `calls` lists the calls in order, `passes`
     the tokens that each step computed by request; `num_computed` counts the tokens of all prompts.
+    A script that is a list is written over and over. Log-probabilities: -0.1 × the place of a
+    token, -0.25 in a prompt, -0.5 for each of the likeliest ids, which are 0, 1, …
     """
 
     num_blocks: int = 64
     block_size: int = 4
     max_rows: int = 1000
-    script: Callable[[Sequence[int], int], int] = letters
+    script: Callable[[Sequence[int], int], int] | Sequence[int] = letters
     hook: Callable[[str], Awaitable[None]] | None = None
     recompute_at: int | None = None
     step_ns: int = 1000
@@ -111,6 +121,31 @@ class FakeShards:
     unfit: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[object, int], int] = field(default_factory=dict)
     device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # Steps take this long. With `failure` they fail, and the question for health does, too.
+    delay_s: float = 0.0
+    failure: GenerationError | None = None
+    is_stuck: bool = False
+    # All that were compiled; each is accepted, and the script is written all the same.
+    grammars: list[str] = field(default_factory=list)
+    min_tokens: int = 1
+    # Numbers of a hidden state.
+    width: int = 4
+    requests: list[Request] = field(default_factory=list)
+    # What it says of itself, and the limits that the last warm-up was given.
+    shard_info: ShardInfo = INFO
+    capacity: WarmupResult = WARMUP
+    limits: dict[str, int | None] = field(default_factory=dict)
+    is_closed: bool = False
+
+    @property
+    def rows(self) -> list[int]:
+        """The ids of all requests that the shards have."""
+        return [request_id for rows in self.batches.values() for request_id in rows]
+
+    def token(self, prompt: Sequence[int], place: int) -> int:
+        """The token of the script."""
+        script = self.script
+        return script(prompt, place) if callable(script) else script[place % len(script)]
 
     @property
     def is_busy(self) -> bool:
@@ -130,6 +165,10 @@ class FakeShards:
             async with self.device:
                 for _ in range(self.turns):
                     await asyncio.sleep(0)
+                if method in ("prefill", "decode"):
+                    await asyncio.sleep(self.delay_s)
+                    if self.failure is not None:
+                        raise self.failure
                 if self.hook is not None:
                     await self.hook(method)
                 yield
@@ -179,15 +218,38 @@ class FakeShards:
 
     async def clear_cache(self, batch_id: int | None) -> None:
         async with self._call("clear", [] if batch_id is None else [batch_id]):
-            self.batches.pop(batch_id, None)
+            if batch_id is None:
+                self.batches.clear()
+            else:
+                self.batches.pop(batch_id, None)
+
+    async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
+        self.grammars.append(grammar)
+        return GrammarResult(min_tokens=self.min_tokens)
+
+    async def info(self) -> ShardInfo:
+        async with self._call("info", ()):
+            return self.shard_info
+
+    async def warmup(self, **limits: int | None) -> WarmupResult:
+        self.limits = limits
+        async with self._call("warmup", ()):
+            return self.capacity
+
+    async def close(self) -> None:
+        self.is_closed = True
 
     async def health(self) -> None:
+        if self.is_stuck:
+            await asyncio.Event().wait()
+        if self.failure is not None:
+            raise self.failure
         if self.hook is not None:
             await self.hook("health")
 
     def _row(self, entry: Entry) -> Row:
         ids, prompt = list(entry.input_ids), entry.request.input_ids
-        again = [self.script(prompt, place) for place in range(len(ids) - len(prompt))]
+        again = [self.token(prompt, place) for place in range(len(ids) - len(prompt))]
         assert ids == [*prompt, *again], "a preempted request came back with other ids"
         num_cached = entry.num_cached_tokens
         assert num_cached % self.block_size == 0 and 0 <= num_cached < len(ids)
@@ -196,9 +258,10 @@ class FakeShards:
         table = list(entry.block_table.block_ids)
         assert len(set(table)) == len(table) and set(table) <= set(range(self.num_blocks))
         assert len(ids) < len(table) * self.block_size, "no room for the next token"
-        wants = entry.wants_prefill_logprobs
+        is_new = not entry.token_ids
         is_long = self.recompute_at is not None and len(ids) > self.recompute_at
-        row = Row(entry.request, ids, table, num_cached, num_cached, len(ids), [], wants, is_long)
+        self.requests.append(entry.request)
+        row = Row(entry.request, ids, table, num_cached, num_cached, len(ids), [], is_new, is_long)
         self._extend_path(row)
         return row
 
@@ -237,7 +300,7 @@ class FakeShards:
         for request_id, row in rows.items():
             for block_id in row.table:
                 readers.setdefault(block_id, []).append(request_id)
-        columns, answers, errors = [], {}, dict[int, str]()
+        columns, read, errors = [], dict[int, Row](), dict[int, str]()
         num_prompt_tokens = 0
         for request_id, part in parts.items():
             row = rows[request_id]
@@ -259,14 +322,39 @@ class FakeShards:
             if ends:
                 fails = row.place + len(guesses) >= self.failing.get(request_id, sys.maxsize)
                 columns.append((request_id, self._choose(row, guesses, fails)))
-                if row.owes_logprobs:
-                    answers[request_id] = [float("nan")] + [-0.5] * (len(row.request.input_ids) - 1)
-                    row.owes_logprobs = False
+                if row.owes_prompt:
+                    read[request_id], row.owes_prompt = row, False
         for request_id in errors:
             del rows[request_id]
         result = self._answer(batch_id, rows, columns, errors)
         forward_ns = self.step_ns + self.token_ns * num_prompt_tokens
-        return replace(result, prefill_logprobs=answers, forward_ns=forward_ns)
+        return replace(self._read(result, read), forward_ns=forward_ns)
+
+    def _read(self, result: StepResult, rows: dict[int, Row]) -> StepResult:
+        """The result with what the requests want of their prompts, which are computed now."""
+        prompts = {i: row.request for i, row in rows.items()}
+        scored = {i: request for i, request in prompts.items() if request.prefill_logprobs}
+        places = {i: len(request.input_ids) - 1 for i, request in scored.items()}
+        return replace(
+            result,
+            prefill_logprobs={i: [float("nan"), *[-0.25] * num] for i, num in places.items()},
+            prefill_ranks={i: [*range(1, num + 2)] for i, num in places.items()},
+            prefill_top_tokens={
+                i: ([*range(top)] * places[i], [-0.5] * top * places[i])
+                for i, request in scored.items()
+                if (top := request.top_n_tokens)
+            },
+            pooled_prompts={
+                i: pooled(request.input_ids, self.width)
+                for i, request in prompts.items()
+                if request.pooling is not None
+            },
+            token_scores={
+                i: token_scores(request.input_ids)
+                for i, request in prompts.items()
+                if request.score_token_ids
+            },
+        )
 
     def _guess(self, row: Row, speculate: int) -> list[int]:
         """The drafts after the next token; wrong at some positions."""
@@ -278,7 +366,7 @@ class FakeShards:
         num = min(speculate, longest - len(row.ids) - 1)
         places = range(row.place, row.place + num)
         prompt = row.request.input_ids
-        return [self.script(prompt, p) if (p + sum(prompt)) % 4 else PAD_ID for p in places]
+        return [self.token(prompt, p) if (p + sum(prompt)) % 4 else BOS_ID for p in places]
 
     def _write(
         self,
@@ -317,7 +405,7 @@ class FakeShards:
         """
         chosen: list[int] = []
         for guess in [*guesses, None]:
-            chosen.append(self.script(row.request.input_ids, row.place))
+            chosen.append(self.token(row.request.input_ids, row.place))
             row.ids.append(chosen[-1])
             if self._reason(row) is not None or (guess != chosen[-1] and not fails):
                 break
@@ -326,11 +414,12 @@ class FakeShards:
         return chosen
 
     def _reason(self, row: Row) -> FinishReason | None:
-        if row.place >= row.request.stopping.max_new_tokens:
-            return FinishReason.LENGTH
-        if row.ids[-1] == EOS_ID and not row.request.stopping.ignore_eos_token:
+        stopping = row.request.stopping
+        if row.ids[-1] == EOS_ID and not stopping.ignore_eos_token:
             return FinishReason.EOS_TOKEN
-        return None
+        if row.ids[-1] in stopping.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+        return FinishReason.LENGTH if row.place >= stopping.max_new_tokens else None
 
     def _answer(
         self,
@@ -345,7 +434,7 @@ class FakeShards:
             row = rows[request_id]
             first = row.place - len(chosen)
             reasons.append(self._reason(row))
-            logprobs += [-0.25 * (first + n + 1) for n in range(len(chosen))]
+            logprobs += [-0.1 * (first + n + 1) for n in range(len(chosen))]
             top_counts += [row.request.top_n_tokens] * len(chosen)
             if row.place > (place := self.failing.get(request_id, sys.maxsize)):
                 errors[request_id] = f"Server error: token {place}"
@@ -367,7 +456,7 @@ class FakeShards:
             counts if any(count > 1 for count in counts) else (),
             top_counts if any(top_counts) else (),
             top_ids,
-            [-1.0] * len(top_ids),
+            [-0.5] * len(top_ids),
             errors=errors,
             decode_ns=100,
         )

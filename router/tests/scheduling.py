@@ -20,41 +20,21 @@ from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Shards
 from text_generation_router.scheduler.watch import WatchedShards
-from text_generation_router.tokenizer import Tokenizer
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
-from router.tests.fake_shards import (
-    ALPHABET,
-    BYTE_IDS,
-    EOS_ID,
-    PAD_ID,
-    FakeShards,
-    expected_ids,
-    ids_of,
-    letters,
-    writes,
-)
+from router.tests.fake_shards import FakeShards, expected_ids, letters, writes
+from router.tests.tiny_tokenizer import BOS_ID, EOS_ID, ids_of, make_tokenizer
+from router.tests.waiting import until
 
 __all__ = [
-    "BYTE_IDS",
+    "BOS_ID",
     "EOS_ID",
-    "PAD_ID",
     "FakeShards",
     "expected_ids",
     "ids_of",
     "letters",
+    "make_tokenizer",
     "writes",
 ]
-
-
-def make_tokenizer() -> Tokenizer:
-    """One token per byte, and the special tokens `</s>` and `<pad>`."""
-    fast = FastTokenizer(models.BPE({character: i for i, character in enumerate(ALPHABET)}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["</s>", "<pad>"])
-    return Tokenizer(fast, {}, num_workers=1)
 
 
 def make_request(
@@ -121,17 +101,9 @@ class Rig:
         for _ in range(times):
             await asyncio.sleep(0)
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for something that must happen soon."""
-        for _ in range(10_000):
-            if condition():
-                return
-            await asyncio.sleep(0)
-        raise AssertionError("this never came true")
-
     async def settle(self) -> None:
         """Waits until nothing runs; asserts that nothing is lost."""
-        await self.until(lambda: not self.shards.batches and not self.shards.is_busy)
+        await until(lambda: not self.shards.batches and not self.shards.is_busy)
         await self.turn(20)
         assert not self.shards.batches, "rows are left"
         self.batcher.integrity()

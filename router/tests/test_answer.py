@@ -9,18 +9,14 @@ from hypothesis import strategies as st
 from text_generation_router.request import FinishReason, Timings, TokenOutput
 from text_generation_router.scheduler.answer import Answer
 from text_generation_router.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models
 
 from router.tests.scheduling import make_request
+from router.tests.tiny_tokenizer import make_tokenizer, tiny_tokenizer
 
 LENGTH, EOS, STOP = FinishReason.LENGTH, FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE
 # 0-5 are text, 6-8 are the bytes of a euro sign, 9 is special, 10 is not marked as special.
 TOKENS = ["Ġone", "Ġtwo", "Ġthree", ".", "Ġfo", "ur", "â", "Ĥ", "¬", "<s>", "<end>"]
-FAST = FastTokenizer(models.BPE({token: place for place, token in enumerate(TOKENS)}, []))
-FAST.decoder = decoders.ByteLevel()
-FAST.add_special_tokens(["<s>"])
-TOKENIZER = Tokenizer(FAST, {}, num_workers=1)
+TOKENIZER = make_tokenizer(tiny_tokenizer(TOKENS, ["<s>"]))
 
 
 def write(
@@ -242,11 +238,8 @@ def tokenizer_of(words: list[str], cuts: list[int]) -> tuple[Tokenizer, list[int
             text = text[size:]
         pieces.append("<s>")
     del pieces[-1]
-    vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces)) if piece}
-    fast = FastTokenizer(models.BPE(vocabulary, []))
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<s>"])
-    return Tokenizer(fast, {}, num_workers=1), [fast.token_to_id(piece) for piece in pieces]
+    fast = tiny_tokenizer([piece for piece in dict.fromkeys(pieces) if piece], ["<s>"])
+    return make_tokenizer(fast), [fast.token_to_id(piece) for piece in pieces]
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])

@@ -13,7 +13,7 @@ from text_generation_router.request import FinishReason, Sampling
 from text_generation_router.scheduler.shards import LostStepError
 
 from router.tests.scheduling import (
-    PAD_ID,
+    BOS_ID,
     Failing,
     FakeShards,
     Gate,
@@ -24,6 +24,7 @@ from router.tests.scheduling import (
     running,
     writes,
 )
+from router.tests.waiting import until
 
 
 async def test_one_request() -> None:
@@ -34,7 +35,7 @@ async def test_one_request() -> None:
     assert outcome.generated.finish_reason is FinishReason.LENGTH
     assert outcome.generated.generated_tokens == 5
     assert outcome.generated.seed is None
-    assert [output.token.logprob for output in outcome.tokens] == [-0.25 * n for n in range(1, 6)]
+    assert [output.token.logprob for output in outcome.tokens] == [-0.1 * n for n in range(1, 6)]
     timings = outcome.tokens[-1].timings
     assert timings.queued <= timings.started
     assert [output.timings for output in outcome.tokens[:-1]] == [None] * 4
@@ -79,16 +80,16 @@ async def test_end_of_sequence_is_streamed_but_not_text() -> None:
 
 
 async def test_a_special_token_in_the_middle_is_not_text() -> None:
-    script = [1, 2, PAD_ID, 3]
+    script = [1, 2, BOS_ID, 3]
     shards = FakeShards(script=lambda prompt, place: script[place])
     async with running(shards) as rig:
         outcome = await rig.outcome(max_new_tokens=4)
     assert [output.token.special for output in outcome.tokens] == [False, False, True, False]
-    assert outcome.text.replace("<pad>", "") == outcome.generated.text
+    assert outcome.text.replace("<s>", "") == outcome.generated.text
 
 
 async def test_a_stop_string_ends_a_request_while_others_go_on() -> None:
-    async with running(FakeShards(script=writes("one two three four five", PAD_ID))) as rig:
+    async with running(FakeShards(script=writes("one two three four five", BOS_ID))) as rig:
         stopped, other = await asyncio.gather(rig.outcome((1,), 15, "three"), rig.outcome((2,), 15))
     assert stopped.generated.finish_reason is FinishReason.STOP_SEQUENCE
     assert stopped.text == stopped.generated.text == "one two three"
@@ -118,10 +119,10 @@ async def test_prompt_and_top_tokens() -> None:
         plain = await rig.outcome((70, 71), 2)
     assert [(token.id, token.logprob) for token in outcome.prefill.tokens] == [
         (70, None),
-        (71, -0.5),
+        (71, -0.25),
     ]
     assert [len(output.top_tokens) for output in outcome.tokens] == [2, 2]
-    assert outcome.tokens[0].top_tokens[0].logprob == -1.0
+    assert outcome.tokens[0].top_tokens[0].logprob == -0.5
     assert plain.prefill is None and plain.tokens[0].top_tokens == ()
 
 
@@ -155,7 +156,7 @@ async def test_cancel_while_queued_leaves_at_once() -> None:
     gate = Gate("prefill")
     async with running(FakeShards(hook=gate)) as rig:
         first = rig.batcher.submit(make_request())
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         queued = rig.batcher.submit(make_request())
         assert rig.metrics.queue_size.value == 1
         rig.batcher.cancel(queued)
@@ -174,7 +175,7 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
     async with running(FakeShards(hook=gate)) as rig:
         gone = rig.batcher.submit(make_request((1,), 9))
         others = [] if alone else [rig.batcher.submit(make_request((2,), 9))]
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         used = rig.metrics.kv_blocks_used.value
         rig.batcher.cancel(gone)
         rig.batcher.integrity()
@@ -192,7 +193,7 @@ async def test_cancel_during_the_filter_of_another() -> None:
         entries = [rig.batcher.submit(make_request((n,), 30)) for n in range(4)]
         await entries[0].next_outputs()
         rig.batcher.cancel(entries[0])
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         rig.batcher.cancel(entries[1])
         gate.open()
         for n in (2, 3):
@@ -292,7 +293,7 @@ async def test_a_failed_clear_is_not_fatal() -> None:
     shards = FakeShards(script=writes("stop"), hook=Failing(clear=[1, 2]))
     async with running(shards) as rig:
         assert (await rig.outcome((1,), 20, "to")).text == "sto"
-        await rig.until(lambda: not rig.batcher.is_healthy)
+        await until(lambda: not rig.batcher.is_healthy)
         await rig.turn(20)
         shards.batches.clear()
         assert (await rig.outcome((1,), 20)).text == "stop</s>"
@@ -363,7 +364,7 @@ async def test_the_end_of_run_is_everyones_end(method: str, gently: bool) -> Non
     if method == "filter":
         await entries[0].next_outputs()
         rig.batcher.cancel(entries[0])
-    await rig.until(lambda: gate.is_reached)
+    await until(lambda: gate.is_reached)
     if gently:
         await asyncio.wait_for(rig.batcher.close(), 1)
         await run

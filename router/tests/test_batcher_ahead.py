@@ -8,6 +8,7 @@ from text_generation_router.request import FinishReason
 
 from router.tests.fake_shards import FakeShards, expected_ids, writes
 from router.tests.scheduling import Failing, Gate, Rig, collect, make_request, running
+from router.tests.waiting import until
 
 PROMPT = (1, 2, 3)
 
@@ -79,7 +80,7 @@ async def test_one_ends_and_the_others_go_on() -> None:
 async def test_a_newcomer_is_admitted_at_the_next_step_but_one_at_the_latest() -> None:
     async with running(slow(), runs_ahead=True) as rig:
         long = asyncio.create_task(rig.outcome(PROMPT, 40))
-        await rig.until(lambda: num_ahead(rig.shards) == 3)
+        await until(lambda: num_ahead(rig.shards) == 3)
         before = len(rig.shards.calls)
         assert (await rig.outcome((4, 5), 6)).ids == expected_ids((4, 5), 6)
         methods = [method for method, _ in rig.shards.calls[before:]]
@@ -90,7 +91,7 @@ async def test_a_newcomer_is_admitted_at_the_next_step_but_one_at_the_latest() -
 async def test_a_client_that_leaves() -> None:
     async with running(slow(), runs_ahead=True) as rig:
         entries = [rig.batcher.submit(make_request((n, 2), 40)) for n in range(3)]
-        await rig.until(lambda: num_ahead(rig.shards) == 3)
+        await until(lambda: num_ahead(rig.shards) == 3)
         rig.batcher.cancel(entries[1])
         texts = [(await collect(entry)).ids for entry in (entries[0], entries[2])]
         assert texts == [expected_ids((0, 2), 40), expected_ids((2, 2), 40)]
@@ -124,8 +125,8 @@ async def test_the_server_stops() -> None:
     rig: Rig
     async with running(shards, runs_ahead=True) as rig:
         entry = rig.batcher.submit(make_request(PROMPT, 9))
-        await rig.until(lambda: shards.num_under_way == 2)
+        await until(lambda: shards.num_under_way == 2)
         await rig.batcher.close()
         assert (await collect(entry)).error is not None
-        await rig.until(lambda: not shards.is_busy)
+        await until(lambda: not shards.is_busy)
         shards.batches.clear()

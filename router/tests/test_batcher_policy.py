@@ -19,6 +19,7 @@ from router.tests.scheduling import (
     running,
     writes,
 )
+from router.tests.waiting import until
 
 # ---- Blocks ----
 
@@ -75,7 +76,7 @@ async def test_a_preempted_request_can_stop_or_leave_while_queued() -> None:
     async with running(shards) as rig:
         long = rig.batcher.submit(make_request((1, 2), 8))
         short = rig.batcher.submit(make_request((3,), 8, prefill_logprobs=True))
-        await rig.until(lambda: rig.metrics.request_preempted.value() > 0)
+        await until(lambda: rig.metrics.request_preempted.value() > 0)
         rig.batcher.cancel(short)
         assert (await collect(long)).text == "abcdefgh"
 

@@ -17,6 +17,7 @@ from router.tests.scheduling import (
     make_request,
     running,
 )
+from router.tests.waiting import until
 
 
 def submit(rig: Rig, num: int, prompt: Sequence[int], max_new_tokens: int = 5) -> list:
@@ -39,7 +40,7 @@ async def test_the_prompt_is_computed_once(length: int, num_shared: int) -> None
     gate = Gate("decode")
     async with running(FakeShards(hook=gate)) as rig:
         entries = submit(rig, 3, range(length))
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         rig.batcher.integrity()
         own = length // 4 + 1 - num_shared
         assert rig.metrics.kv_blocks_used.value == num_shared + 3 * own
@@ -111,7 +112,7 @@ async def test_the_one_that_computed_the_prompt_leaves(method: str) -> None:
     gate = Gate(method)
     async with running(FakeShards(hook=gate, num_blocks=12)) as rig:
         entries = submit(rig, 3, range(9), 12)
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         rig.batcher.cancel(entries[0])
         newcomers = [rig.batcher.submit(make_request((n,) * 4, 8)) for n in range(4)]
         gate.open()

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 from text_generation_router import cli, services
 from text_generation_router.cli import create_parser, main
-from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
 from text_generation_router.services import StartError, check_warmup
 from text_generation_router.state import ServerState
 
-from router.tests.serving import write_tokenizer
-
-INFO = ShardInfo("float32", "cpu", 16, "fake", 258, 4096, "0", 0, 1)
-WARMUP = WarmupResult(512, 4095, 4096, 0, 0)
+from router.tests.fake_shards import INFO, WARMUP, FakeShards
+from router.tests.tiny_tokenizer import write_tokenizer
 
 
 def config(**options: object) -> RouterConfig:
@@ -221,14 +218,13 @@ def test_a_bug_is_one_line_too(
     assert error_line(capfd) == "The router failed: KeyError: 'x'"
 
 
-class FakeClient:
+class FakeClient(FakeShards):
     """Shards that work until they fail."""
 
-    def __init__(self, fails_at: str = "", warmup: WarmupResult = WARMUP) -> None:
-        self.calls: list[str] = []
+    def __init__(self, fails_at: str = "") -> None:
+        super().__init__(hook=self._fail)
         self.answer_s = 0.0
         self._fails_at = fails_at
-        self._warmup = warmup
 
     async def connect(self, path: str, answer_s: float) -> "FakeClient":
         self.answer_s = answer_s
@@ -236,24 +232,13 @@ class FakeClient:
             raise ConnectionError("nobody there")
         return self
 
-    async def clear_cache(self, batch_id: int | None) -> None:
-        self._note("clear_cache")
-
-    async def info(self) -> ShardInfo:
-        self._note("info")
-        return INFO
-
-    async def warmup(self, **limits: int | None) -> WarmupResult:
-        self._note("warmup")
-        return self._warmup
-
-    async def close(self) -> None:
-        self.calls.append("close")
-
-    def _note(self, call: str) -> None:
-        self.calls.append(call)
-        if call == self._fails_at:
+    async def _fail(self, method: str) -> None:
+        if method == self._fails_at:
             raise GenerationError("Server error: no")
+
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.calls]
 
 
 async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,11 +248,11 @@ async def test_start_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = RouterConfig(tokenizer_name=str(tmp_path), step_deadline=7.5)
     async with services.start(config) as started:
         assert client.answer_s == 7.5
-        assert client.calls == ["clear_cache", "info", "warmup"]
+        assert client.methods == ["clear", "info", "warmup"]
         assert started.scheduler_limits.max_batch_total_tokens == 512 * 16
         assert started.limits.max_input_tokens == 4095
         assert started.scheduler_limits.max_batch_size == 128
-    assert client.calls[-1] == "close"
+    assert client.is_closed
 
 
 async def test_shards_that_are_still_loading_are_awaited(
@@ -292,14 +277,14 @@ async def test_shards_that_are_still_loading_are_awaited(
         tokenizer_name=str(tmp_path), master_shard_uds_path=str(path), await_shards=True
     )
     async with services.start(config):
-        assert client.calls == ["clear_cache", "info", "warmup"]
+        assert client.methods == ["clear", "info", "warmup"]
 
 
 @pytest.mark.parametrize(
     ("fails_at", "sentence"),
     [
         ("connect", "Unable to connect to the Python model shards: nobody there"),
-        ("clear_cache", "Unable to clear the Python model shards cache: Server error: no"),
+        ("clear", "Unable to clear the Python model shards cache: Server error: no"),
         ("info", "Unable to get the Python model shards info: Server error: no"),
         ("warmup", "Unable to warmup the Python model shards: Server error: no"),
         ("", "The model directory {} has no tokenizer.json"),
@@ -314,7 +299,7 @@ async def test_start_failures(
         async with services.start(RouterConfig(tokenizer_name=str(tmp_path))):
             pytest.fail("it started")
     assert str(caught.value).startswith(sentence.format(tmp_path))
-    assert (client.calls[-1:] == ["close"]) is (fails_at != "connect")
+    assert client.is_closed is (fails_at != "connect")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from router.tests.scheduling import (
     make_tokenizer,
     running,
 )
+from router.tests.waiting import until
 
 PROMPT = "the quick brown fox"
 LIMITS = Limits(
@@ -137,7 +138,7 @@ async def test_a_task_that_is_cancelled_drops_all() -> None:
     gate = Gate("decode")
     async with house(FakeShards(hook=gate)) as it:
         task = asyncio.create_task(it.infer.generate_many(asks(), 3))
-        await it.rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

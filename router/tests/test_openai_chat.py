@@ -106,8 +106,7 @@ async def both(server: Server, **body: Any) -> list[Json]:
 
 def last_prompt(server: Server) -> str:
     """What the shards were given last."""
-    entries = server.shards._entries
-    ids = entries[max(entries)].request.input_ids
+    ids = server.shards.requests[-1].input_ids
     return b"".join(map(server.services.tokenizer.token_bytes, ids)).decode()
 
 

@@ -65,7 +65,7 @@ def new_text(choice: Json) -> str:
 
 def asked(server: Server) -> Request:
     """What the shard was asked last."""
-    return list(server.shards._entries.values())[-1].request
+    return server.shards.requests[-1]
 
 
 async def test_what_the_model_is_asked_for(server: Server, path: str) -> None:

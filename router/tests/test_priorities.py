@@ -16,6 +16,7 @@ from router.tests.chats import TEMPLATE
 from router.tests.planning import Desk
 from router.tests.scheduling import FakeShards, collect, make_request, running
 from router.tests.serving import Server, serve
+from router.tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -125,7 +126,7 @@ async def test_the_order_of_turns() -> None:
             ended.append(number)
 
         first = asyncio.create_task(ask(0, 0))
-        await rig.until(lambda: rig.metrics.batch_current_size.value == 1)
+        await until(lambda: rig.metrics.batch_current_size.value == 1)
         others = [
             asyncio.create_task(ask(number, priority))
             for number, priority in enumerate([0, -5, 7, 0, 7], start=1)

@@ -6,7 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from router.tests.scheduling import Gate
 from router.tests.serving import serve
+from router.tests.waiting import until
 
 PROBES = ("/livez", "/readyz", "/startupz")
 
@@ -55,26 +57,19 @@ async def test_probes_call_no_shard(tmp_path: Path) -> None:
         assert await codes(server.client) == (200, 200, 200)
 
 
-async def test_work_that_waits_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_waits_in_vain(tmp_path: Path) -> None:
     """Not live within the deadline; live again as soon as a step has ended."""
     async with serve(tmp_path) as server:
         batcher = server.services.batcher
-
-        async def wait_for_stall(seconds: float) -> None:
-            async with asyncio.timeout(60):
-                while batcher.stalled_s <= seconds:
-                    await asyncio.sleep(0.01)
-
         object.__setattr__(server.services, "stall_s", 1.0)
         assert batcher.stalled_s == 0.0
         assert (await server.client.get("/livez")).status_code == 200, "no request waits"
-        may_go_on = asyncio.Event()
-        monkeypatch.setattr(server.shards, "_pause", may_go_on.wait)
+        server.shards.hook = gate = Gate("prefill")
         body = {"inputs": "n", "parameters": {"max_new_tokens": 2}}
         asked = asyncio.create_task(server.client.post("/generate", json=body))
-        await wait_for_stall(0.0)
+        await until(lambda: batcher.stalled_s > 0.0)
         assert (await server.client.get("/livez")).status_code == 200, "it waits for a moment"
-        await wait_for_stall(1.0)
+        await until(lambda: batcher.stalled_s > 1.0)
         assert (await server.client.get("/livez")).status_code == 503
         assert (await server.client.get("/readyz")).status_code == 200
         # Work that waits while the shards are replaced waits for them.
@@ -82,6 +77,6 @@ async def test_work_that_waits_in_vain(tmp_path: Path, monkeypatch: pytest.Monke
         assert (await server.client.get("/livez")).status_code == 200
         server.services.state.ready()
         assert (await server.client.get("/livez")).status_code == 200
-        may_go_on.set()
+        gate.open()
         assert (await asked).status_code == 200
         assert (await server.client.get("/livez")).status_code == 200

@@ -14,6 +14,7 @@ import pytest
 from router.tests.chats import TEMPLATE
 from router.tests.scheduling import FakeShards, collect, make_request, running
 from router.tests.serving import Server, serve
+from router.tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -102,7 +103,7 @@ async def test_the_pace_is_that_of_the_queue(monkeypatch: pytest.MonkeyPatch) ->
             now += 2
             await collect(entry)
         now += 2
-        await rig.until(lambda: entries[4].timings is not None)
+        await until(lambda: entries[4].timings is not None)
         # Five turns in ten seconds, and five wait.
         waiting = [entry for entry in entries[5:] if entry.timings is None]
         assert rig.batcher.queue_retry_s() == pytest.approx(2 * len(waiting), abs=2)

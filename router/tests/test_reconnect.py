@@ -10,48 +10,29 @@ from pathlib import Path
 import pytest
 from text_generation_router.client import reconnect
 from text_generation_router.client.reconnect import OtherShardsError, Reconnection
-from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.errors import GenerationError
 from text_generation_router.scheduler.shards import GoneShardError
 
-from router.tests.test_cli import INFO, WARMUP
+from router.tests.fake_shards import INFO, WARMUP, FakeShards
 
 pytestmark = pytest.mark.usefixtures("clock")
 
 
-class FakeShards:
-    """What is connected to; says what a test wants."""
+async def hangs(method: str) -> None:
+    """Shards whose warm-up does not end."""
+    if method == "health":
+        raise GenerationError("Server error", "deadline exceeded")
+    if method == "warmup":
+        await asyncio.Event().wait()
 
-    def __init__(
-        self,
-        info: ShardInfo = INFO,
-        warmup: WarmupResult = WARMUP,
-        error: GenerationError | None = None,
-        hangs: bool = False,
-    ) -> None:
-        self.limits: dict[str, int | None] = {}
-        self.is_closed = False
-        self._info, self._warmup, self._error, self._hangs = info, warmup, error, hangs
 
-    async def clear_cache(self, batch_id: int | None) -> None:
-        if self._error is not None:
-            raise self._error
+def failing(error: GenerationError) -> FakeShards:
+    """Shards of which the first call fails."""
 
-    async def info(self) -> ShardInfo:
-        return self._info
+    async def fail(method: str) -> None:
+        raise error
 
-    async def warmup(self, **limits: int | None) -> WarmupResult:
-        self.limits = limits
-        if self._hangs:
-            await asyncio.Event().wait()
-        return self._warmup
-
-    async def health(self) -> None:
-        if self._hangs:
-            raise GenerationError("Server error", "deadline exceeded")
-
-    async def close(self) -> None:
-        self.is_closed = True
+    return FakeShards(hook=fail)
 
 
 class Place:
@@ -115,8 +96,8 @@ async def test_the_socket_of_before_is_not_asked(place: Place) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda: FakeShards(replace(INFO, dtype="int8")), "they have dtype 'int8'"),
-        (lambda: FakeShards(warmup=replace(WARMUP, num_blocks=7)), "they have 7 KV blocks"),
+        (lambda: FakeShards(shard_info=replace(INFO, dtype="int8")), "they have dtype 'int8'"),
+        (lambda: FakeShards(capacity=replace(WARMUP, num_blocks=7)), "they have 7 KV blocks"),
     ],
 )
 async def test_others_are_refused(
@@ -132,14 +113,14 @@ async def test_others_are_refused(
 
 
 async def test_what_a_rank_may_say_differently(place: Place) -> None:
-    place.found = [FakeShards(replace(INFO, last_number=9, spares_core=True))]
+    place.found = [FakeShards(shard_info=replace(INFO, last_number=9, spares_core=True))]
     again = place.again()
     place.listen()
     await again
 
 
 async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None:
-    place.found = [FakeShards(error=GenerationError("Server error", "too little memory"))]
+    place.found = [failing(GenerationError("Server error", "too little memory"))]
     again = place.again()
     place.listen()
     with pytest.raises(GenerationError, match="too little memory"):
@@ -150,8 +131,8 @@ async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None
     "first",
     [
         GenerationError("the shard listens and has not answered for 1 s"),
-        FakeShards(error=GoneShardError("Could not connect")),
-        FakeShards(hangs=True),
+        failing(GoneShardError("Could not connect")),
+        FakeShards(hook=hangs),
     ],
 )
 async def test_those_that_are_lost_at_once_have_followers(
@@ -169,7 +150,7 @@ async def test_those_that_are_lost_at_once_have_followers(
 
 
 async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
-    hanging, second = FakeShards(hangs=True), FakeShards()
+    hanging, second = FakeShards(hook=hangs), FakeShards()
     reconnect.PATIENCE_S = 100.0
     place.found = [hanging, second]
     again = place.again()
@@ -191,7 +172,7 @@ async def test_who_is_cancelled_while_an_attempt_ends_is_over(place: Place) -> N
             is_closing.set()
             await asyncio.sleep(0.1)
 
-    place.found = [Slow(hangs=True), Slow(hangs=True)]
+    place.found = [Slow(hook=hangs), Slow(hook=hangs)]
     again = place.again()
     place.listen()
     await asyncio.sleep(0.05)

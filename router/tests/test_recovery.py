@@ -21,11 +21,9 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.recovery import NoShardsError, Recovery
 from text_generation_router.scheduler.replaced_shards import ReplacedShards
 from text_generation_router.scheduler.shards import (
-    Advance,
     GoneShardError,
     GrammarResult,
     LostStepError,
-    StepResult,
 )
 from text_generation_router.scheduler.watch import WatchedShards
 from text_generation_router.terms import Deadline
@@ -40,6 +38,7 @@ from router.tests.scheduling import (
     make_request,
     make_tokenizer,
 )
+from router.tests.waiting import until
 
 
 @dataclass
@@ -47,34 +46,17 @@ class Mortal(FakeShards):
     """Shards that end when a test ends them: all calls fail, also calls in flight."""
 
     end: asyncio.Event = field(default_factory=asyncio.Event)
-    is_closed: bool = False
 
     def _check(self) -> None:
         if self.end.is_set():
             raise GoneShardError("Could not connect to Text Generation server", "detail")
 
-    async def prefill(self, *arguments: Any) -> StepResult:
+    @asynccontextmanager
+    async def _call(self, *arguments: Any) -> AsyncIterator[None]:
         self._check()
-        result = await super().prefill(*arguments)
+        async with super()._call(*arguments):
+            yield
         self._check()
-        return result
-
-    async def decode(self, batch_ids: Any, advance: Advance) -> StepResult:
-        self._check()
-        result = await super().decode(batch_ids, advance)
-        self._check()
-        return result
-
-    async def filter_batch(self, *arguments: Any) -> Any:
-        self._check()
-        return await super().filter_batch(*arguments)
-
-    async def clear_cache(self, batch_id: int | None) -> None:
-        self._check()
-        if batch_id is None:
-            self.batches.clear()
-        else:
-            await super().clear_cache(batch_id)
 
     async def health(self) -> None:
         self._check()
@@ -86,9 +68,6 @@ class Mortal(FakeShards):
 
     async def gone(self) -> None:
         await self.end.wait()
-
-    async def close(self) -> None:
-        self.is_closed = True
 
 
 class World:
@@ -164,7 +143,7 @@ async def world(
 
 
 async def has_tokens(world: World, *entries: Entry, num: int = 3) -> None:
-    await world.rig.until(lambda: all(len(entry.token_ids) >= num for entry in entries))
+    await until(lambda: all(len(entry.token_ids) >= num for entry in entries))
 
 
 def assert_whole(outcome: Outcome, prompt: Any, num: int) -> None:
@@ -179,8 +158,8 @@ async def test_streams_go_on_and_those_who_wait_do_too() -> None:
         await has_tokens(w, *entries[:2])
         w.may_come.clear()
         w.lose()
-        await w.rig.until(lambda: w.shards.is_down)
-        await w.rig.until(lambda: w.metrics.queue_size.value == 4)
+        await until(lambda: w.shards.is_down)
+        await until(lambda: w.metrics.queue_size.value == 4)
         assert w.metrics.kv_blocks_used.value == 0 and not await w.batcher.probe()
         w.batcher.integrity()
         late = w.submit((5, 5), 3)
@@ -215,7 +194,7 @@ async def test_a_request_that_runs_at_every_loss_is_not_computed_for_ever() -> N
         for times in (1, 2, 3):
             await has_tokens(w, guilty, num=3 * times)
             w.lose()
-            await w.rig.until(lambda times=times: w.shards.num_losses == times)  # type: ignore[misc]
+            await until(lambda times=times: w.shards.num_losses == times)  # type: ignore[misc]
         outcome = await reading
         assert isinstance(outcome.error, GenerationError)
         assert_whole(await collect(waiting), (2,), 20)
@@ -226,7 +205,7 @@ async def test_a_loss_is_noticed_by_those_who_do_nothing() -> None:
         assert_whole(await collect(w.submit((1, 2, 3, 4, 5, 6), 5)), (1, 2, 3, 4, 5, 6), 5)
         assert w.metrics.prefix_cache_blocks.value > 0
         w.lose()
-        await w.rig.until(lambda: len(w.lives) == 2 and not w.shards.is_down)
+        await until(lambda: len(w.lives) == 2 and not w.shards.is_down)
         # What was cached is not any more: the shards would notice it.
         assert_whole(await collect(w.submit((1, 2, 3, 4, 5, 6), 5)), (1, 2, 3, 4, 5, 6), 5)
 
@@ -289,7 +268,7 @@ async def test_grammars_wait() -> None:
     async with world() as w:
         w.may_come.clear()
         w.lose()
-        await w.rig.until(lambda: w.shards.is_down)
+        await until(lambda: w.shards.is_down)
         asked = asyncio.create_task(w.shards.compile_grammar("abc", 0.05))
         await asyncio.sleep(0.2)
         assert not asked.done(), "the time in which there are no shards does not count"
@@ -303,7 +282,7 @@ async def test_an_end_while_they_are_awaited() -> None:
         await has_tokens(w, entry)
         w.may_come.clear()
         w.lose()
-        await w.rig.until(lambda: w.shards.is_down)
+        await until(lambda: w.shards.is_down)
         await asyncio.wait_for(w.batcher.close(), 2)
         assert (await collect(entry)).error is not None
         w.lives[-1].batches.clear()
@@ -316,7 +295,7 @@ async def test_time_passes_while_they_are_awaited() -> None:
         await has_tokens(w, ran)
         w.may_come.clear()
         w.lose()
-        await w.rig.until(lambda: w.shards.is_down)
+        await until(lambda: w.shards.is_down)
         deadline = Deadline(0.3, "X-Request-Timeout", asyncio.get_running_loop().time())
         async with asyncio.timeout(5):
             with limits.over([ran], deadline), limits.over([waits], None):
@@ -385,4 +364,4 @@ async def test_losses_at_any_time(seed: int) -> None:
 
 
 async def has_any(world: World) -> None:
-    await world.rig.until(lambda: bool(world.lives[0].passes))
+    await until(lambda: bool(world.lives[0].passes))

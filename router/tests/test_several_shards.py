@@ -26,6 +26,7 @@ from benchmarks.fake_shard import BLOCK_SIZE, Columns, FakeShard
 from router.tests.scheduling import collect, make_tokenizer
 from router.tests.test_shards import CALLS, Rank, serving
 from router.tests.test_translate import make_entry
+from router.tests.waiting import until
 
 
 def numbers(rank: Any) -> list[int]:
@@ -89,12 +90,6 @@ class Hanging(Rank):
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("dead", [0, 1])

@@ -28,6 +28,7 @@ from router.tests.scheduling import (
     make_request,
     running,
 )
+from router.tests.waiting import until
 
 PARENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 STEPS = [f"text_generation.v1.TextGenerationService/{method}" for method in ("Prefill", "Decode")]
@@ -170,7 +171,7 @@ async def test_a_step_of_several_is_linked() -> None:
     traced, gate = Traced(), Gate("decode")
     async with running(FakeShards(hook=gate), over=traced.over) as rig:
         tasks = [asyncio.create_task(traced.ask(rig, make_request((1, 2, 3), 9)))]
-        await rig.until(lambda: gate.is_reached)
+        await until(lambda: gate.is_reached)
         tasks.append(asyncio.create_task(traced.ask(rig, make_request((4, 5, 6), 9))))
         gate.open()
         await asyncio.gather(*tasks)

@@ -10,12 +10,11 @@ from text_generation_router.api.anthropic.schemas import MessagesRequest
 from text_generation_router.api.openai.completions import first_ids
 from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.tokenizer import Tokenizer
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models
 
 from router.tests.chats import CALL, TEMPLATE, serve_chat
 from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
 from router.tests.test_openai_chat import last_prompt
+from router.tests.tiny_tokenizer import tiny_tokenizer
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
@@ -221,15 +220,12 @@ async def test_an_empty_prompt_starts_from_the_first_token(server: Server) -> No
     assert (choice["text"], choice["logprobs"]["tokens"]) == ("<", ["<"])
     assert choice["logprobs"]["text_offset"] == [0]
     assert answer["usage"]["prompt_tokens"] == 1
-    entries = server.shards._entries
-    assert entries[max(entries)].request.input_ids == (BOS_ID,)
+    assert server.shards.requests[-1].input_ids == (BOS_ID,)
 
 
 def plain_tokenizer(**special: str) -> Tokenizer:
     """A tokenizer that makes no token of no text."""
-    made = FastTokenizer(models.BPE({"a": 0}, []))
-    made.add_special_tokens(["<b>", "<e>"])
-    return Tokenizer(made, special, num_workers=1)
+    return Tokenizer(tiny_tokenizer(["a"], ["<b>", "<e>"]), special, num_workers=1)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from router.tests.scheduling import (
     running,
 )
 from router.tests.virtual_time import VirtualTime
+from router.tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("clock")
 PATIENCE_S = watch.PATIENCE_S
@@ -143,7 +144,7 @@ async def test_every_request_gets_its_ending() -> None:
     rig = make_rig(shards, max_batch_size=2)
     task = asyncio.create_task(rig.batcher.run())
     entries = [rig.batcher.submit(make_request((n,), 50)) for n in range(4)]
-    await rig.until(lambda: bool(shards.batches))
+    await until(lambda: bool(shards.batches))
     shards.call_s, shards.answers = 3600.0, [3600.0]
     outcomes = await asyncio.gather(*(collect(entry, 60.0) for entry in entries))
     assert all(isinstance(outcome.error, GenerationError) for outcome in outcomes)
