@@ -259,6 +259,45 @@ def running(model: Path | None, *flags: str, **environment: Any) -> Iterator[Lau
         handle.kill()
 
 
+class SharedServers:
+    """Owns the servers that tests share, one for each model and its flags; `end` stops all.
+
+    At most `MOST` run: what was given least recently ends first, so ask again in each test.
+    """
+
+    MOST = 3  # each holds half a gigabyte, and every worker of pytest has its own
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[Path | None, tuple[str, ...]], LauncherHandle] = {}
+
+    def get(self, model: Path | None, *flags: str) -> LauncherHandle:
+        """The server, which is ready; it is started where none runs."""
+        handle = self._running.pop((model, flags), None)
+        if handle is None:
+            while len(self._running) >= self.MOST:
+                self._stop_oldest()
+            handle = LauncherHandle(model, *flags)
+            try:
+                handle.wait_until_ready()
+            except BaseException:
+                handle.kill()
+                raise
+        self._running[model, flags] = handle
+        return handle
+
+    def end(self) -> None:
+        """Stops all, in order. Raises AssertionError if one does not end well."""
+        try:
+            while self._running:
+                self._stop_oldest()
+        finally:
+            for handle in self._running.values():
+                handle.kill()
+
+    def _stop_oldest(self) -> None:
+        self._running.pop(next(iter(self._running))).stop()
+
+
 async def stream_events(
     client: httpx.AsyncClient, inputs: str, **parameters: Any
 ) -> AsyncIterator[dict[str, Any]]:

@@ -46,8 +46,9 @@ def embed(handle: LauncherHandle, given: Any, **body: Any) -> list[Any]:
     return [one["embedding"] for one in answer["data"]]
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("family", ["llama2", "qwen3", "granite"])
+@pytest.mark.parametrize(
+    ("family", "pooling"), [("llama2", "last"), ("qwen3", "mean"), ("granite", "last")]
+)
 def test_equals_transformers(family: str, pooling: str, checkpoint: Callable[[str], Path]) -> None:
     """Prompts of 1 to 150 tokens in parts of 32, in one request, and again with a prefix cache that
     has them."""
@@ -81,26 +82,23 @@ def test_two_shards_answer_as_one(checkpoint: Callable[[str], Path]) -> None:
         handle.assert_idle()
 
 
-def test_little_memory(tiny_model_path: Path) -> None:
+def test_little_memory(cramped: LauncherHandle, tiny_model_path: Path) -> None:
     """Preempted rows restart, also those with means."""
     oracle, texts = Oracle(tiny_model_path, "llama3"), ragged_prompts(tiny_model_path)
-    flags = ("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "192")
-    cramped = (*flags, "--max-batch-total-tokens", "512", "--max-batch-prefill-tokens", "64")
-    with running(tiny_model_path, *cramped, "--pooling", "mean") as handle:
+    preempted = cramped.metrics()["tgi_request_preempted"]
 
-        def generate(number: int) -> Any:
-            return handle.generate(f"{number} 1 2 3", max_new_tokens=150, ignore_eos_token=True)
+    def generate(number: int) -> Any:
+        return cramped.generate(f"{number} 1 2 3", max_new_tokens=150, ignore_eos_token=True)
 
-        with ThreadPoolExecutor(10) as pool:
-            crowd = [pool.submit(generate, number) for number in range(8)]
-            asked = [pool.submit(embed, handle, texts) for _ in range(2)]
-            for found in asked:
-                for vector, text in zip(found.result(), texts, strict=True):
-                    assert vector == pytest.approx(unit(expected(oracle, text, "mean")), abs=1e-4)
-            for one in crowd:
-                assert len(token_ids(one.result())) == 150
-        assert handle.metrics()["tgi_request_preempted"] > 0
-        handle.assert_idle()
+    with ThreadPoolExecutor(10) as pool:
+        crowd = [pool.submit(generate, number) for number in range(8)]
+        asked = [pool.submit(embed, cramped, texts) for _ in range(2)]
+        for found in asked:
+            for vector, text in zip(found.result(), texts, strict=True):
+                assert vector == pytest.approx(unit(expected(oracle, text, "mean")), abs=1e-4)
+        for one in crowd:
+            assert len(token_ids(one.result())) == 150
+    assert cramped.metrics()["tgi_request_preempted"] > preempted
 
 
 async def test_generation_goes_on_beside(server: LauncherHandle, tiny_model_path: Path) -> None:

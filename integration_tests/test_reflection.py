@@ -1,23 +1,18 @@
 """Tools like grpcurl can ask a shard what it offers, once that is switched on."""
 
-from pathlib import Path
-
 import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
-from integration_tests.server import LauncherHandle, running
+from integration_tests.server import LauncherHandle
 
 SERVICE = "text_generation.v1.TextGenerationService"
 
 
-def test_reflection_lists_the_service(tiny_model_path: Path) -> None:
-    with (
-        running(tiny_model_path, "--enable-reflection") as handle,
-        grpc.insecure_channel(f"unix://{handle.uds_path}-0") as channel,
-    ):
+def test_reflection_lists_the_service(cramped: LauncherHandle) -> None:
+    with grpc.insecure_channel(f"unix://{cramped.uds_path}-0") as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert SERVICE in database.get_services()
         file = database.FindFileContainingSymbol(SERVICE)

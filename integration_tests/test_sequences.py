@@ -1,10 +1,8 @@
 """Several sequences over one prompt, with the real shard: right, shared, and always ended."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
-from integration_tests.conftest import Launch
 from integration_tests.server import LauncherHandle, token_ids
 
 PROMPT = "the cat sat on the mat and the dog ran in the rain; "
@@ -48,12 +46,10 @@ def test_prompt_logprobs_are_those_of_the_prompt_in_both(server: LauncherHandle)
     assert best["prefill"] == other["prefill"] == alone and len(alone) > BLOCK_SIZE
 
 
-def test_many_sequences_hold_one_prompt(tiny_model_path: Path, launch: Launch) -> None:
+def test_many_sequences_hold_one_prompt(server: LauncherHandle) -> None:
     """8 sequences after about 280 tokens: 18 blocks each if they were not shared."""
     num, max_new_tokens = 8, 100
-    server = launch(tiny_model_path, "--dtype", "float32", "--max-best-of", str(num))
-    server.wait_until_ready()
-    inputs = PROMPT * 14
+    inputs = PROMPT * 12
     asked = {**DRAWN, "best_of": num, "max_new_tokens": max_new_tokens}
 
     async def answer_and_readings() -> tuple[dict[str, Any], list[float]]:
@@ -82,30 +78,23 @@ def test_many_sequences_hold_one_prompt(tiny_model_path: Path, launch: Launch) -
     assert max(readings) <= num_prompt_blocks + num * own_blocks
     assert len(sequences_of(answer)) == num
     check_each_alone(server, inputs, answer)
-    server.assert_idle()
-    server.stop()
 
 
-def test_everything_ends_in_hardly_any_memory(tiny_model_path: Path, launch: Launch) -> None:
-    """16 blocks; the four sequences of one request need more, however late the others come."""
-    limits = {"input": "60", "total": "128", "batch-prefill": "128", "batch-total": "256"}
-    flags = [part for name, value in limits.items() for part in (f"--max-{name}-tokens", value)]
-    server = launch(tiny_model_path, "--dtype", "float32", "--max-best-of", "4", *flags)
-    server.wait_until_ready()
+def test_everything_ends_in_hardly_any_memory(cramped: LauncherHandle) -> None:
+    """The sequences of one request need half of the blocks, however late the others come."""
     prompts = [PROMPT[start:] for start in range(8)]
+    before = cramped.metrics()
 
     async def all_answers() -> list[dict[str, Any]]:
         asked = {**DRAWN, "best_of": 4, "max_new_tokens": 64}
-        return list(await asyncio.gather(*(ask(server, prompt, **asked) for prompt in prompts)))
+        return list(await asyncio.gather(*(ask(cramped, prompt, **asked) for prompt in prompts)))
 
     answers = asyncio.run(all_answers())
-    server.assert_idle()
-    metrics = server.metrics()
-    assert metrics["tgi_request_success"] == 32
-    assert metrics["tgi_request_preempted"] > 0
-    assert metrics["tgi_kv_blocks_free"] == 16
+    cramped.assert_idle()
+    after = cramped.metrics()
+    assert after["tgi_request_success"] == before["tgi_request_success"] + 32
+    assert after["tgi_request_preempted"] > before["tgi_request_preempted"]
+    assert after["tgi_kv_blocks_free"] == 512 / BLOCK_SIZE
     for prompt, answer in zip(prompts[:3], answers[:3], strict=True):
         assert [len(sequence["tokens"]) for sequence in sequences_of(answer)] == [64] * 4
-        check_each_alone(server, prompt, answer)
-    server.assert_idle()
-    server.stop()
+        check_each_alone(cramped, prompt, answer)
