@@ -4,22 +4,28 @@ import os
 import signal
 from pathlib import Path
 
-PREPARED = [b""]
+
+class Prepared:
+    """Has the argument of `prepare`, and all functions below as methods."""
+
+    def __init__(self, argument: bytes) -> None:
+        self._argument = argument
+
+    def with_prepared(self, argument: bytes) -> bytes:
+        """Both arguments."""
+        return argument + self._argument
+
+    def __getattr__(self, name: str) -> object:
+        return globals()[name]
 
 
-def prepare(argument: bytes) -> bytes:
+def prepare(argument: bytes) -> Prepared | None:
     """Keeps the argument, or does what it says."""
     if argument == b"fail":
         raise ValueError("it can not be prepared")
     if argument == b"sleep":
         signal.pause()
-    PREPARED[0] = argument
-    return b""
-
-
-def with_prepared(argument: bytes) -> bytes:
-    """Both arguments."""
-    return argument + PREPARED[0]
+    return Prepared(argument) if argument else None
 
 
 def pid(argument: bytes) -> bytes:

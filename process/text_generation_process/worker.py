@@ -1,8 +1,8 @@
 """Runs functions on users' input in processes that can be killed.
 
 A `Worker` starts a server (`python -m text_generation_process.worker`), which imports a module,
-prepares it once, and never sees users' input. The server forks runners. A runner takes calls of the
-module's functions, one at a time, from a socket of its own. It may be killed at any time, and the
+prepares it once, and never sees users' input. The server forks runners. A runner takes calls, one
+at a time, from a socket of its own. It may be killed at any time, and the
 next one is forked in milliseconds. Arguments and answers are bytes, so that no answer can run code
 in the parent.
 """
@@ -20,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from text_generation_process.children import Child
 from text_generation_process.lifetime import end_with_parent
@@ -64,6 +64,7 @@ class Worker:
 
     def __init__(self, module: str, argument: bytes = b"", *, memory_bytes: int) -> None:
         """The server calls `prepare(argument)` of the module once, which must not start threads.
+        The calls are to methods of what it returns, or functions of the module if that is nothing.
         A runner may add `memory_bytes`."""
         self._module, self._argument, self._memory_bytes = module, argument, memory_bytes
         self._starting = threading.Lock()
@@ -78,7 +79,7 @@ class Worker:
         self._release(self._take())
 
     def call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
-        """What the function of this name returns. Raises WorkerError."""
+        """What the method or function of this name returns. Raises WorkerError."""
         connection = self._take()
         began = time.monotonic()
         try:
@@ -195,7 +196,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as control:
         module = importlib.import_module(name)
-        _answer(control, module, most_bytes=sys.maxsize)
+        _, argument = _next_call(control)
+        prepared = module.prepare(argument) or module
+        _send(control, b"", has_more=True)
         gc.freeze()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # runners that end leave nothing
         server = os.getpid()
@@ -206,10 +209,10 @@ def main() -> None:
             # If it can not fork, the parent sees the closed connection.
             with socket.socket(fileno=files[0]) as connection, suppress(OSError):
                 if os.fork() == 0:
-                    _run(connection, module, int(memory_bytes), server)
+                    _run(connection, prepared, int(memory_bytes), server)
 
 
-def _run(connection: socket.socket, module: ModuleType, memory_bytes: int, server: int) -> None:
+def _run(connection: socket.socket, prepared: Any, memory_bytes: int, server: int) -> None:
     """One runner. Never returns, and skips Python's cleanup."""
     try:
         end_with_parent(server)
@@ -221,25 +224,28 @@ def _run(connection: socket.socket, module: ModuleType, memory_bytes: int, serve
         num_pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
         _limit_memory(num_pages * resource.getpagesize() + memory_bytes)
         most_bytes = _peak_bytes() + _KEPT_BYTES
-        while _answer(connection, module, most_bytes):
-            pass
+        has_more = True
+        while has_more:
+            name, argument = _next_call(connection)
+            answer = getattr(prepared, name)(argument)
+            has_more = _peak_bytes() <= most_bytes
+            _send(connection, answer, has_more)
     finally:
         os._exit(0)
 
 
-def _answer(connection: socket.socket, module: ModuleType, most_bytes: int) -> bool:
-    """Answers one call. Whether there can be further ones: not if this process has ever been
-    larger than `most_bytes`. Raises EOFError."""
+def _next_call(connection: socket.socket) -> tuple[str, bytes]:
+    """The name of the function and its argument. From now on, this process ends at the timeout.
+    Raises EOFError."""
     num_name_bytes, timeout_s, num_bytes = _CALL.unpack(_receive(connection, _CALL.size))
-    # Its default action ends the process, whatever runs.
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    name = _receive(connection, num_name_bytes).decode()
-    answer = getattr(module, name)(_receive(connection, num_bytes))
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)  # its default action ends the process
+    return _receive(connection, num_name_bytes).decode(), _receive(connection, num_bytes)
+
+
+def _send(connection: socket.socket, answer: bytes, has_more: bool) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
-    has_more = _peak_bytes() <= most_bytes
     connection.sendall(_ANSWER.pack(has_more, len(answer)))
     connection.sendall(answer)
-    return has_more
 
 
 def _limit_memory(num_bytes: int) -> None:
