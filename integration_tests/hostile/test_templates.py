@@ -120,7 +120,8 @@ def test_many_that_hang_are_bounded(hostile_templates: LauncherHandle) -> None:
     answers = asyncio.run(attack())
     assert {status for status, _, _ in answers} == {422, 429}
     assert max(seconds for _, seconds, _ in answers) < 12
-    assert len(workers(hostile_templates)) <= 2
+    # The one that starts the others, and two that render.
+    assert len(workers(hostile_templates)) <= 3
     assert asyncio.run(tokenize(hostile_templates, "fine"))[0] == 200
     assert_nothing_runs(hostile_templates)
 

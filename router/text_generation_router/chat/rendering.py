@@ -1,17 +1,14 @@
-"""The process that renders chat templates: run as a program, it is one worker of `workers.py`.
+"""Renders chat templates; `TemplateWorkers` run this in processes that can be killed.
 
 A template is a Jinja program of the model's author that turns a client's messages into a prompt.
-All of it, even the folding of its constants, runs here, within a memory limit, in a process that
-the router can kill.
+All of it, even the folding of its constants, runs here, never in the router.
 """
 
 import json
-import resource
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import orjson
@@ -19,18 +16,21 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from text_generation_process.lifetime import end_with_parent
 
-from text_generation_router.chat.frames import HEADER, pack
+from text_generation_router.chat.template import MAX_BYTES
 from text_generation_router.errors import TemplateError
 
 MAX_CHARACTERS = 32_000_000
-MAX_BYTES = 2**30
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # Appended to the message to continue, to find its end in the prompt. A template that strips the
 # message drops the mark's space; no template writes this space itself.
 _MARK, _MARK_SPACE = "\ue0f0CONTINUE\ue0f1", "\u2003"
 _SHOWN_CHARACTERS = 500
+
+
+def prepare(argument: bytes) -> "Renderer":
+    """`argument`: the arguments of `Renderer` in JSON."""
+    return Renderer(**orjson.loads(argument))
 
 
 class Renderer:
@@ -41,6 +41,19 @@ class Renderer:
         self._special_tokens = special_tokens
         self._environment = _Environment()
         self._programs: dict[str, jinja2.Template] = {}
+
+    def answer(self, argument: bytes) -> bytes:
+        """The prompt or an error, in JSON. `argument`: the arguments of `render`, the router's and
+        the client's."""
+        job = orjson.loads(argument)
+        try:
+            reply = {"prompt": self.render(**job["kwargs"], **job["arguments"])}
+        except (TemplateError, TypeError) as error:
+            reply = {"error": str(error)[:_SHOWN_CHARACTERS]}
+        try:
+            return orjson.dumps(reply)
+        except TypeError:  # a lone surrogate, which only a template can write
+            return b'{"error": "the prompt has characters that are not valid Unicode"}'
 
     def render(
         self,
@@ -199,47 +212,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def answer(renderer: Renderer, job: Mapping[str, Any]) -> dict[str, str]:
-    """The prompt, or the error as a sentence."""
-    try:
-        return {"prompt": renderer.render(**job["kwargs"], **job["arguments"])}
-    except (TemplateError, TypeError) as error:
-        return {"error": str(error)[:_SHOWN_CHARACTERS]}
-
-
-def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Answers frames until the router closes its end. The first frame has the arguments of
-    `Renderer` and is answered with an empty object; every other frame is a job."""
-    renderer: Renderer | None = None
-    while header := jobs.read(HEADER.size):
-        frame = orjson.loads(jobs.read(*HEADER.unpack(header)))
-        if renderer is None:
-            renderer, reply = Renderer(**frame), pack({})
-        else:
-            reply = _packed(answer(renderer, frame))
-        answers.write(reply)
-        answers.flush()
-
-
-def _packed(reply: Mapping[str, str]) -> bytes:
-    try:
-        return pack(reply)
-    except TypeError:  # a lone surrogate, which only a template can write
-        return pack({"error": "the prompt has characters that are not valid Unicode"})
-
-
-def main() -> None:
-    """Serves the socket that is its standard input, until the socket or the router ends."""
-    end_with_parent(int(sys.argv[1]))
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    num_bytes = MAX_BYTES if most == resource.RLIM_INFINITY else min(MAX_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(0, "rb", closefd=False) as jobs, open(0, "wb", closefd=False) as answers:
-        serve(jobs, answers)
-
-
-if __name__ == "__main__":
-    main()

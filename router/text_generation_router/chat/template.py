@@ -6,6 +6,8 @@ from typing import Any
 
 from text_generation_router.json_file import read_object, read_text
 
+MAX_BYTES = 2**30
+"""Memory for one rendering: prompts of millions of characters fit many times."""
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
