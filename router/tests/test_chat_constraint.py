@@ -44,6 +44,21 @@ def special_ids(form: ChatFormat, is_special: bool) -> Mapping[str, int]:
     return {marker: token_id for marker, token_id in known.items() if token_id is not None}
 
 
+@cache
+def compiled(
+    form: ChatFormat,
+    choice: str,
+    *,
+    parallel: bool = True,
+    is_special: bool = False,
+    in_reasoning: bool = False,
+) -> "Matched":
+    """The grammar of answers that may call `TOOLS`."""
+    return Matched(
+        form, choice, parallel=parallel, is_special=is_special, in_reasoning=in_reasoning
+    )
+
+
 class Matched:
     """A grammar over one tokenizer."""
 
@@ -60,7 +75,7 @@ class Matched:
         wanted: Grammar | None = None,
     ) -> None:
         """`wanted`: the grammar of the answer, without tools."""
-        self._tokenizer, self._matching = tokenizer(is_special)
+        self._tokenizer, tokens = tokenizer(is_special)
         grammar = wanted and thinking_grammar(
             form,
             wanted,
@@ -77,18 +92,17 @@ class Matched:
             answer=answer,
         )
         assert grammar is not None and grammar.kind == "lark"
-        self._source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
-        said = llguidance.LLMatcher.validate_grammar_with_warnings(self._source, self._matching)
-        assert said == (False, []), said
+        source = llguidance.LLMatcher.grammar_from_lark(grammar.source)
+        self._matcher = llguidance.LLMatcher(tokens, source, log_level=0)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+        assert not self._matcher.get_grammar_warnings()
 
     def takes(self, text: str) -> bool:
         """Whether the answer may be this text: every token is allowed, and then the end."""
-        matcher = llguidance.LLMatcher(self._matching, self._source, log_level=0)
-        for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
-            mask = matcher.compute_logit_bias()
-            if not mask[token_id] or not matcher.consume_token(token_id):
-                return False
-        return matcher.is_accepting()
+        self._matcher.reset()
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        is_taken = self._matcher.validate_tokens(ids) == len(ids)
+        return is_taken and self._matcher.consume_tokens(ids) and self._matcher.is_accepting()
 
 
 def marked(form: ChatFormat) -> ChatFormat:
@@ -104,10 +118,22 @@ both_tokenizers = pytest.mark.parametrize("is_special", [False, True], ids=["tex
 every_format = pytest.mark.parametrize("form", ALL, ids=names)
 
 
+def test_a_token_is_allowed_exactly_where_it_is_taken() -> None:
+    """`Matched.takes` looks at no mask."""
+    encode = tokenizer(True)[0].encode
+    made = compiled(FORMATS["hermes"], "auto", is_special=True)._matcher
+    made.reset()
+    for token_id in encode(FORMATS["hermes"].write_calls([WEATHER]), add_special_tokens=False).ids:
+        mask = made.compute_logit_bias()
+        for other in {token_id, *encode("} a <tool_call>").ids}:
+            assert bool(mask[other]) == (made.validate_tokens([other]) == 1)
+        assert made.consume_token(token_id)
+
+
 @both_tokenizers
 @every_format
 def test_auto_takes_text_and_calls(form: ChatFormat, is_special: bool) -> None:
-    matched = Matched(form, "auto", is_special=is_special)
+    matched = compiled(form, "auto", is_special=is_special)
     for text in ("", "Hi <b> Zürich.\n\n[1] { }", " \n", "\nSo"):
         assert matched.takes(text), text
     for calls in ([WEATHER], [ADD], [NOW], [WEATHER, ADD, NOW]):
@@ -134,7 +160,7 @@ def test_behind_the_marker_only_calls_of_the_tools_are_taken(
         ("now", '{"a": 1}'),
     ]
     for choice in ("auto", "required"):
-        matched = Matched(form, choice, is_special=is_special)
+        matched = compiled(form, choice, is_special=is_special)
         for call in wrong:
             assert not matched.takes(form.write_calls([call])), call
             assert not matched.takes(form.write_calls([NOW, call])), call
@@ -150,7 +176,7 @@ def test_behind_the_marker_only_calls_of_the_tools_are_taken(
 @both_tokenizers
 @every_format
 def test_required_takes_calls_only(form: ChatFormat, is_special: bool) -> None:
-    matched = Matched(form, "required", is_special=is_special)
+    matched = compiled(form, "required", is_special=is_special)
     for text in ("", "Hi", " ", "I look.\n" + form.write_calls([NOW])):
         assert not matched.takes(text), text
     for text in (form.write_calls([NOW]), "\n" + form.write_calls([WEATHER, ADD])):
@@ -162,10 +188,10 @@ def test_required_takes_calls_only(form: ChatFormat, is_special: bool) -> None:
 @every_format
 def test_one_call_where_there_may_be_no_more(form: ChatFormat, is_special: bool) -> None:
     for choice in ("auto", "required"):
-        matched = Matched(form, choice, parallel=False, is_special=is_special)
+        matched = compiled(form, choice, parallel=False, is_special=is_special)
         assert matched.takes(form.write_calls([ADD]))
         assert not matched.takes(form.write_calls([ADD, NOW]))
-    named = Matched(form, "add", is_special=is_special)
+    named = compiled(form, "add", is_special=is_special)
     assert named.takes(form.write_calls([ADD]))
     assert not named.takes(form.write_calls([ADD, ADD]))
     assert not named.takes(form.write_calls([NOW]))
@@ -180,8 +206,8 @@ def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> No
     for thought in ("\nhm { <", "", "" if is_special else f"\n{form.begin} no"):
         inside = f"{thought}</think>\n\n"
         for choice in ("auto", "required"):
-            free = Matched(form, choice, is_special=is_special)
-            inner = Matched(form, choice, is_special=is_special, in_reasoning=True)
+            free = compiled(form, choice, is_special=is_special)
+            inner = compiled(form, choice, is_special=is_special, in_reasoning=True)
             for matched, text in ((free, f"<think>{inside}"), (inner, inside)):
                 assert matched.takes(text + call)
                 assert matched.takes(text + "Hi") == (choice == "auto")
@@ -197,7 +223,7 @@ def test_reasoning_may_stand_before_it(form: ChatFormat, is_special: bool) -> No
 @every_format
 def test_what_is_taken_is_read_as_the_same_calls(form: ChatFormat) -> None:
     loose = form.write_calls([ADD]).replace('"a": 1, ', '"a":1,\n')
-    assert Matched(form, "required").takes(loose)
+    assert compiled(form, "required").takes(loose)
     parser = ChatParser(form, parses_tools=True)
     events = [*parser.feed(loose), *parser.finish()]
     assert events[0] == ToolCallStart(0, "add")
@@ -206,7 +232,7 @@ def test_what_is_taken_is_read_as_the_same_calls(form: ChatFormat) -> None:
 
 
 def test_whitespace_is_bounded() -> None:
-    matched = Matched(FORMATS["hermes"], "required")
+    matched = compiled(FORMATS["hermes"], "required")
     call = '<tool_call>{}{{"name":{}"now",{}"arguments":{}{{{}}}{}}}{}</tool_call>'
     assert matched.takes(call.format("\n", " ", "\n  ", " ", "\n", "\n", "\n"))
     for place in range(7):
