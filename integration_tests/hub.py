@@ -35,13 +35,18 @@ class FakeHub:
         return (hashlib.sha256 if is_large else hashlib.sha1)(data).hexdigest()
 
     def listing(self) -> bytes:
-        siblings = []
-        for name, data in self.files.items():
-            sibling = {"rfilename": name, "size": len(data), "blobId": self.etag(name)}
-            if name.endswith(".safetensors"):
-                sibling["lfs"] = {"sha256": self.etag(name), "size": len(data), "pointerSize": 1}
-            siblings.append(sibling)
+        siblings = [
+            {"rfilename": name, "size": len(data), "blobId": self.etag(name)}
+            for name, data in self.files.items()
+        ]
         return json.dumps({"id": "some/model", "sha": COMMIT, "siblings": siblings}).encode()
+
+    def tree(self) -> bytes:
+        files = [
+            {"type": "file", "path": name, "size": len(data), "oid": self.etag(name)}
+            for name, data in self.files.items()
+        ]
+        return json.dumps(files).encode()
 
     def asked_for(self, name: str) -> list[str | None]:
         """The Range of each GET of a file."""
@@ -78,6 +83,8 @@ class HubHandler(BaseHTTPRequestHandler):
                 self.send_body(hub.listing(), "listing")
             else:
                 self.fail(404, "RevisionNotFound")
+        elif path == f"/api/models/some/model/tree/{COMMIT}":
+            self.send_body(hub.tree(), "tree")
         elif path.startswith(f"/some/model/resolve/{COMMIT}/"):
             name = path.removeprefix(f"/some/model/resolve/{COMMIT}/")
             self.send_body(hub.files[name], hub.etag(name))

@@ -1,6 +1,5 @@
 """Loads safetensors files into a model's tensors, one after another."""
 
-import json
 import logging
 import time
 from collections import Counter
@@ -15,14 +14,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from text_generation_shard.checkpoint import pickles
+from text_generation_shard.checkpoint.files import are_pickled, existing, weight_names
 from text_generation_shard.checkpoint.partition import Share, whole
 from text_generation_shard.device.base import Device, WeightCopies
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-INDEX_NAME = "model.safetensors.index.json"
 # Rows of two matrices that are compared at once.
 _COMPARED_ROWS = 4096
 
@@ -262,37 +260,14 @@ class Parameters:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / INDEX_NAME
-    if index.exists():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is not a safetensors index: {error}") from error
-        files = [directory / name for name in names]
-        if absent := [path.name for path in files if not path.exists()]:
-            raise ModelError(
-                f"{directory} lacks weight files that {INDEX_NAME} names: {', '.join(absent)}; "
-                "download the model again"
-            )
-        return files
-    whole = directory / "model.safetensors"
-    # Some checkpoints contain a copy of the weights in Meta's or Mistral's layout.
-    files = [whole] if whole.exists() else sorted(directory.glob("*.safetensors"))
-    files = [path for path in files if not path.name.startswith("consolidated")]
-    if not files:
-        if pickled := pickles.weight_names([path.name for path in directory.iterdir()]):
-            raise ModelError(
-                f"{directory} holds {pickled[0]}, which is a pickle; pickles are not read while "
-                f"serving: run `text-generation-server download-weights {directory}` once, which "
-                "converts it to safetensors without running its code"
-            )
+    names = weight_names(str(directory), existing(directory), directory)
+    if are_pickled(names):
         raise ModelError(
-            f"{directory} holds no *.safetensors weights; convert the checkpoint to safetensors "
-            "or download it again"
+            f"{directory} holds {names[0]}, which is a pickle; pickles are not read while "
+            f"serving: run `text-generation-server download-weights {directory}` once, which "
+            "converts it to safetensors without running its code"
         )
-    return files
+    return [directory / name for name in names]
 
 
 def _tensors(path: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor | None]]:
