@@ -55,7 +55,7 @@ def main() -> None:
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
-        # One round is not counted: a new server first moves its weights to huge pages.
+        # One round is not counted: a new server writes memory for the first time.
         for kind in KINDS:
             asyncio.run(measure(handle, options.requests, schemas[kind]))
         for number in range(options.rounds):

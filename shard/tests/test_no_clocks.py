@@ -53,7 +53,6 @@ ALLOWED = {
     },
     "device/cpu/collectives.py": {"_create": LOADING},
     "device/cpu/first_touch.py": {ALL: BESIDE},
-    "device/cpu/huge_pages.py": {ALL: BESIDE},
     "device/cpu/kernels/cache.py": {ALL: LOADING},
     "device/cpu/kernels/compile.py": {ALL: LOADING},
     "device/cuda/staging.py": {ALL: LOADING},

@@ -14,7 +14,6 @@ from text_generation_shard.device.cpu.attention import PackedAttention
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.cores import num_cores
 from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
-from text_generation_shard.device.cpu.huge_pages import collapse, pages_of
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
@@ -181,7 +180,6 @@ class KernelDevice(CpuDevice):
         prepare(wanted, torch.get_num_threads(), host.free_bytes())
         # A pass does not wait for a thread that lost its core.
         self.spares_core = num_cores(self._num_ranks) > 1
-        self._weights: list[tuple[int, int]] = []
         self.sums_in_parts = options.deterministic
 
     def matrix(
@@ -246,12 +244,4 @@ class KernelDevice(CpuDevice):
             # threads keep the cores busy for a while after their last work.
             torch.set_num_threads(1)
         decoder = fused_decoder(model, self.dtype)
-        if decoder is not None:
-            self._weights = decoder.weight_regions
         return CpuRunner(model, decoder, self.pages, self.passes)
-
-    def serve(self) -> None:
-        """See Device: also starts the thread that moves weights to huge pages."""
-        super().serve()
-        if pages := pages_of(self._weights):
-            threading.Thread(target=collapse, args=[pages], name="huge-pages", daemon=True).start()

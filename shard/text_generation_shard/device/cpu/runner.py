@@ -74,14 +74,6 @@ class FusedDecoder:
         for index, layer in enumerate(weights.layers):
             for name, value in _fields(layer, dtype).items():
                 self._layers[index][name] = value
-        self.weight_regions = [
-            (place.weight, place.nbytes)
-            for layer in weights.layers
-            for place in (_address_of(getattr(layer, name)) for name in _PRODUCTS)
-        ]
-        """Address and bytes of each weight that every pass reads."""
-        if self._has_head:
-            self.weight_regions.append((head.weight, head.nbytes))
         self._board = aligned(board_words(numba_config.NUMBA_NUM_THREADS), torch.int64)
         self._pass = self._constants(head)
         # Buffers of the largest pass so far, kept so that a step allocates nothing.

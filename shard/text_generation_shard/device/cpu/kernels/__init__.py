@@ -14,12 +14,11 @@ MAX_HEAD_DIM = 256
 
 class WeightAddress(NamedTuple):
     """A packed weight: its kind (a marker of `vector`), its address and that of its scales (0:
-    none), its bytes without scales, and the number of parts of its sums."""
+    none), and the number of parts of its sums."""
 
     kind: Any
     weight: int
     scales: int
-    nbytes: int
     num_parts: int = 1
 
 

@@ -141,7 +141,7 @@ class GroupedWeight:
     def address(self) -> WeightAddress:
         """Address for `kernels.layers`."""
         place = tensor_address(self._packed)
-        return WeightAddress(INT4, place, 0, self._packed.nbytes, self._num_parts)
+        return WeightAddress(INT4, place, 0, self._num_parts)
 
     @staticmethod
     def _item() -> Any:

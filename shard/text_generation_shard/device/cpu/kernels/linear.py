@@ -163,7 +163,7 @@ class PackedWeight:
         if self._padding:
             return None
         where = self._address, self._beside_address
-        return WeightAddress(self._weight_kind, *where, self._packed.nbytes, self._num_parts)
+        return WeightAddress(self._weight_kind, *where, self._num_parts)
 
     @staticmethod
     def _item() -> Any:
