@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from text_generation_router.api.examples import BODIES, PARAMETERS
+from text_generation_router.api.document import BODIES, PARAMETERS
 from text_generation_router.app import create_app
 from text_generation_router.config import RouterConfig
 

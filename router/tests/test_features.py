@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.tgi.features import features
+from text_generation_router.api.tgi.info import features
 from text_generation_router.client.translate import WarmupResult
 from text_generation_router.services import assemble
 

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.schemas import CompletionRequest
+from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
 from text_generation_router.chat.constraint import thinking_grammar
 from text_generation_router.chat.format import detect_format
 from text_generation_router.grammar import write

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from text_generation_router.api.openai import chat, completions, vllm_answers
-from text_generation_router.api.openai.vllm_answers import PromptEntries
+from text_generation_router.api.openai import chat, completions, stream
+from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.infer import Ending, GenerateResult, Infer
 from text_generation_router.prompts import read_prompts
@@ -61,7 +61,7 @@ async def test_ids_of_prompts_are_not_kept() -> None:
 
 
 def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 120)
+    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 120)
     asked = GenerateParameters(inputs="", decoder_input_details=True, top_n_tokens=2)
     entries = PromptEntries(asked, 2, "logprobs")
     entries.add(10)
@@ -78,7 +78,7 @@ class MadeBy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         self.by: threading.Thread | None = None
         module = completions if path == PATH else chat
-        tell = vllm_answers.prompt_logprobs
+        tell = stream.prompt_logprobs
 
         def noted(*given: Any) -> Any:
             self.by = threading.current_thread()
@@ -105,7 +105,7 @@ async def test_more_entries_than_one_answer_can_have(
     server: Server, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], param: str
 ) -> None:
     # The prompt has 20 tokens.
-    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 999)
+    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 999)
     body = {"prompt": "x" * 19, "max_tokens": 4000} | given
     response = await server.client.post(PATH, json=body)
     assert response.status_code == 400, response.text
@@ -113,13 +113,13 @@ async def test_more_entries_than_one_answer_can_have(
     assert error["param"] == param and "at least 1000 log-probabilities" in error["message"]
     await server.settle()
     assert server.services.infer.free_permits == server.services.config.max_concurrent_requests
-    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 1000)
+    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 1000)
     response = await server.client.post(PATH, json=body | {"max_tokens": 2})
     assert response.status_code == 200, response.text
 
 
 async def test_a_chat_has_the_same_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_answers, "MOST_PROMPT_ENTRIES", 20)
+    monkeypatch.setattr(stream, "MOST_PROMPT_ENTRIES", 20)
     async with serve_chat(tmp_path, "Hi") as server:
         body = {"messages": [{"role": "user", "content": "x" * 19}], "max_tokens": 2}
         path = "/v1/chat/completions"
@@ -141,7 +141,7 @@ async def test_a_thread_makes_the_same_answer(
             body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
         answers, threads = [], []
         for few in (4096, 0):
-            monkeypatch.setattr(vllm_answers, "_FEW_ENTRIES", few)
+            monkeypatch.setattr(stream, "_FEW_ENTRIES", few)
             made = MadeBy(monkeypatch, path)
             response = await server.client.post(path, json=body)
             assert response.status_code == 200, response.text

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.api.responses.custom_input import InputReader
+from text_generation_router.api.responses.fields import InputReader
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
 

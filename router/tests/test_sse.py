@@ -6,7 +6,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api.numbers import float32, float32_json
+from text_generation_router.api.answers import float32, float32_json
 from text_generation_router.api.sse import error_event, event, named_events
 from text_generation_router.errors import (
     GenerationError,

@@ -7,7 +7,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api.numbers import float32
+from text_generation_router.api.answers import float32
 from text_generation_router.api.openai.stream import Chunk, ChunkWriter
 from text_generation_router.api.sse import event
 from text_generation_router.api.tgi.generate import TokenEvents

@@ -22,11 +22,11 @@ from text_generation_router.api.anthropic import errors as anthropic_errors
 from text_generation_router.api.anthropic import messages
 from text_generation_router.api.document import complete_openapi
 from text_generation_router.api.keys import DocsBehindKey
-from text_generation_router.api.openai import chat, chat_tokenize, completions, embeddings, rerank
+from text_generation_router.api.openai import chat, completions, embeddings, rerank
 from text_generation_router.api.platforms import kserve, kserve_errors, probes, sagemaker, vertex
 from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
-from text_generation_router.api.tgi import generate, info, tokenize
+from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
 from text_generation_router.errors import (
     RouterError,
@@ -41,7 +41,6 @@ from text_generation_router.state import ServerState
 
 ROUTERS = (
     generate.router,
-    tokenize.router,
     info.key_router,
     info.router,
     probes.router,
@@ -55,7 +54,7 @@ ROUTERS = (
     rerank.router,
     responses.router,
     messages.router,
-    chat_tokenize.router,
+    chat.tokenize_router,
     sagemaker.router,
     vertex.router,
 )

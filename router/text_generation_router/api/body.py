@@ -24,9 +24,9 @@ from text_generation_router.api.inflate import (
 )
 from text_generation_router.api.json_cost import MOST_TIMES, is_too_costly
 from text_generation_router.api.keys import KeyScheme
-from text_generation_router.api.terms import read_terms
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import OverloadedError
+from text_generation_router.terms import read_terms
 
 # A body that has not arrived after this time is refused with 408.
 BODY_TIMEOUT_S = 60

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text_generation_router.api.numbers import float32
+from text_generation_router.api.answers import float32
 from text_generation_router.chat.parser import ChatEvent, ContentDelta, ReasoningDelta
 from text_generation_router.request import Token
 from text_generation_router.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
-from text_generation_router.api.dependencies import ServicesDependency, get
 from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.api.v1_errors import ERRORS, ModelNotFoundError
 from text_generation_router.services import Services
 

@@ -1,14 +1,17 @@
 """The tokens of a text as /tokenize and /chat_tokenize answer them."""
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, Field
+from starlette.types import Receive, Scope, Send
 
-from text_generation_router.api.pieces import PieceResponse
-from text_generation_router.api.streaming import unless_disconnected
+from text_generation_router.api.routes import unless_disconnected
+from text_generation_router.api.sse import disconnected
 from text_generation_router.encoding import Encoding
 from text_generation_router.services import Services
 
@@ -16,6 +19,45 @@ from text_generation_router.services import Services
 _SLICE = 512
 # Tokens up to which the answer is written at once, with its length.
 _MOST_AT_ONCE = 4 * _SLICE
+
+
+class PieceResponse(Response):
+    """Makes each piece after the previous one was sent; other tasks run in between.
+
+    `held` is entered here, and left when the answer is sent or its client has disconnected.
+    `Connection` closes the connection of a client that stops reading.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Iterator[bytes], held: AbstractContextManager[None]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._held = held
+        held.__enter__()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Returns when the answer has ended."""
+        leaving = asyncio.create_task(disconnected(receive))
+        try:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            for piece in self._pieces:
+                if leaving.done():
+                    return
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._held.__exit__(None, None, None)
+            leaving.cancel()
+            await asyncio.wait((leaving,))
 
 
 class TokenizedToken(BaseModel):

@@ -8,9 +8,8 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.anthropic.errors import ERRORS, error_event
-from text_generation_router.api.anthropic.events import MessageRun
+from text_generation_router.api.anthropic.events import Json, MessageRun
 from text_generation_router.api.anthropic.input import conversation_of
-from text_generation_router.api.anthropic.output import Json
 from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
     MessageBody,
@@ -18,12 +17,11 @@ from text_generation_router.api.anthropic.schemas import (
     TokenCountBody,
 )
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
-from text_generation_router.api.hints import warning
+from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
+from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
-from text_generation_router.api.streaming import open_stream, unless_disconnected
 from text_generation_router.services import Services
 
 _PING = named_events([{"type": "ping"}])

@@ -12,13 +12,14 @@ from pydantic import (
     field_validator,
 )
 
-from text_generation_router.api.descriptions import (
+from text_generation_router.api.fields import (
     DETERMINISTIC,
+    IGNORED,
     STREAM,
     TEMPERATURE,
     TOP_P,
+    Hint,
 )
-from text_generation_router.api.hints import IGNORED, Hint
 from text_generation_router.bounded import IN_SLICES, Items
 from text_generation_router.fields import (
     NOT_SUPPORTED,

@@ -1,32 +1,40 @@
-"""POST /v1/chat/completions: the next message of a conversation."""
+"""POST /v1/chat/completions, the next message of a conversation, and /chat_tokenize, its prompt."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
 import orjson
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
 
+from text_generation_router.api.answers import timing_headers
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
-from text_generation_router.api.hints import warning
+from text_generation_router.api.errors import ERRORS as TGI_ERRORS
+from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
 from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
-from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.openai.vllm_answers import PromptEntries, prompt_logprobs
+from text_generation_router.api.openai.schemas import ChatRequest
+from text_generation_router.api.openai.stream import PromptEntries, prompt_logprobs
+from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import event
-from text_generation_router.api.streaming import open_stream, unless_disconnected
-from text_generation_router.api.tiers import tier_of
-from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
 from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.service import ChatGeneration, ChatStep
+from text_generation_router.encoding import Encoding
 from text_generation_router.services import Services
 
+# Characters of a prompt that /chat_tokenize writes in one go, in less than a millisecond.
+_SLICE = 16 * 1024
+
 router = APIRouter(route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["OpenAI"])
+tokenize_router = APIRouter(
+    route_class=JsonRoute, dependencies=NEEDS_KEY, tags=["Text Generation Inference"]
+)
 
 
 @router.post(
@@ -150,3 +158,39 @@ def _reasoning_tokens(generations: Sequence[ChatGeneration]) -> int:
 
 def _characters(conversation: Conversation) -> int:
     return sum(len(message["content"]) for message in conversation.messages)
+
+
+class ChatTokenizeResponse(BaseModel):
+    """The rendered template, and its tokens with their byte offsets into it."""
+
+    tokenize_response: list[TokenizedToken] = Field(description="The tokens of the prompt.")
+    templated_text: str = Field(description="The prompt, as the chat template makes it.")
+
+
+@tokenize_router.post(
+    "/chat_tokenize",
+    summary="Template and tokenize ChatRequest",
+    response_model=ChatTokenizeResponse,
+    responses=TGI_ERRORS,
+)
+async def get_chat_tokenize(
+    body: ChatRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """The text that /v1/chat/completions would send to the model. Nothing is added to it."""
+    services.metrics.request_count.inc()
+    with services.infer.admitted(1):
+        text = await services.chat.render(body.to_conversation())
+        special = bool(body.add_special_tokens)
+        encoding = await encoded(text, request, services, add_special_tokens=special)
+    if encoding is None:
+        return Response(status_code=499)
+    return token_answer(text, encoding, _pieces(text, encoding), services)
+
+
+def _pieces(text: str, encoding: Encoding) -> Iterator[bytes]:
+    yield b'{"tokenize_response":'
+    yield from render_tokens(text, encoding)
+    yield b',"templated_text":"'
+    for start in range(0, len(text), _SLICE):
+        yield orjson.dumps(text[start : start + _SLICE])[1:-1]
+    yield b'"}'

@@ -5,7 +5,7 @@ import string
 from collections.abc import Iterable, Iterator, Sequence
 
 from text_generation_router.api.logprobs import ScoredToken, TokenTrail, chat_logprobs, tokens_of
-from text_generation_router.api.openai.chat_request import ChatRequest
+from text_generation_router.api.openai.schemas import ChatRequest
 from text_generation_router.api.openai.stream import Chunk, Json, usage
 from text_generation_router.chat.parser import (
     ChatEvent,

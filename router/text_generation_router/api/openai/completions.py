@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from text_generation_router.api.answers import timing_headers
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
-from text_generation_router.api.hints import warning
+from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.logprobs import (
     ScoredToken,
@@ -26,13 +26,12 @@ from text_generation_router.api.openai.answers import (
     stream_of,
 )
 from text_generation_router.api.openai.schemas import CompletionRequest
-from text_generation_router.api.openai.vllm_answers import (
+from text_generation_router.api.openai.stream import (
     PromptEntries,
     prompt_logprobs,
 )
+from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import event
-from text_generation_router.api.streaming import open_stream, unless_disconnected
-from text_generation_router.api.timing import timing_headers
 from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.infer import GenerateResult, Generation, gather_or_cancel
 from text_generation_router.request import FinishReason, GeneratedText, Output, TokenOutput

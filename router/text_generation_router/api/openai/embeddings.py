@@ -10,16 +10,14 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from text_generation_router.api.answers import float32_json, timing_headers
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
-from text_generation_router.api.numbers import float32_json
 from text_generation_router.api.openai.schemas import TokenId
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.api.pieces import PieceResponse
-from text_generation_router.api.streaming import unless_disconnected
-from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.routes import ServicesDependency, unless_disconnected
+from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.api.v1_errors import ERRORS, RequestError
 from text_generation_router.bounded import Items, Numbers
 from text_generation_router.errors import GenerationError

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from text_generation_router.api.answers import timing_headers
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
@@ -22,8 +22,7 @@ from text_generation_router.api.openai.rerank_schemas import (
     ScoringBody,
 )
 from text_generation_router.api.openai.stream import Json, envelope
-from text_generation_router.api.streaming import unless_disconnected
-from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.routes import ServicesDependency, unless_disconnected
 from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.errors import GenerationError
 from text_generation_router.prompts import PromptResult, read_prompts

@@ -11,9 +11,8 @@ import orjson
 from fastapi import APIRouter, HTTPException, Request, Response
 from starlette.convertors import StringConvertor, register_url_convertor
 
-from text_generation_router.api.dependencies import ServicesDependency, get
 from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
-from text_generation_router.api.hints import warning
+from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.platforms.kserve_errors import ERRORS as OPEN_ERRORS
@@ -37,7 +36,7 @@ from text_generation_router.api.platforms.kserve_tensors import (
     shape_complaint,
     written,
 )
-from text_generation_router.api.streaming import unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, get, unless_disconnected
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import UNHEALTHY, check_health
 from text_generation_router.api.tgi.schemas import GenerateParametersBody, GenerateRequest

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from text_generation_router.api.hints import IGNORED, Hint
+from text_generation_router.api.fields import IGNORED, Hint
 from text_generation_router.api.platforms.kserve_tensors import flat
 from text_generation_router.api.tgi.schemas import GenerateParametersBody
 from text_generation_router.bounded import Items, Numbers

@@ -6,7 +6,7 @@ import orjson
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, Field
 
-from text_generation_router.api.dependencies import ServicesDependency, get
+from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.state import ServerState, State
 
 PATHS = frozenset({"/livez", "/readyz", "/startupz"})

@@ -6,14 +6,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
 from text_generation_router.api.errors import ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.openai.answers import ChatCompletion, Completion
 from text_generation_router.api.openai.chat import chat_completions
-from text_generation_router.api.openai.chat_request import ChatRequest
 from text_generation_router.api.openai.completions import completions
-from text_generation_router.api.openai.schemas import CompletionRequest
+from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
+from text_generation_router.api.routes import ServicesDependency
 from text_generation_router.api.tgi.generate import compat_generate
 from text_generation_router.api.tgi.schemas import CompatGenerateRequest, GenerateResponse
 

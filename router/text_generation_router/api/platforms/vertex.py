@@ -7,11 +7,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency, get
 from text_generation_router.api.errors import ERRORS
 from text_generation_router.api.keys import NEEDS_KEY
-from text_generation_router.api.openai.chat_request import ChatRequest
-from text_generation_router.api.streaming import unless_disconnected
+from text_generation_router.api.openai.schemas import ChatRequest
+from text_generation_router.api.routes import ServicesDependency, get, unless_disconnected
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import health
 from text_generation_router.api.tgi.schemas import GenerateRequest

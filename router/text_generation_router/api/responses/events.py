@@ -4,13 +4,13 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from text_generation_router.api.ids import make_id
+from text_generation_router.api.answers import make_id
+from text_generation_router.api.fields import tier_of
 from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.output import Json, OutputWriter
 from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.api.responses.tools import served_tools
-from text_generation_router.api.tiers import tier_of
 from text_generation_router.chat.parser import ChatEvent
 from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.request import FinishReason

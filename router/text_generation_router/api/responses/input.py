@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from text_generation_router.api.fields import priority_of
 from text_generation_router.api.grammars import ANY_OBJECT, schema_grammar
-from text_generation_router.api.responses import encrypted_content
+from text_generation_router.api.responses.fields import read_encrypted
 from text_generation_router.api.responses.schemas import (
     CallOutputItem,
     CustomToolCallItem,
@@ -27,7 +28,6 @@ from text_generation_router.api.responses.tools import (
     served_tools,
     tools_left_out,
 )
-from text_generation_router.api.tiers import priority_of
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.history import joined
 from text_generation_router.chat.messages import CalledFunction
@@ -157,7 +157,7 @@ def _piece(item: InputItem) -> Message | None:
 
 def _reasoning(item: ReasoningItem) -> str:
     if not item.content and item.encrypted_content is not None:
-        text = encrypted_content.read(item.encrypted_content)
+        text = read_encrypted(item.encrypted_content)
         if text is not None:
             return text
     return "".join(part.text for part in item.content or item.summary)

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from text_generation_router.api.ids import make_id
-from text_generation_router.api.responses import encrypted_content
-from text_generation_router.api.responses.custom_input import InputReader
+from text_generation_router.api.answers import make_id
+from text_generation_router.api.responses.fields import InputReader, write_encrypted
 from text_generation_router.api.responses.tools import ServedTool
 from text_generation_router.chat.parser import (
     ChatEvent,
@@ -128,7 +127,7 @@ class OutputWriter:
             yield self._told_of_part("response.content_part.done", part=part)
             fields: Json = {"content": [part]}
             if kind is _REASONING and self._has_encrypted_reasoning:
-                fields["encrypted_content"] = encrypted_content.write(text)
+                fields["encrypted_content"] = write_encrypted(text)
             yield self._end_item(status, **fields)
         elif self._open is not None:
             fields = {self._open.field: text}

@@ -8,16 +8,15 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
-from text_generation_router.api.hints import warning
+from text_generation_router.api.fields import warning
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.responses.events import ResponseRun
 from text_generation_router.api.responses.input import left_out
 from text_generation_router.api.responses.output import Json
 from text_generation_router.api.responses.schemas import ResponseBody, ResponsesRequest
+from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
-from text_generation_router.api.streaming import open_stream, unless_disconnected
 from text_generation_router.api.v1_errors import ERRORS, describe
 from text_generation_router.errors import ContextLengthError
 

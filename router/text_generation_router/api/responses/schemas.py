@@ -12,15 +12,16 @@ from pydantic import (
     field_validator,
 )
 
-from text_generation_router.api.descriptions import (
+from text_generation_router.api.fields import (
     DETERMINISTIC,
+    IGNORED,
     STREAM,
     TEMPERATURE,
     TOP_P,
+    Hint,
+    ServiceTier,
 )
-from text_generation_router.api.hints import IGNORED, Hint
 from text_generation_router.api.responses.tools import OtherType, Tool, ToolChoice
-from text_generation_router.api.tiers import ServiceTier
 from text_generation_router.bounded import Entries, Items
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,

@@ -1,4 +1,4 @@
-"""POST /generate, /generate_stream and /, with TGI's fields in TGI's order."""
+"""TGI's routes of texts: /, /generate, /generate_stream and /tokenize."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -6,24 +6,19 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from text_generation_router.api.answers import float32, float32_json, timing_headers
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.dependencies import ServicesDependency
 from text_generation_router.api.errors import ERRORS, UNAUTHORIZED
 from text_generation_router.api.keys import NEEDS_KEY
-from text_generation_router.api.numbers import float32, float32_json
-from text_generation_router.api.sse import (
-    EventStream,
-    error_event,
-    event,
-)
-from text_generation_router.api.streaming import open_stream, unless_disconnected
+from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
+from text_generation_router.api.sse import EventStream, error_event, event
 from text_generation_router.api.tgi.schemas import (
     CompatGenerateRequest,
     GenerateRequest,
     GenerateResponse,
     StreamResponse,
 )
-from text_generation_router.api.timing import timing_headers
+from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
 from text_generation_router.errors import RouterError
 from text_generation_router.infer import GenerateResult
 from text_generation_router.request import Output, Token, TokenOutput
@@ -102,6 +97,23 @@ async def compat_generate(
     if body.stream:
         return await _generate_stream(asked, request, services)
     return await _generate(asked, request, services, in_list=True)
+
+
+@router.post(
+    "/tokenize",
+    summary="Tokenize inputs",
+    response_model=list[TokenizedToken],
+    responses=ERRORS,
+)
+async def tokenize(
+    body: GenerateRequest, request: Request, services: ServicesDependency
+) -> Response:
+    """The tokens of the inputs with their byte offsets."""
+    with services.infer.admitted(1):
+        encoding = await encoded(body.inputs, request, services, add_special_tokens=True)
+    if encoding is None:
+        return Response(status_code=499)
+    return token_answer(body.inputs, encoding, render_tokens(body.inputs, encoding), services)
 
 
 async def _generate(

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from text_generation_router.api.descriptions import (
+from text_generation_router.api.fields import (
     DETERMINISTIC,
     REPETITION_PENALTY,
     STREAM,
