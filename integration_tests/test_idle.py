@@ -3,11 +3,8 @@
 import time
 
 import psutil
-import pytest
 
 from integration_tests.server import LauncherHandle
-
-pytestmark = pytest.mark.timed
 
 # Measured: 0.25 % of a core before the first request and after. It is processor time, so that what
 # else runs on these cores does not count.

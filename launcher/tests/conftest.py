@@ -20,7 +20,7 @@ LAUNCHER = """
 import json, os, sys
 from dataclasses import replace
 from pathlib import Path
-from text_generation_launcher import heartbeat, supervisor
+from text_generation_launcher import heartbeat, restarts, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
@@ -29,6 +29,7 @@ from text_generation_launcher.process import Command, block_signals, end_with_st
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
 heartbeat.STARTING_SILENCE_S, heartbeat.SILENCE_S = given["silences_s"]
+restarts.FIRST_DELAY_S = 0.01
 
 def command(name, program):
     argv = (sys.executable, "-c", program, "{model_path}", "{master_port}")
@@ -54,6 +55,7 @@ config = LauncherConfig(
     hostname="127.0.0.1",
     port=given["port"],
     termination_timeout_s=given["timeout_s"],
+    restarts=given["restarts"],
 )
 sys.exit(supervisor.Supervisor(config, Log("INFO", given["json_output"])).run())
 """
@@ -195,6 +197,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
         mode: str = "serve",
         num_shards: int = 1,
         silences_s: tuple[float, float] = (60.0, 5.0),
+        restarts: bool = False,
         **popen: object,
     ) -> Launched:
         prelude = PRELUDE.format(folder=str(tmp_path), uds=uds, port=free_port)
@@ -209,6 +212,7 @@ def launch(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Launched]]:
             "mode": mode,
             "num_shards": num_shards,
             "silences_s": silences_s,
+            "restarts": restarts,
         }
         process = subprocess.Popen(  # type: ignore[call-overload]
             [sys.executable, "-c", LAUNCHER, json.dumps(given)],
