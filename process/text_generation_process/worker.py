@@ -62,10 +62,10 @@ class Worker:
     them outlives `close` or this process, and none has a socket of this process.
     """
 
-    def __init__(self, module: str, argument: bytes = b"", *, memory_bytes: int) -> None:
+    def __init__(self, module: str, argument: bytes = b"", *, memory_bytes: int | None) -> None:
         """The server calls `prepare(argument)` of the module once, which must not start threads.
         The calls are to methods of what it returns, or functions of the module if that is nothing.
-        A runner may add `memory_bytes`."""
+        A runner may add `memory_bytes`; None: any number."""
         self._module, self._argument, self._memory_bytes = module, argument, memory_bytes
         self._starting = threading.Lock()
         self._server: Child | None = None
@@ -143,7 +143,7 @@ class Worker:
         """Raises OSError and EOFError."""
         self._end()
         server = self._server = Child(
-            "text_generation_process.worker", self._module, self._memory_bytes
+            "text_generation_process.worker", self._module, self._memory_bytes or 0
         )
         if self._is_closed:
             raise EOFError("the worker is closed")
@@ -221,8 +221,9 @@ def _run(connection: socket.socket, prepared: Any, memory_bytes: int, server: in
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
-        num_pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        _limit_memory(num_pages * resource.getpagesize() + memory_bytes)
+        if memory_bytes:
+            num_pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+            _limit_memory(num_pages * resource.getpagesize() + memory_bytes)
         most_bytes = _peak_bytes() + _KEPT_BYTES
         has_more = True
         while has_more:

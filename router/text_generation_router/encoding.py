@@ -1,5 +1,6 @@
 """The ids of one text in packed arrays: a token takes a few bytes and no Python objects."""
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,8 @@ from typing import Any
 
 # One, two or four bytes: enough for ids and for offsets in a text.
 _CODES = (("B", 1 << 8), ("H", 1 << 16), ("I", 1 << 32))
+# Number of tokens, length of the arrays, and their type codes (0: no such array).
+_HEAD = struct.Struct("<II3sx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,26 @@ class Encoding:
     # The first character of each token, and its number of characters.
     starts: "array[int]"
     lengths: "array[int]"
+
+    @classmethod
+    def of(cls, made: Any) -> "Encoding":
+        """From an `Encoding` of the tokenizers library."""
+        offsets = made.offsets
+        return cls(
+            _packed(made.ids),
+            _packed([start for start, _ in offsets]),
+            _packed([stop - start for start, stop in offsets]),
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Encoding":
+        """From `to_bytes` of another process."""
+        _, (ids, starts, lengths) = _read(data)
+        return cls(ids, starts, lengths)
+
+    def to_bytes(self) -> bytes:
+        """For another process of this machine."""
+        return _written(len(self.ids), self.ids, self.starts, self.lengths)
 
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
@@ -37,24 +60,42 @@ class TokenIds:
     count: int
     ids: tuple[int, ...]
 
+    @classmethod
+    def of(cls, made: Any, most: int | None) -> "TokenIds":
+        """The last `most` ids, or all, from an `Encoding` of the tokenizers library."""
+        ids = made.ids
+        return cls(len(ids), tuple(ids if most is None else ids[max(0, len(ids) - most) :]))
 
-def packed(values: Sequence[int]) -> "array[int]":
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "TokenIds":
+        """From `to_bytes` of another process."""
+        count, (ids,) = _read(data)
+        return cls(count, tuple(ids))
+
+    def to_bytes(self) -> bytes:
+        """For another process of this machine."""
+        return _written(self.count, _packed(self.ids))
+
+
+def _packed(values: Sequence[int]) -> "array[int]":
     """Whole numbers >= 0 in the smallest item size."""
     largest = max(values, default=0)
     return array(next(code for code, end in _CODES if largest < end), values)
 
 
-def encoding_of(made: Any) -> Encoding:
-    """From an `Encoding` of the tokenizers library."""
-    offsets = made.offsets
-    return Encoding(
-        packed(made.ids),
-        packed([start for start, _ in offsets]),
-        packed([stop - start for start, stop in offsets]),
-    )
+def _written(count: int, *arrays: "array[int]") -> bytes:
+    codes = "".join(one.typecode for one in arrays).encode()
+    return _HEAD.pack(count, len(arrays[0]), codes) + b"".join(map(bytes, arrays))
 
 
-def token_ids_of(made: Any, most: int | None) -> TokenIds:
-    """The last `most` ids, or all, from an `Encoding` of the tokenizers library."""
-    ids = made.ids
-    return TokenIds(len(ids), tuple(ids if most is None else ids[max(0, len(ids) - most) :]))
+def _read(data: bytes) -> "tuple[int, list[array[int]]]":
+    """The number of tokens, and the arrays."""
+    count, length, codes = _HEAD.unpack_from(data)
+    arrays, start = [], _HEAD.size
+    for code in codes.rstrip(b"\0").decode("ascii"):
+        one = array(code)
+        stop = start + length * one.itemsize
+        one.frombytes(memoryview(data)[start:stop])
+        arrays.append(one)
+        start = stop
+    return count, arrays

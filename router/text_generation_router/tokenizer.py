@@ -10,22 +10,18 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from text_generation_router.encoding import Encoding, TokenIds, encoding_of, token_ids_of
-from text_generation_router.lane import Lane
+from text_generation_router.encoding import Encoding, TokenIds
+from text_generation_router.long_texts import LongTexts
 from text_generation_router.stream_decoder import StreamDecoder
 from text_generation_router.token_bound import TokenBound, parts
 from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
-from text_generation_router.tokenizer_process import TokenizerProcess
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Up to this many characters a text is encoded on the event loop: a thread would take longer, above
 # all while the event loop is busy (the interpreter's switch interval).
 _SHORT_TEXT = 256
-# Longer texts have a lane of their own, so that short texts do not wait for them.
-LONG_TEXT = 16 * 1024
-# Longer texts are encoded by another process, without and with offsets: Python's lists of their
-# tokens take much memory, and block all threads while they are made and freed.
-_MOST_IDS_HERE, _MOST_PLACES_HERE = 64 * 1024, 32 * 1024
+# Longer texts are encoded by another process, after each other. See `LongTexts`.
+LONG_TEXT = 32 * 1024
 _SPECIAL_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
 _SPECIAL_TOKEN_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls")]
 Made = TypeVar("Made")
@@ -51,9 +47,7 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenizer")
-        self._long_texts = Lane("long-texts", num_workers)
-        self._very_long_texts = Lane("very-long-texts", 1)
-        self._process = None if path is None else TokenizerProcess(path)
+        self._long_texts = None if path is None else LongTexts(path)
         self._special_ids = frozenset(_special_ids(tokenizer, special_tokens))
         # Caches with at most one entry per id.
         self._bytes_of: dict[int, bytes] = {}
@@ -89,50 +83,42 @@ class Tokenizer:
 
         Raises ValueError for text that is not Unicode (lone surrogates), LongTextError.
         """
-        here, child = partial(self._encode, text, add_special_tokens), self._process
-        there = here if child is None else partial(child.encode, text, add_special_tokens)
-        return await self._run(text, here, there, _MOST_PLACES_HERE)
+        if self._long_texts is not None and len(text) > LONG_TEXT:
+            return await self._long_texts.encode(_checked(text), add_special_tokens)
+        return await self._run(text, partial(self._encode, text, add_special_tokens))
 
     async def token_ids(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> TokenIds:
         """As `encode`, without offsets, and only the last `most` ids."""
-        here, child = partial(self._token_ids, text, add_special_tokens, most), self._process
-        there = here if child is None else partial(child.token_ids, text, add_special_tokens, most)
-        return await self._run(text, here, there, _MOST_IDS_HERE)
+        if self._long_texts is not None and len(text) > LONG_TEXT:
+            return await self._long_texts.token_ids(_checked(text), add_special_tokens, most)
+        return await self._run(text, partial(self._token_ids, text, add_special_tokens, most))
 
     def least_tokens(self, text: str) -> int:
         """A lower bound on the number of tokens; 0 if none is known without encoding."""
         return self._bound.least_tokens(text)
 
     def close(self) -> None:
-        """Ends the process and the lanes for long texts."""
-        if self._process is not None:
-            self._process.close()
-        self._long_texts.close()
-        self._very_long_texts.close()
+        """Ends the process for long texts."""
+        if self._long_texts is not None:
+            self._long_texts.close()
 
-    async def _run(
-        self, text: str, here: Callable[[], Made], there: Callable[[], Made], most_here: int
-    ) -> Made:
-        """The result of `here`, or of `there` for a text of more than `most_here` characters."""
-        text.encode()  # surrogates: a UnicodeEncodeError here, a TypeError from the library
-        if len(text) <= _SHORT_TEXT:
-            return here()
-        if len(text) <= LONG_TEXT:
-            return await asyncio.get_running_loop().run_in_executor(self._workers, here)
-        if len(text) <= most_here:
-            return await self._long_texts.run(here)
-        return await self._very_long_texts.run(there)
+    async def _run(self, text: str, work: Callable[[], Made]) -> Made:
+        if len(_checked(text)) <= _SHORT_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
-        # encode_batch releases the interpreter lock, encode does not.
-        [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return encoding_of(made)
+        return Encoding.of(self._made(text, add_special_tokens))
 
     def _token_ids(self, text: str, add_special_tokens: bool, most: int | None) -> TokenIds:
+        return TokenIds.of(self._made(text, add_special_tokens), most)
+
+    def _made(self, text: str, add_special_tokens: bool) -> Any:
+        # encode_batch releases the interpreter lock, encode does not.
         [made] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return token_ids_of(made, most)
+        return made
 
     def is_special(self, token_id: int) -> bool:
         """Whether the token is special and so not part of the generated text."""
@@ -192,6 +178,12 @@ class Tokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _checked(text: str) -> str:
+    """The text. Raises UnicodeEncodeError, a ValueError, where the library raises TypeError."""
+    text.encode()
+    return text
 
 
 def _decoded(spelled: bytes) -> str | None:

@@ -3,15 +3,14 @@
 import asyncio
 import os
 import signal
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from text_generation_router import tokenizer as tokenizer_module
+from text_generation_router.long_texts import LongTextError
 from text_generation_router.tokenizer import Tokenizer
-from text_generation_router.tokenizer_process import LongTextError, TokenizerProcess
 from tokenizers import processors
 
 from router.tests.test_tokenizer import byte_level
@@ -28,22 +27,23 @@ def tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Token
     )
     fast.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(tokenizer_module, "LONG_TEXT", 300)
-    monkeypatch.setattr(tokenizer_module, "_MOST_IDS_HERE", 600)
-    monkeypatch.setattr(tokenizer_module, "_MOST_PLACES_HERE", 600)
     tokenizer = Tokenizer.load(tmp_path)
     yield tokenizer
     tokenizer.close()
 
 
-def child_of(tokenizer: Tokenizer) -> TokenizerProcess:
-    assert tokenizer._process is not None
-    return tokenizer._process
+def runners() -> list[psutil.Process]:
+    """The processes that tokenize for this one."""
+    name = "text_generation_router.long_texts"
+    found = [one for one in psutil.Process().children() if name in one.cmdline()]
+    return [runner for server in found for runner in server.children()]
 
 
-async def test_the_same_in_every_lane(tokenizer: Tokenizer) -> None:
-    for length in (200, 280, 500, len(TEXT)):
+async def test_tokens_do_not_depend_on_the_process(tokenizer: Tokenizer) -> None:
+    for length in (200, 280, len(TEXT)):
         text = TEXT[:length]
         expected = tokenizer._encode(text, True)
+        assert not runners()
         assert await tokenizer.encode(text) == expected
         ids = await tokenizer.token_ids(text)
         assert (ids.count, ids.ids) == (len(expected.ids), tuple(expected.ids))
@@ -51,61 +51,36 @@ async def test_the_same_in_every_lane(tokenizer: Tokenizer) -> None:
         assert (last.count, last.ids) == (ids.count, ids.ids[-3:])
         none = await tokenizer.token_ids(text, add_special_tokens=False, most=0)
         assert (none.count, none.ids) == (ids.count - 2, ())
+    assert len(runners()) == 1
     with pytest.raises(ValueError, match="surrogates"):
         await tokenizer.encode("\ud800" * 1000)
 
 
-async def test_it_starts_when_it_is_needed_and_again(tokenizer: Tokenizer) -> None:
-    process = child_of(tokenizer)
-    await tokenizer.encode("short")
-    assert process._child is None
-    first = await tokenizer.encode(TEXT)
-    assert process._child is not None
-    pid = process._child.pid
-    assert await tokenizer.encode(TEXT) == first
-    assert process._child.pid == pid
-    process._child.kill()
+async def test_a_process_that_dies_fails_its_text_alone(tokenizer: Tokenizer) -> None:
+    expected = await tokenizer.encode(TEXT)
+    [runner] = runners()
+    os.kill(runner.pid, signal.SIGSTOP)
+    failing = asyncio.create_task(tokenizer.token_ids(TEXT))
     async with asyncio.timeout(20):
-        while process._child.is_alive:
+        # The text is in the socket, which the stopped process does not read.
+        while not tokenizer._long_texts or tokenizer._long_texts._worker._idle:
             await asyncio.sleep(0.01)
-    assert await tokenizer.encode(TEXT) == first
-    assert process._child.pid != pid
-
-
-async def test_one_that_dies_at_work_is_an_error(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = child_of(tokenizer)
-    await tokenizer.encode(TEXT)
-    assert process._child is not None
-    os.kill(process._child.pid, signal.SIGSTOP)
-    connected, is_connected = process._connected, threading.Event()
-
-    def connecting() -> socket.socket:
-        connection = connected()
-        is_connected.set()
-        return connection
-
-    monkeypatch.setattr(process, "_connected", connecting)
-    waiting = asyncio.create_task(tokenizer.token_ids(TEXT))
-    assert await asyncio.to_thread(is_connected.wait, 20)
-    process._child.kill()
+    runner.kill()
     with pytest.raises(LongTextError):
-        await waiting
-    assert (await tokenizer.token_ids(TEXT)).count > 100
+        await failing
+    assert await tokenizer.encode(TEXT) == expected
 
 
-async def test_short_texts_do_not_wait(tokenizer: Tokenizer) -> None:
-    process = child_of(tokenizer)
+async def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer) -> None:
     await tokenizer.encode(TEXT)
-    assert process._child is not None
-    os.kill(process._child.pid, signal.SIGSTOP)
+    [runner] = runners()
+    os.kill(runner.pid, signal.SIGSTOP)
     long = [asyncio.create_task(tokenizer.token_ids(TEXT)) for _ in range(30)]
     await asyncio.sleep(0)
     assert (await tokenizer.token_ids("x" * 280)).count > 10
     # A cancelled call frees its place.
     for one in long[1:-1]:
         one.cancel()
-    os.kill(process._child.pid, signal.SIGCONT)
+    os.kill(runner.pid, signal.SIGCONT)
     assert (await long[-1]).count == (await long[0]).count
     await asyncio.gather(*long, return_exceptions=True)
