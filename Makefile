@@ -10,7 +10,7 @@ CLIENTS := $(patsubst $(CONFORMANCE)/requirements/%.txt,.venv-clients/%/.install
 PYTEST := $(BIN)/pytest
 # The tests of a file run in one process and may share servers; files begin in the order given.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-UNITS := shard/tests router/tests launcher/tests process/tests proto/tests
+UNITS := shard/tests router/tests launcher/tests process/tests proto/tests benchmark/tests
 QUICK := "not gpu and not slow"
 # Two targets beside each other, all of whose lines come when they have ended; fails if one does.
 BESIDE := --jobs 2 --keep-going --output-sync=target --no-print-directory

@@ -15,10 +15,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from load import APIS, Load, events, prompts, quantile
+from load import APIS, answer, prompts, quantile
 from machine import machine
 from make_checkpoint import write_checkpoint
 from servers import FOLDER, WORK, ours, running
+from text_generation_benchmark.streams import Stream
 
 CLIENTS = 8
 CLIENT_TOKENS = 64
@@ -59,16 +60,16 @@ def main() -> None:
 
 async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:
     """The clients' times between tokens before and during the prompts, and the prompts' times."""
-    arrivals: list[list[float]] = [[] for _ in range(CLIENTS)]
+    streams = [Stream(APIS["tgi"].read) for _ in range(CLIENTS)]
     # Long enough for the whole run; the clients are cancelled at its end.
     length = 8192 - CLIENT_TOKENS - 1
     waiting = prompts(CLIENTS, CLIENT_TOKENS, seed=0)
     clients = [
-        asyncio.create_task(_answer(_load(url, CLIENT_TOKENS, length), prompt, times))
-        for prompt, times in zip(waiting, arrivals, strict=True)
+        asyncio.create_task(_answer(url, prompt, length, stream))
+        for prompt, stream in zip(waiting, streams, strict=True)
     ]
     try:
-        while not all(arrivals):
+        while not all(stream.times for stream in streams):
             await asyncio.sleep(0.05)
             _raise_failures(clients)
         windows = []
@@ -76,15 +77,15 @@ async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:
             steady = time.perf_counter()
             await asyncio.sleep(STEADY_S)
             started = time.perf_counter()
-            await _answer(_load(url, prompt_tokens, 1), prompt, [])
+            await _answer(url, prompt, 1, Stream(APIS["tgi"].read))
             windows.append((steady, started, time.perf_counter()))
             _raise_failures(clients)
     finally:
         for client in clients:
             client.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
-    before = _gaps(arrivals, [(steady, started) for steady, started, _ in windows])
-    during = _gaps(arrivals, [(started, ended) for _, started, ended in windows])
+    before = _gaps(streams, [(steady, started) for steady, started, _ in windows])
+    during = _gaps(streams, [(started, ended) for _, started, ended in windows])
     return {
         "before": {"p50_s": quantile(before, 0.5), "p99_s": quantile(before, 0.99)},
         "during": {"p50_s": quantile(during, 0.5), "p99_s": quantile(during, 0.99)},
@@ -98,18 +99,8 @@ async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def _load(url: str, prompt_tokens: int, new_tokens: int) -> Load:
-    return Load(url, APIS["tgi"], "", CLIENTS, CLIENTS, prompt_tokens, new_tokens, 0)
-
-
-async def _answer(load: Load, prompt: str, times: list[float]) -> None:
-    """Notes when each token arrives."""
-    body = load.api.body(prompt, load.new_tokens, load.model)
-    async for arrived, event in events(load, body):
-        if "error" in event:
-            raise RuntimeError(f"the server answered {event}")
-        if load.api.has_text(event):
-            times.append(arrived)
+async def _answer(url: str, prompt: str, new_tokens: int, stream: Stream) -> None:
+    await answer(url, "tgi", APIS["tgi"].body(prompt, new_tokens, "", True), stream)
 
 
 def _raise_failures(clients: list[asyncio.Task[None]]) -> None:
@@ -121,12 +112,12 @@ def _raise_failures(clients: list[asyncio.Task[None]]) -> None:
             )
 
 
-def _gaps(arrivals: list[list[float]], windows: list[tuple[float, float]]) -> list[float]:
+def _gaps(streams: list[Stream], windows: list[tuple[float, float]]) -> list[float]:
     """The times between tokens that touch one of the windows."""
     return [
         later - sooner
-        for times in arrivals
-        for sooner, later in pairwise(times)
+        for stream in streams
+        for sooner, later in pairwise(stream.times)
         if any(sooner < end and later > start for start, end in windows)
     ]
 

@@ -55,7 +55,9 @@ def _vllm(name: str, checkpoint: Path, **settings: str) -> Server:
         "VLLM_CACHE_ROOT": str(WORK / "vllm-cache"),  # compiled code, kept for later starts
         **settings,
     }
-    return Server(name, "openai", tuple(command), str(checkpoint), tuple(environment.items()))
+    return Server(
+        name, "openai-completions", tuple(command), str(checkpoint), tuple(environment.items())
+    )
 
 
 def llama_cpp(name: str, quantization: str) -> Callable[[Path], Server]:
@@ -65,7 +67,7 @@ def llama_cpp(name: str, quantization: str) -> Callable[[Path], Server]:
         command = [str(_program("llama-server")), "--model", str(gguf(checkpoint, quantization))]
         command += ["--host", "127.0.0.1", "--port", "{port}", "--parallel", str(LLAMA_CPP_SLOTS)]
         command += ["--ctx-size", str(LLAMA_CPP_SLOTS * LLAMA_CPP_CONTEXT)]
-        return Server(name, "openai", tuple(command), checkpoint.name)
+        return Server(name, "openai-completions", tuple(command), checkpoint.name)
 
     return server
 

@@ -194,7 +194,7 @@ def _routed(
         for num in streams:
 
             def events_per_cpu_s(tree: Tree, num: int = num) -> float:
-                load = Streams(routers[tree.name].port, "generate", num, NEW_TOKENS, next(seeds))
+                load = Streams(routers[tree.name].port, "tgi", num, NEW_TOKENS, next(seeds))
                 row = asyncio.run(router.measure(routers[tree.name], load, ROUTER_SECONDS))
                 return float(row["events_per_cpu_s"])
 

@@ -29,9 +29,11 @@ from typing import Any
 
 import psutil
 import tokenizers
-from load import quantile
 from machine import machine
-from streams import APIS, Control, Streams, Tally, run
+from streams import Control, Streams, Tally, run
+from text_generation_benchmark.http import HttpClient, RequestError
+from text_generation_benchmark.report import quantile
+from text_generation_benchmark.streams import APIS
 
 FOLDER = Path(__file__).resolve().parent
 EMBEDDED_MODEL = FOLDER.parent / "launcher" / "text_generation_launcher" / "embedded_model"
@@ -99,7 +101,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512, 2048])
     parser.add_argument("--seconds", type=float, default=20.0, help="for each number of streams")
     parser.add_argument("--new-tokens", type=int, default=256, help="of a request, on average")
-    parser.add_argument("--api", choices=APIS, default="generate")
+    parser.add_argument("--api", choices=APIS, default="tgi")
     parser.add_argument("--accepted", type=int, default=0, help="right guesses in each step")
     parser.add_argument("--probe", default="/health", help="the path that is asked meanwhile")
     parser.add_argument("--seed", type=int, default=0)
@@ -183,7 +185,7 @@ async def _becomes_ready(router: Router, process: "subprocess.Popen[bytes]") -> 
         try:
             await _probe(router.port)
             return True
-        except (OSError, RuntimeError):  # it does not listen yet, or is starting
+        except (RequestError, RuntimeError):  # it does not listen yet, or is starting
             await asyncio.sleep(0.05)
     return False
 
@@ -243,15 +245,9 @@ async def _probe_into(port: int, path: str, seconds: list[float]) -> None:
 
 
 async def _probe(port: int, path: str = "/health") -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode())
-        answer = await reader.read()
-    finally:
-        writer.close()
-    if b" 200 " not in answer[:16]:
-        raise RuntimeError(f"{path} said {answer.decode()}")
+    answer = await HttpClient(f"http://127.0.0.1:{port}", keeps=False).request("GET", path)
+    if answer.status != 200:
+        raise RuntimeError(f"{path} said {answer.body.decode()}")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -5,11 +5,11 @@ import random
 import signal
 import time
 
-import httpx
 import psutil
 from soak_answers import Answer, Wrong, raise_for_failure
 from soak_requests import KINDS, Ask, drawn
 from soak_verdict import READY_S, Kill, Outcome
+from text_generation_benchmark.http import HttpClient, RequestError
 
 from integration_tests.server import LauncherHandle, has_ended
 
@@ -33,11 +33,7 @@ class Load:
         self._draw = random.Random(seed)
         self._free = asyncio.Semaphore(num_clients)
         self._began = time.monotonic()
-        # Connections are not reused when the server may be closing them.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        self._client = httpx.AsyncClient(
-            base_url=handle.url, timeout=None, limits=limits, trust_env=False
-        )
+        self._client = HttpClient(handle.url)
 
     def now(self) -> float:
         """Seconds since the start."""
@@ -45,10 +41,11 @@ class Load:
 
     async def run(self, end_s: float, kill_every_s: float) -> None:
         """Runs until then, and until all requests have ended; no kills with 0."""
-        async with self._client, asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
             group.create_task(self._arrivals(end_s))
             if kill_every_s:
                 group.create_task(self._kill(end_s, kill_every_s))
+        self._client.close()
 
     async def _arrivals(self, end_s: float) -> None:
         """Poisson arrivals; they wait if no client is free."""
@@ -71,7 +68,8 @@ class Load:
         result, said, is_typed = "refused" if kind == "bad" else "ok", "", False
         try:
             async with asyncio.timeout(patience_s):
-                answer = await self._answer(ask)
+                found = await self._client.request(ask.method, ask.path, ask.content)
+            answer = Answer(found.status, found.content_type, found.body)
             raise_for_failure(answer)
             ask.check(answer)
         except TimeoutError:
@@ -79,8 +77,8 @@ class Load:
             said = "" if vanishes else f"no end after {patience_s:g} s"
         except Wrong as wrong:
             result, said, is_typed = "failed", str(wrong), wrong.is_typed
-        except httpx.HTTPError as error:
-            result, said = "failed", f"{type(error).__name__}: {error}"
+        except RequestError as error:
+            result, said = "failed", f"{error.kind}: {error}"
         except (LookupError, TypeError, AttributeError) as error:
             result, said = "failed", f"the answer has another form: {error!r}"
         finally:
@@ -88,14 +86,6 @@ class Load:
         if result == "failed":
             said = f"{ask.method} {ask.path} {ask.content[:300]!r}: {said}"
         self.outcomes.append(Outcome(kind, began_s, self.now(), result, said, is_typed))
-
-    async def _answer(self, ask: Ask) -> Answer:
-        headers = {"content-type": "application/json"} if ask.content else {}
-        response = await self._client.request(
-            ask.method, ask.path, content=ask.content, headers=headers
-        )
-        kind = response.headers.get("content-type", "")
-        return Answer(response.status_code, kind, response.content)
 
     async def _kill(self, end_s: float, every_s: float) -> None:
         """Kills a shard this long after the server became ready: not more often than the launcher's
@@ -120,9 +110,10 @@ class Load:
     async def _is_ready(self, num_restarts: int) -> bool:
         """Whether the server is ready after this number of restarts."""
         try:
-            metrics = await self._client.get("/metrics", timeout=HANG_S)
-            health = await self._client.get("/health", timeout=HANG_S)
-        except httpx.HTTPError:
+            async with asyncio.timeout(HANG_S):
+                metrics = await self._client.request("GET", "/metrics")
+                health = await self._client.request("GET", "/health")
+        except (RequestError, TimeoutError):
             return False
         said = f'tgi_restarts{{process="shard"}} {num_restarts}\n'
-        return said in metrics.text and health.status_code == 200
+        return said.encode() in metrics.body and health.status == 200

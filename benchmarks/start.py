@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from contestants import CONTESTANTS, OURS
-from load import APIS, Load, events
+from load import APIS, answer
 from machine import machine
 from make_checkpoint import write_checkpoint
 from servers import FOLDER, WORK, Server, ours, running
 from sharded import MODELS
+from text_generation_benchmark.streams import Stream
 
 QUESTION = "What does textwrap.dedent do?"
 BESIDE = "llama-1b"
@@ -102,11 +103,11 @@ def first_token(server: Server) -> dict[str, float]:
 
     async def ask(url: str) -> float:
         api = APIS[server.api]
-        load = Load(url, api, server.model, 1, 1, 1, 1, 0)
-        async for arrived, event in events(load, api.body("abc", 8, server.model)):
-            if api.has_text(event):
-                return arrived
-        raise RuntimeError(f"{server.name} has answered without a token")
+        stream = Stream(api.read)
+        await answer(url, server.api, api.body("abc", 8, server.model, True), stream)
+        if not stream.times:
+            raise RuntimeError(f"{server.name} has answered without a token")
+        return stream.times[0]
 
     with tempfile.TemporaryDirectory() as folder, running(server, Path(folder)) as handle:
         arrived = asyncio.run(ask(handle.url))

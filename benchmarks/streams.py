@@ -1,58 +1,22 @@
-"""Thousands of streaming clients in one process, with little CPU time.
-
-Each keeps one connection and sends one request after the other. Events are counted, not parsed:
-only the bytes that mark events, ends of answers and errors are searched.
-"""
+"""Thousands of streaming clients in a process of their own, for router.py."""
 
 import asyncio
 import json
+import math
 import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
-from typing import Any, cast
 
 import uvloop
+from text_generation_benchmark.http import HttpClient
+from text_generation_benchmark.load import Bounds, Load
+from text_generation_benchmark.streams import APIS
 
-OK = b"HTTP/1.1 200 "
-# The start of an event, and the end of a chunked body.
-EVENT = b"data:"
-END = b"\r\n0\r\n\r\n"
-
-
-def _tgi_body(prompt: str, new_tokens: int) -> dict[str, Any]:
-    parameters = {"max_new_tokens": new_tokens, "ignore_eos_token": True, "details": True}
-    return {"inputs": prompt, "parameters": parameters}
-
-
-def _completion_body(prompt: str, new_tokens: int) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": new_tokens, "stream": True}
-
-
-def _chat_body(prompt: str, new_tokens: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": prompt}]
-    return {"messages": messages, "max_tokens": new_tokens, "stream": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Api:
-    """The request of one route, and its number of events in addition to one per token."""
-
-    path: str
-    body: Callable[[str, int], dict[str, Any]]
-    extra_events: int
-
-
-APIS = {
-    "generate": Api("/generate_stream", _tgi_body, 0),
-    # The finish reason and [DONE]; for chats also the role.
-    "completions": Api("/v1/completions", _completion_body, 2),
-    "chat": Api("/v1/chat/completions", _chat_body, 3),
-}
+TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,76 +30,23 @@ class Streams:
     """On average; the number of each request is random, from half of it to one and a half."""
     seed: int
 
+    def bodies(self) -> Iterator[bytes]:
+        """Requests without an end."""
+        chooser, average = random.Random(self.seed), self.new_tokens
+        while True:
+            new_tokens = chooser.randint((average + 1) // 2, average + average // 2)
+            prompt = f"Question {chooser.randrange(10**9)}: what do the clients wait for?"
+            yield json.dumps(APIS[self.api].body(prompt, new_tokens, "", True)).encode()
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Tally:
-    """The counters of all clients."""
+    """The result of all clients."""
 
-    events: int = 0
-    requests: int = 0
-    first_token_s: list[float] = field(default_factory=list)
-    error: str = ""
-
-
-class Client(asyncio.Protocol):
-    """One connection; closed after `stop` is set."""
-
-    def __init__(self, load: Streams, number: int, tally: Tally) -> None:
-        self._api = APIS[load.api]
-        self._load = load
-        self._tally = tally
-        self._chooser = random.Random(load.seed * 1_000_003 + number)
-        self._transport: asyncio.Transport | None = None
-        self._tail = b""
-        self._is_answered = False
-        self._asked = 0
-        self._seen = 0
-        self._sent = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the first request."""
-        # uvloop's class has all of its methods, but is not a subclass.
-        self._transport = cast(asyncio.Transport, transport)
-        self._send()
-
-    def _send(self) -> None:
-        assert self._transport is not None
-        average = self._load.new_tokens
-        self._asked = self._chooser.randint((average + 1) // 2, average + average // 2)
-        self._seen = 0
-        self._tail = b""
-        self._is_answered = False
-        prompt = f"Question {self._chooser.randrange(10**9)}: what do the clients wait for?"
-        body = json.dumps(self._api.body(prompt, self._asked)).encode()
-        self._transport.write(
-            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (self._api.path.encode(), len(body), body)
-        )
-        self._sent = time.perf_counter()
-
-    def data_received(self, data: bytes) -> None:
-        """Counts events; a marker may be split between two reads."""
-        data = self._tail + data
-        if not self._is_answered:
-            self._is_answered = True
-            if not data.startswith(OK):
-                self._tally.error = data.decode(errors="replace")
-        num_events = data.count(EVENT)
-        if num_events:
-            if not self._seen:
-                self._tally.first_token_s.append(time.perf_counter() - self._sent)
-            self._seen += num_events
-            self._tally.events += num_events
-        self._tail = data[max(len(data) - len(END) + 1, data.rfind(EVENT) + 1) :]
-        if data.endswith(END):
-            self._end()
-
-    def _end(self) -> None:
-        expected = self._asked + self._api.extra_events
-        if self._seen != expected:
-            self._tally.error = f"a stream of {self._asked} tokens had {self._seen} events"
-        self._tally.requests += 1
-        self._send()
+    requests: int
+    first_token_s: list[float]
+    error: str
+    """Of the first request that failed; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +66,25 @@ def run(load: Streams, control: Control) -> None:
 
 
 async def _run(load: Streams, control: Control) -> None:
-    tally = Tally()
-    loop = asyncio.get_running_loop()
-    connections = [
-        loop.create_connection(partial(Client, load, n, tally), "127.0.0.1", load.port)
-        for n in range(load.streams)
-    ]
-    transports = [transport for transport, _ in await asyncio.gather(*connections)]
-    while not control.stop.is_set() and not tally.error:
+    client = HttpClient(f"http://127.0.0.1:{load.port}")
+    generator = Load(client, APIS[load.api], load.bodies())
+    bounds = Bounds(sys.maxsize, math.inf, TIMEOUT_S)
+    clients = asyncio.create_task(generator.closed_loop(load.streams, bounds))
+    while not control.stop.is_set():
         await asyncio.sleep(0.01)
-        control.events.value = tally.events
-        control.first_tokens.value = len(tally.first_token_s)
-    control.tally.send(tally)
-    for transport in transports:
-        transport.abort()
+        running = sum(stream.num_events for stream in generator.running)
+        control.events.value = generator.num_events + running
+        begun = sum(1 for stream in generator.running if stream.times)
+        control.first_tokens.value = len(generator.ended) + begun
+    clients.cancel()
+    await asyncio.wait([clients])
+    begun_streams = [one for one in (*generator.ended, *generator.running) if one.times]
+    failures = [": ".join(one.failure) for one in generator.ended if one.failure is not None]
+    failures += [
+        f"a stream of {stream.output_tokens} tokens had {len(stream.times)} events"
+        for stream in generator.ended
+        if stream.output_tokens != len(stream.times)
+    ]
+    first_token_s = [stream.times[0] - stream.sent_s for stream in begun_streams]
+    error = failures[0] if failures else ""
+    control.tally.send(Tally(len(generator.ended), first_token_s, error))

@@ -22,10 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from load import APIS, Load, events, prompts
+from load import APIS, answer, prompts
 from machine import machine
 from make_checkpoint import write_checkpoint
 from servers import FOLDER, WORK, Running, ours, running
+from text_generation_benchmark.streams import Stream
 
 MEASURED = 8
 OTHERS = 8
@@ -92,7 +93,7 @@ async def measure(
 ) -> dict[str, float]:
     """Tokens per second of both halves, from the first to the last measured request."""
     waiting = prompts((MEASURED + OTHERS) * 64, 128, seed=7)
-    num_tokens = [0, 0]
+    streams: tuple[list[Stream], list[Stream]] = ([], [])
     is_over = asyncio.Event()
 
     async def ask(
@@ -103,12 +104,9 @@ async def measure(
             parameters["ignore_eos_token"] = True
         else:
             parameters["grammar"] = {"type": "json", "value": grammar}
-        load = Load(handle.url, APIS["tgi"], "", 1, 1, 128, num_tokens_asked, 0)
+        streams[half].append(Stream(APIS["tgi"].read))
         body = {"inputs": waiting.pop(), "parameters": parameters}
-        async for _, event in events(load, body):
-            if "error" in event:
-                raise RuntimeError(f"the server answered {event}")
-            num_tokens[half] += 1
+        await answer(handle.url, "tgi", body, streams[half][-1])
 
     async def measured(number: int) -> None:
         await ask(0, None, first_length(2 * number))
@@ -125,7 +123,7 @@ async def measure(
         others = [group.create_task(other(number)) for number in range(OTHERS)]
         await asyncio.gather(*map(measured, range(MEASURED)))
         elapsed = time.perf_counter() - started
-        counts = list(num_tokens)
+        counts = [sum(len(stream.times) for stream in half) for half in streams]
         is_over.set()
         await asyncio.gather(*others)
     return {"measured": counts[0] / elapsed, "others": counts[1] / elapsed, "elapsed_s": elapsed}

@@ -41,7 +41,7 @@ CARRIED = (
 )
 # What the machine itself must have: pip installs the wheels.
 NEEDED = ("pip", "torch", "triton", "transformers", "numba")
-PACKAGES = ("proto", "launcher", "router", "shard", "process")
+PACKAGES = ("proto", "launcher", "router", "shard", "process", "benchmark")
 # What pytest may find installed there, and must not use.
 PLUGINS = ("cacheprovider", "benchmark", "xdist", "cov", "timeout", "pytest_mock", "anyio")
 

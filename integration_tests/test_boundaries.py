@@ -58,8 +58,14 @@ def test_proto_needs_protobuf_and_grpc_only() -> None:
     [
         (
             "text_generation_router",
-            {"torch", "transformers", "text_generation_shard", "text_generation_launcher"},
+            {
+                *("torch", "transformers", "text_generation_shard", "text_generation_launcher"),
+                "text_generation_benchmark",
+            },
         ),
+        ("text_generation_benchmark", {"torch", "text_generation_shard"}),
+        # The load generator measures any server.
+        ("text_generation_benchmark.load", {"text_generation_router", "fastapi", "rich"}),
         (
             "text_generation_router.scheduler",
             {"fastapi", "starlette", "grpc", "google", "text_generation_proto", "pydantic"},

@@ -212,7 +212,7 @@ def test_python_a_file_and_the_benchmark(tiny_model_path: Path, tmp_path: Path) 
     [result] = [json.loads(line) for line in target.read_text().splitlines()]
     assert result["response"]["body"]["choices"][0]["text"] == found.outputs[0].text
     report = tmp_path / "figures.csv"
-    benchmark = [sys.executable, "-m", "text_generation_router.benchmark.cli"]
+    benchmark = [sys.executable, "-m", "text_generation_benchmark.cli"]
     shape = "-b", "2", "-s", "9", "-d", "4", "-r", "2", "--output", str(report)
     told = [*benchmark, "--model-id", str(tiny_model_path), *shape, "--", *shared]
     done = subprocess.run(told, capture_output=True, text=True, timeout=120)

@@ -9,11 +9,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
+
+from text_generation_benchmark.http import HttpClient, Receive, RequestError
+from text_generation_benchmark.streams import APIS, Stream
 
 from integration_tests.server import LauncherHandle
 
@@ -93,10 +96,8 @@ class Neighbours:
     """Owns the honest clients and their measurements."""
 
     def __init__(self, url: str, key: str) -> None:
-        parts = urlsplit(url)
-        assert parts.hostname is not None and parts.port is not None
-        self._host, self._port = parts.hostname, parts.port
-        self._key = f"Authorization: Bearer {key}\r\n" if key else ""
+        # Attacks on connections are noticed by new ones only.
+        self._client = HttpClient(url, key or None, keeps=False)
         self._stopped = asyncio.Event()
         self.seen = Seen()
 
@@ -111,7 +112,7 @@ class Neighbours:
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         self._stopped.set()
-        await asyncio.gather(*tasks)
+        await asyncio.wait(tasks)
         print(json.dumps(asdict(self.seen)), flush=True)
 
     async def _again(self, client: Callable[[], Awaitable[None]], pause_s: float) -> None:
@@ -119,59 +120,53 @@ class Neighbours:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     await client()
-            except (OSError, EOFError, TimeoutError, AssertionError) as error:
+            except (RequestError, TimeoutError, AssertionError) as error:
                 name = getattr(client, "__name__", "client")
                 self.seen.failures.append(f"{name}: {type(error).__name__}: {error}"[:300])
                 await asyncio.sleep(0.1)
             await asyncio.sleep(pause_s)
 
     async def _stream(self) -> None:
-        last: float | None = None
-        async for data in self._ask("/generate_stream", _PROMPT, 400):
-            now = time.monotonic()
-            if last is not None:
-                self.seen.gap = max(self.seen.gap, now - last)
-            last = now
-            assert b'"error"' not in data, data
-            self.seen.num_tokens += data.count(b"data:")
-            if self._stopped.is_set():
-                return
+        last_s: float | None = None
+        stream, task = Stream(APIS["tgi"].read), asyncio.current_task()
+
+        def receive(data: bytes, arrived_s: float) -> None:
+            nonlocal last_s
+            if last_s is not None:
+                self.seen.gap = max(self.seen.gap, arrived_s - last_s)
+            last_s = arrived_s
+            self.seen.num_tokens -= len(stream.times)
+            stream.feed(data, arrived_s)
+            self.seen.num_tokens += len(stream.times)
+            if self._stopped.is_set() and task is not None:
+                task.cancel()
+
+        body = APIS["tgi"].body(_PROMPT, 400, "", True)
+        await self._ask("POST", "/generate_stream", body, receive)
+        stream.end(time.perf_counter())
+        assert stream.failure is None, stream.failure
 
     async def _small_request(self) -> None:
-        began = time.monotonic()
-        async for _ in self._ask("/generate", _PROMPT * 16, 8):
-            continue
-        self.seen.small_request = max(self.seen.small_request, time.monotonic() - began)
+        began = time.perf_counter()
+        await self._ask("POST", "/generate", APIS["tgi"].body(_PROMPT * 16, 8, "", True))
+        self.seen.small_request = max(self.seen.small_request, time.perf_counter() - began)
 
     async def _health(self) -> None:
-        began = time.monotonic()
-        async for _ in self._exchange("GET /health HTTP/1.1", b""):
-            continue
-        self.seen.health = max(self.seen.health, time.monotonic() - began)
+        began = time.perf_counter()
+        await self._ask("GET", "/health")
+        self.seen.health = max(self.seen.health, time.perf_counter() - began)
 
     async def _sleep(self) -> None:
         began = time.monotonic()
         await asyncio.sleep(0.01)
         self.seen.pause = max(self.seen.pause, time.monotonic() - began - 0.01)
 
-    def _ask(self, path: str, inputs: str, num_tokens: int) -> AsyncIterator[bytes]:
-        parameters = {"max_new_tokens": num_tokens, "ignore_eos_token": True}
-        body = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
-        return self._exchange(f"POST {path} HTTP/1.1", body)
-
-    async def _exchange(self, line: str, body: bytes) -> AsyncIterator[bytes]:
-        """The pieces of the answer's body as they come; asserts its status."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            head = f"{line}\r\nHost: test\r\nConnection: close\r\n{self._key}"
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            assert b" 200 " in answer.partition(b"\r\n")[0], answer
-            while data := await reader.read(65536):
-                yield data
-        finally:
-            writer.close()
+    async def _ask(
+        self, method: str, path: str, body: Any = None, receive: Receive | None = None
+    ) -> None:
+        content = b"" if body is None else json.dumps(body).encode()
+        answer = await self._client.request(method, path, content, receive)
+        assert answer.status == 200, answer
 
 
 if __name__ == "__main__":

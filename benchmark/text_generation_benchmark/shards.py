@@ -1,9 +1,10 @@
-"""Times prefill and decode of a batch, directly on the shards."""
+"""Times prefill and decode of batches, directly on the shards, and their report."""
 
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
@@ -14,9 +15,19 @@ from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import Advance, Shards
 from text_generation_router.tokenizer import Tokenizer
 
+from text_generation_benchmark import BenchmarkError
+from text_generation_benchmark.report import Spread, as_dicts, spreads, table
 
-class BenchmarkError(Exception):
-    """The measurement is not possible; the message says why and what to do."""
+STEPS = {
+    "prefill": "Prefill",
+    "decode_token": "Decode (token)",
+    "decode_total": "Decode (total)",
+}
+"""What is timed, and the titles in the report."""
+COLUMNS = (
+    *("batch size", "sequence length", "prefill ms", "prompt tokens/s", "decode ms/step"),
+    *("tokens/s", "runs"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +153,65 @@ async def warm_up(
     for shape in shapes:
         bench.check(shape)
     return bench, info
+
+
+@dataclass(slots=True)
+class Batches:
+    """The runs of one shape."""
+
+    shape: Shape
+    runs: list[Run] = field(default_factory=list)
+
+    def figures(self) -> dict[str, dict[str, Spread]]:
+        """latency_ms and tokens_per_s of each of STEPS that was run. Tokens are those of the
+        prompts, or the generated ones, of the whole batch."""
+        prefills = [run.prefill_s for run in self.runs]
+        decodes = [run.decode_s for run in self.runs if run.decode_s]
+        rates = [len(steps) * self.shape.batch_size / sum(steps) for steps in decodes]
+        seconds = {
+            "prefill": prefills,
+            "decode_token": [step for steps in decodes for step in steps],
+            "decode_total": [sum(steps) for steps in decodes],
+        }
+        prompt_rates = [self.shape.num_prompt_tokens / prefill for prefill in prefills]
+        return {
+            step: spreads(
+                {
+                    "latency_ms": (1000 * one for one in found),
+                    "tokens_per_s": prompt_rates if step == "prefill" else rates,
+                }
+            )
+            for step, found in seconds.items()
+            if found
+        }
+
+    def row(self) -> list[str]:
+        """The cells of COLUMNS: medians."""
+        found = self.figures()
+        cells = [str(self.shape.batch_size), str(self.shape.sequence_length)]
+        for step in ("prefill", "decode_token"):
+            for name in ("latency_ms", "tokens_per_s"):
+                cells.append(f"{found[step][name].p50:,.1f}" if step in found else "–")
+        return [*cells, str(len(self.runs))]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        steps = {step: as_dicts(found) for step, found in self.figures().items()}
+        return asdict(self.shape) | steps
+
+
+def markdown(parameters: Mapping[str, Any], measured: Sequence[Batches]) -> str:
+    """Three tables: parameters, latencies, throughputs."""
+    latencies, rates = [], []
+    for step, title in STEPS.items():
+        for one in measured:
+            if found := one.figures().get(step):
+                shape = (one.shape.batch_size, one.shape.sequence_length)
+                latencies.append((title, *shape, *found["latency_ms"].cells("ms")))
+                if step != "decode_token":
+                    cells = found["tokens_per_s"].cells("tokens/s")[:3]
+                    rates.append((title.split()[0], *shape, *cells))
+    head = ("Step", "Batch Size", "Sequence Length", "Average", "Lowest", "Highest")
+    lines = [*table(("Parameter", "Value"), parameters.items()), ""]
+    lines += [*table((*head, "p50", "p90", "p99"), latencies), "", *table(head, rates)]
+    return "\n".join(lines)

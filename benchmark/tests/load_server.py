@@ -1,4 +1,4 @@
-"""A server that answers `text-generation-benchmark --url` from a script, in a thread."""
+"""A server that answers the load generator from a script, in a thread."""
 
 import asyncio
 import json
@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-Pieces = list[bytes | float]
-"""Bytes of the body, and seconds to wait before the next ones."""
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -17,9 +16,13 @@ class Reply:
     """The answer; unless `is_whole`, the connection closes after the last piece."""
 
     status: int = 200
-    pieces: Pieces = field(default_factory=list)
+    pieces: list[bytes | float] = field(default_factory=list)
+    """Bytes of the body, and seconds to wait before the next ones."""
     is_whole: bool = True
     is_kept: bool = True
+
+
+Answer = Callable[[str, Json], Reply]
 
 
 @dataclass
@@ -27,10 +30,10 @@ class Scripted:
     """The server, and what it was asked."""
 
     url: str
-    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    asked: list[tuple[str, Json, dict[str, str]]] = field(default_factory=list)
     """(path, body, headers)."""
 
-    def bodies(self, path: str) -> list[dict[str, Any]]:
+    def bodies(self, path: str) -> list[Json]:
         """Of all requests to a path."""
         return [body for asked, body, _ in self.asked if asked == path]
 
@@ -47,43 +50,38 @@ def event(value: Any) -> bytes:
 
 def completion(num_tokens: int, prompt_tokens: int | None = 7, gap_s: float = 0.0) -> Reply:
     """A stream of /v1/completions; without prompt_tokens there is no usage."""
-    pieces: Pieces = []
+    pieces: list[bytes | float] = []
     for number in range(num_tokens):
-        choice = {"index": 0, "text": f" {number}", "finish_reason": None}
-        pieces += [event({"choices": [choice], "usage": None}), gap_s]
-    last = {"index": 0, "text": "", "finish_reason": "length"}
-    pieces.append(event({"choices": [last]}))
+        pieces += [event({"choices": [{"text": f" {number}", "finish_reason": None}]}), gap_s]
+    pieces.append(event({"choices": [{"text": "", "finish_reason": "length"}]}))
     if prompt_tokens is not None:
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": num_tokens}
         pieces.append(event({"choices": [], "usage": usage}))
     return Reply(pieces=[*pieces, b"data: [DONE]\n\n"])
 
 
-Answer = Callable[[str, dict[str, Any]], Reply]
-
-
-async def _serve(server: Scripted, answer: Answer, reader: Any, writer: Any) -> None:
+async def _serve(
+    server: Scripted, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     try:
         while True:
             head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
             headers = dict(line.lower().split(": ", 1) for line in lines if line)
-            body = await reader.readexactly(int(headers.get("content-length", 0)))
-            path = head.split()[1]
-            server.asked.append((path, json.loads(body or b"{}"), headers))
-            reply = answer(path, json.loads(body or b"{}"))
-            writer.write(
-                f"HTTP/1.1 {reply.status} X\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            body = json.loads(
+                await reader.readexactly(int(headers.get("content-length", 0))) or "{}"
             )
+            server.asked.append((head.split()[1], body, headers))
+            reply = answer(head.split()[1], body)
+            writer.write(b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status)
             for piece in reply.pieces:
                 if isinstance(piece, float):
                     await asyncio.sleep(piece)
                 else:
                     writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            if not reply.is_whole:
-                break
-            writer.write(b"0\r\n\r\n")
-            if not reply.is_kept:
-                break
+            if reply.is_whole:
+                writer.write(b"0\r\n\r\n")
+            if not (reply.is_whole and reply.is_kept):
+                return
     except (asyncio.IncompleteReadError, ConnectionError):
         return
     finally:
@@ -93,16 +91,14 @@ async def _serve(server: Scripted, answer: Answer, reader: Any, writer: Any) -> 
 @contextmanager
 def scripted(answer: Answer) -> Iterator[Scripted]:
     """Serves on a port of this machine inside the block."""
-    server = Scripted("")
-    is_ready = threading.Event()
+    server, is_ready, stop = Scripted(""), threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
-    tasks: set[asyncio.Task[None]] = set()
 
     async def main() -> None:
-        def accept(reader: Any, writer: Any) -> None:
-            task = asyncio.create_task(_serve(server, answer, reader, writer))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tasks.add(asyncio.create_task(_serve(server, answer, reader, writer)))
 
         listener = await asyncio.start_server(accept, "127.0.0.1", 0)
         server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
@@ -113,7 +109,6 @@ def scripted(answer: Answer) -> Iterator[Scripted]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
     try:

@@ -6,12 +6,13 @@ shards that no router uses: start them with `text-generation-launcher shards`.
 
 With --url it measures a running OpenAI- or TGI-compatible server with streaming requests: --clients
 at once, or --rate arrivals per second. Requests that fail are counted and do not end the run.
+`text-generation-benchmark --url URL --help` shows the flags of this mode.
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,6 @@ from typing import Any
 
 import uvloop
 from rich.console import Console
-
-from text_generation_router.benchmark.display import BATCHES, display
-from text_generation_router.benchmark.load import cli as load_cli
-from text_generation_router.benchmark.measure import BenchmarkError, Choice, Shape, warm_up
-from text_generation_router.benchmark.report import Figures, as_csv, markdown, write_outputs
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo
 from text_generation_router.errors import GenerationError
@@ -31,7 +27,21 @@ from text_generation_router.offline.shards_process import ShardsProcess, ShardsP
 from text_generation_router.request import Sampling
 from text_generation_router.tokenizer import Tokenizer
 
-_WRITERS = (".csv", ".json")
+from text_generation_benchmark import BenchmarkError, server
+from text_generation_benchmark.report import show_row, write_outputs
+from text_generation_benchmark.shards import (
+    COLUMNS,
+    Batches,
+    Choice,
+    Shape,
+    markdown,
+    warm_up,
+)
+
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "typical_p", "do_sample"),
+    *("repetition_penalty", "frequency_penalty", "watermark"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +53,13 @@ class _Target:
     tokenizer: Path
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; an error that the user can fix is one line and exit code 1."""
-    options = _parse(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.url is not None:
             key = options.api_key or os.environ.get("OPENAI_API_KEY") or None
-            return load_cli.run(options, key)
+            return server.run(options, key)
         with _target(options) as target:
             uvloop.run(_measure(options, target))
     except (ShardsProcessError, GenerationError, BenchmarkError, ValueError, OSError) as error:
@@ -60,28 +70,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def create_parser() -> argparse.ArgumentParser:
-    """The command line; the flags for shards have the names and defaults of TGI's tool."""
+def create_parser(is_of_server: bool) -> argparse.ArgumentParser:
+    """The command line of one mode; the flags for shards have the names and defaults of TGI's."""
     parser = argparse.ArgumentParser(
         prog="text-generation-benchmark",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add = parser.add_argument
+    add("--url", help="http(s)://host:port of a running OpenAI- or TGI-compatible server")
     text = "runs of each batch before the measured ones; with --url, requests of each point"
-    parser.add_argument(
-        "-w", "--warmups", "--warmup", type=at_least(0), default=1, metavar="N", help=text
-    )
-    text = "file for the results, .json or .csv; repeatable"
-    parser.add_argument("-o", "--output", type=Path, action="append", default=[], help=text)
-    _add_flags(parser.add_argument_group("the shards, without a router").add_argument)
-    group = parser.add_argument_group("a running server")
-    load_cli.add_flags(group.add_argument, at_least)
-    return parser
-
-
-def _add_flags(add: Callable[..., Any]) -> None:
-    """The flags that exclude --url."""
+    add("-w", "--warmups", "--warmup", type=at_least(0), default=1, metavar="N", help=text)
+    text = "file for the results as JSON; repeatable"
+    add("-o", "--output", type=Path, action="append", default=[], help=text)
+    if is_of_server:
+        server.add_flags(add, at_least)
+        return parser
     add("--model-id", help="hub id or directory of the model to start shards for")
     add("-m", "--master-shard-uds-path", help="socket of rank 0 of running shards")
     add("-t", "--tokenizer-name", type=Path, help="directory with the tokenizer of such shards")
@@ -100,49 +105,29 @@ def _add_flags(add: Callable[..., Any]) -> None:
     add("--watermark", action="store_true")
     add("--top-n-tokens", type=at_least(0), default=0)
     add("launcher_flags", nargs="*", metavar="-- LAUNCHER FLAGS", help="e.g. --num-shard 2")
+    return parser
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = create_parser()
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    parser = create_parser(any(word.partition("=")[0] == "--url" for word in own))
     options = parser.parse_args(arguments)
-    if (text := _of_other_mode(parser, arguments)) is not None:
-        parser.error(text)
     for path in options.output:
-        if path.suffix not in _WRITERS:
-            parser.error(f"--output {path} must end in {' or '.join(_WRITERS)}")
+        if path.suffix != ".json":
+            parser.error(f"--output {path} must end in .json")
         if not path.parent.is_dir():
             parser.error(f"--output {path} is in a directory that does not exist")
-    if options.url is not None and (text := load_cli.check(options)) is not None:
-        parser.error(text)
-    if options.master_shard_uds_path is not None:
+    if options.url is not None:
+        if options.clients is not None and options.rate is not None:
+            parser.error("--clients is a closed loop and --rate an open one: give one of them")
+        if options.prompts is not None and options.input_tokens is not None:
+            parser.error("--prompts and --input-tokens exclude each other")
+    elif options.master_shard_uds_path is not None:
         if options.model_id is not None or options.launcher_flags:
             parser.error("--master-shard-uds-path measures running shards: remove --model-id")
         if options.tokenizer_name is None:
             parser.error("--master-shard-uds-path needs --tokenizer-name, the model's directory")
     return options
-
-
-def _of_other_mode(parser: argparse.ArgumentParser, arguments: list[str] | None) -> str | None:
-    """An error if a flag was given that has no effect in this mode."""
-    # With this namespace, argparse sets no defaults: only given flags have values.
-    unset = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
-    given = {
-        name
-        for name, value in vars(parser.parse_args(arguments, unset)).items()
-        if value not in (None, [])
-    }
-    of_shards = argparse.ArgumentParser(add_help=False)
-    _add_flags(of_shards.add_argument)
-    of_load = argparse.ArgumentParser(add_help=False)
-    load_cli.add_flags(of_load.add_argument, at_least)
-    is_load = "url" in given
-    other = vars((of_shards if is_load else of_load).parse_args([]))
-    wrong = sorted(given.intersection(other))
-    if not wrong:
-        return None
-    name = wrong[0]
-    flag = "flags after --" if name == "launcher_flags" else f"--{name.replace('_', '-')}"
-    return f"{flag} can not be combined with --url" if is_load else f"{flag} needs --url"
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -180,43 +165,30 @@ async def _measure(options: argparse.Namespace, target: _Target) -> None:
         for sequence_length in options.sequence_length
         for batch_size in options.batch_size
     ]
-    choice = Choice(_sampling(options), options.top_n_tokens)
-    tokenizer = Tokenizer.load(target.tokenizer)
+    sampling = Sampling(**{name: getattr(options, name) for name in _SAMPLING})
+    measured = [Batches(shape) for shape in shapes]
+    tokenizer, console = Tokenizer.load(target.tokenizer), Console()
     shards = await ShardedClient.connect(target.uds_path)
-    all_figures = [Figures(shape) for shape in shapes]
     try:
+        choice = Choice(sampling, options.top_n_tokens)
         bench, info = await warm_up(shards, tokenizer, shapes, choice)
-        per_shape = options.warmups + options.runs
-        with display(Console(), all_figures, per_shape * len(shapes), BATCHES) as shown:
-            for place, figures in enumerate(all_figures):
-                for number in range(per_shape):
-                    run = await bench.run(figures.shape)
-                    if number >= options.warmups:
-                        figures.runs.append(run)
-                    done = place * per_shape + number + 1
-                    shown.show(figures, done, number == per_shape - 1)
+        for one in measured:
+            with console.status(f"{one.shape}"):
+                for _ in range(options.warmups):
+                    await bench.run(one.shape)
+                one.runs += [await bench.run(one.shape) for _ in range(options.runs)]
+            show_row(COLUMNS, one.row())
     finally:
         await shards.close()
-    _report(_parameters(options, target, info), all_figures, options.output)
-
-
-def _sampling(options: argparse.Namespace) -> Sampling:
-    return Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        typical_p=options.typical_p,
-        do_sample=options.do_sample,
-        repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty,
-        watermark=options.watermark,
-    )
+    parameters = _parameters(options, target, info)
+    print(markdown(parameters, measured))
+    report = {"parameters": parameters, "batches": [one.as_dict() for one in measured]}
+    write_outputs(options.output, report)
 
 
 def _parameters(options: argparse.Namespace, target: _Target, info: ShardInfo) -> dict[str, Any]:
     """The parameters for the report."""
-    names = ("decode_length", "runs", "warmups", "temperature", "top_k", "top_p", "typical_p")
-    more = ("repetition_penalty", "frequency_penalty", "watermark", "do_sample", "top_n_tokens")
+    names = ("decode_length", "runs", "warmups", *_SAMPLING, "top_n_tokens")
     return {
         "model": target.name,
         "dtype": info.dtype,
@@ -224,14 +196,8 @@ def _parameters(options: argparse.Namespace, target: _Target, info: ShardInfo) -
         "attention": info.attention_impl,
         "shards": info.world_size,
         "version": info.version,
-        **{name: getattr(options, name) for name in (*names, *more)},
+        **{name: getattr(options, name) for name in names},
     }
-
-
-def _report(parameters: dict[str, Any], all_figures: list[Figures], outputs: list[Path]) -> None:
-    print(markdown(parameters, all_figures))
-    batches = [one.as_dict() for one in all_figures]
-    write_outputs(outputs, {"parameters": parameters, "batches": batches}, as_csv(all_figures))
 
 
 if __name__ == "__main__":
