@@ -157,10 +157,10 @@ def test_no_dialect_imports_another() -> None:
 
 
 def test_kernels_are_given_checked_addresses() -> None:
-    """`tensor_address` checks the layout. `first_touch` knows pages, not numbers."""
+    """`tensor_address` checks the layout."""
     device = ROOT / "shard/text_generation_shard/device"
     found = {path.name for path in device.rglob("*.py") if ".data_ptr(" in path.read_text()}
-    assert found == {"vector.py", "first_touch.py"}
+    assert found == {"vector.py"}
 
 
 def test_offline_imports_nothing_from_http() -> None:

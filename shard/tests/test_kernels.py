@@ -12,7 +12,6 @@ from text_generation_shard.arrays import Ints
 from text_generation_shard.checkpoint.rope import RopeConfig
 from text_generation_shard.device.cpu import attention as packed
 from text_generation_shard.device.cpu.attention import PackedAttention
-from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide, linear, pointwise
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.llvm import call
@@ -171,9 +170,7 @@ class Sequences:
         self.tables = [[blocks.pop() for _ in range(-(-length // 16))] for length in lengths]
         width = self.num_heads + 2 * self.num_kv_heads
         self.heads = [torch.randn(length, width, self.head_dim).to(dtype) for length in lengths]
-        self.attention = PackedAttention(
-            self.num_heads, self.num_kv_heads, 1.0, FirstTouch(lambda: True)
-        )
+        self.attention = PackedAttention(self.num_heads, self.num_kv_heads, 1.0)
         cache = CacheShape(2, self.num_kv_heads, self.head_dim, 16, dtype)
         self.attention.allocate(cache, count + 2)
 

@@ -22,7 +22,6 @@ IN_STEPS = (
 REPORTED = "how long the step took is reported"
 LIMITED = "one rank follows grammars, and broadcasts the results"
 LOADING = "before the first message"
-BESIDE = "beside steps: the place of data in memory changes no sum"
 THREADS = "the number of threads changes no sum"
 WAITING = "the deadline for another rank: after it the step fails"
 ROOM = "in warm-up: all ranks use the least, and the rest is only logged"
@@ -52,7 +51,6 @@ ALLOWED = {
         "CudaDevice.check_room": LOADING,
     },
     "device/cpu/collectives.py": {"_create": LOADING},
-    "device/cpu/first_touch.py": {ALL: BESIDE},
     "device/cpu/kernels/cache.py": {ALL: LOADING},
     "device/cpu/kernels/compile.py": {ALL: LOADING},
     "device/cuda/staging.py": {ALL: LOADING},

@@ -1,5 +1,6 @@
 """Attention on the CPU, over a paged cache in the layout of `kernels.attention`."""
 
+import mmap
 from typing import Any, NamedTuple
 
 import numba
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.device import base
-from text_generation_shard.device.cpu.first_touch import FirstTouch
 from text_generation_shard.device.cpu.kernels import attention
 from text_generation_shard.device.cpu.kernels.attention import plan_rows
 from text_generation_shard.device.cpu.kernels.pointwise import rotate_
@@ -21,13 +21,23 @@ from text_generation_shard.device.forward import Angles, AttentionPlan, CacheSha
 _WARM_TOKENS = 2112
 
 
+def unwritten_zeros(count: int, num_blocks: int, block_bytes: int) -> Tensor:
+    """Zeros in uint8 for `count` parts of `num_blocks` blocks, which take no memory until they are
+    written."""
+    # Private, because shared pages are allocated more slowly.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, count * num_blocks * block_bytes, flags=flags)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class PackedCache:
     """Owns the blocks [layers, kv_heads, num_blocks, keys and values]; see `kernels.attention`."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int, pages: FirstTouch) -> None:
+    def __init__(self, shape: CacheShape, num_blocks: int) -> None:
         count = shape.num_layers * shape.num_kv_heads
+        self._memory = unwritten_zeros(count, num_blocks, shape.block_bytes // count)
         first = -(-_WARM_TOKENS // shape.block_size)
-        self._memory = pages.allocate(count, num_blocks, shape.block_bytes // count, first)
+        self._memory.view(count, num_blocks, -1)[:, :first].zero_()
         self.num_blocks = num_blocks
         self.nbytes = shape.block_bytes * num_blocks
         self.layer_bytes = self.nbytes // shape.num_layers
@@ -61,10 +71,8 @@ class PackedAttention:
     is_deterministic = True
     heaviest_keys: int | None = None
 
-    def __init__(self, num_heads: int, num_kv_heads: int, scale: float, pages: FirstTouch) -> None:
-        """`pages` allocates the memory of the cache."""
+    def __init__(self, num_heads: int, num_kv_heads: int, scale: float) -> None:
         self._num_heads, self._num_kv_heads, self._scale = num_heads, num_kv_heads, scale
-        self._pages = pages
         self.cache: PackedCache | None = None
 
     def workspace_bytes(self, shape: CacheShape) -> int:
@@ -74,7 +82,7 @@ class PackedAttention:
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:
         """See Attention."""
         self.cache = None
-        self.cache = PackedCache(shape, num_blocks, self._pages)
+        self.cache = PackedCache(shape, num_blocks)
         return self.cache.nbytes
 
     def plan(self, batch: ForwardBatch, angles: Angles) -> PackedPlan:

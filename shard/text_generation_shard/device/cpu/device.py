@@ -1,7 +1,6 @@
 """The CPU device. Only this file decides whether our kernels are used."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu import cgroup, host, kernels, linear
-from text_generation_shard.device.cpu.attention import PackedAttention
+from text_generation_shard.device.cpu.attention import PackedAttention, unwritten_zeros
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
 from text_generation_shard.device.cpu.cores import num_cores
-from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
@@ -73,7 +71,7 @@ def _milliseconds(kind: Callable[[Tensor], base.Matrix]) -> float:
 
 
 class CpuDevice(TorchDevice):
-    """The CPU with torch's operators. Owns the first-touch state of the cache's pages."""
+    """The CPU with torch's operators."""
 
     int8: linear.Int8Form = Int8Matrix
     int4: linear.Int4Form = Int4Matrix
@@ -82,8 +80,6 @@ class CpuDevice(TorchDevice):
         super().__init__(torch.device("cpu"), dtype, options)
         self._num_ranks = options.world_size
         self.spares_core = num_cores(self._num_ranks) > torch.get_num_threads()
-        self.passes = Passes()
-        self.pages = FirstTouch(self.passes.are_computed)
 
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device. Otherwise the system kills this process without a message while it loads
@@ -138,11 +134,11 @@ class CpuDevice(TorchDevice):
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
     ) -> Attention:
         """See Device."""
-        return TorchAttention(scale, self.pages.allocate)
+        return TorchAttention(scale, unwritten_zeros)
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
-        return CpuRunner(model, None, self.pages, self.passes)
+        return CpuRunner(model, None)
 
     def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
         """See Device; uses the estimate. All ranks share this machine's memory equally."""
@@ -158,9 +154,8 @@ class CpuDevice(TorchDevice):
         return SharedMemoryCollectives.meet(meeting, slot_bytes)
 
     def serve(self) -> None:
-        """See Device: starts the thread that populates the cache's pages."""
+        """See Device."""
         host.return_freed_memory()
-        threading.Thread(target=self.pages.run, name="first-touch", daemon=True).start()
 
 
 class KernelDevice(CpuDevice):
@@ -235,7 +230,7 @@ class KernelDevice(CpuDevice):
                 raise refuse_determinism(self, f"heads of {head_dim} features")
             self.is_deterministic = False
             return super().attention(num_heads, num_kv_heads, head_dim, scale)
-        return PackedAttention(num_heads, num_kv_heads, scale, self.pages)
+        return PackedAttention(num_heads, num_kv_heads, scale)
 
     def runner(self, model: base.Model) -> base.Runner:
         """See Device."""
@@ -244,4 +239,4 @@ class KernelDevice(CpuDevice):
             # threads keep the cores busy for a while after their last work.
             torch.set_num_threads(1)
         decoder = fused_decoder(model, self.dtype)
-        return CpuRunner(model, decoder, self.pages, self.passes)
+        return CpuRunner(model, decoder)

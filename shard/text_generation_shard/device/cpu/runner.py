@@ -14,7 +14,6 @@ from text_generation_shard.arrays import Floats, Ints
 from text_generation_shard.device import base
 from text_generation_shard.device.cpu.attention import PackedAttention, PackedPlan
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
-from text_generation_shard.device.cpu.first_touch import FirstTouch, Passes
 from text_generation_shard.device.cpu.kernels import layers
 from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
 from text_generation_shard.device.cpu.kernels.linear import weights_marker
@@ -243,14 +242,11 @@ class CpuRunner:
     records_steps = False
     compiles_steps = False
 
-    def __init__(
-        self, model: base.Model, decoder: FusedDecoder | None, pages: FirstTouch, passes: Passes
-    ) -> None:
-        """Reports blocks in use to `pages`, and passes in progress to `passes`."""
+    def __init__(self, model: base.Model, decoder: FusedDecoder | None) -> None:
         self._forward: Forward = decoder or EagerForward(model)
         is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
         self._decoder = decoder if is_whole else None
-        self._pages, self._passes, self._threads = pages, passes, Threads()
+        self._threads = Threads()
 
     def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
@@ -266,11 +262,10 @@ class CpuRunner:
     def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
         """Scores [S, vocab_size] of the sampled positions of one pass."""
         if self._decoder is not None and scheduled.is_decode:
-            with self._passes, self._threads.measured(len(scheduled.rows)):
+            with self._threads.measured(len(scheduled.rows)):
                 return self._decoder.decode_scores(plan, scheduled)
-        self._pages.note_use(1 + int(plan.rows.block_tables[scheduled.rows].max()))
         count = int(scheduled.counts.sum())
-        with self._passes, self._threads.measured(count), torch.inference_mode():
+        with self._threads.measured(count), torch.inference_mode():
             return pass_scores(self._forward, plan, scheduled, plan.batch(scheduled))
 
 
