@@ -22,7 +22,6 @@ IN_STEPS = (
 REPORTED = "how long the step took is reported"
 LIMITED = "one rank follows grammars, and broadcasts the results"
 LOADING = "before the first message"
-THREADS = "the number of threads changes no sum"
 WAITING = "the deadline for another rank: after it the step fails"
 ROOM = "in warm-up: all ranks use the least, and the rest is only logged"
 # By file and function; or the whole file.
@@ -37,7 +36,6 @@ ALLOWED = {
     "device/reference/runner.py": {"TorchRunner.launch": REPORTED},
     "device/cpu/runner.py": {"CpuRunner.launch": REPORTED},
     "device/cuda/runner.py": {"StreamStep.result": REPORTED},
-    "device/cpu/kernels/threads.py": {"Threads.__enter__": THREADS, "Threads.__exit__": THREADS},
     "device/cpu/kernels/exchange.py": {"await_rank": WAITING},
     "device/cpu/device.py": {
         "CpuDevice.free_bytes": ROOM,

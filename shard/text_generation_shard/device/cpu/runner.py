@@ -19,7 +19,6 @@ from text_generation_shard.device.cpu.kernels.exchange import ARRIVED, FIELDS
 from text_generation_shard.device.cpu.kernels.linear import weights_marker
 from text_generation_shard.device.cpu.kernels.rank_steps import num_operations
 from text_generation_shard.device.cpu.kernels.thread_pool import board_words
-from text_generation_shard.device.cpu.kernels.threads import Threads
 from text_generation_shard.device.cpu.kernels.vector import INT8, aligned, marker, tensor_address
 from text_generation_shard.device.cpu.linear import PackedMatrix
 from text_generation_shard.device.cpu.sampler import sample
@@ -246,7 +245,6 @@ class CpuRunner:
         self._forward: Forward = decoder or EagerForward(model)
         is_whole = decoder is not None and decoder.is_whole and model.length_rule is None
         self._decoder = decoder if is_whole else None
-        self._threads = Threads()
 
     def launch(self, plan: base.StepPlan) -> base.StepScores:
         """See Runner."""
@@ -262,10 +260,8 @@ class CpuRunner:
     def _scores(self, plan: base.StepPlan, scheduled: base.ScheduledTokens) -> Scores:
         """Scores [S, vocab_size] of the sampled positions of one pass."""
         if self._decoder is not None and scheduled.is_decode:
-            with self._threads.measured(len(scheduled.rows)):
-                return self._decoder.decode_scores(plan, scheduled)
-        count = int(scheduled.counts.sum())
-        with self._threads.measured(count), torch.inference_mode():
+            return self._decoder.decode_scores(plan, scheduled)
+        with torch.inference_mode():
             return pass_scores(self._forward, plan, scheduled, plan.batch(scheduled))
 
 
