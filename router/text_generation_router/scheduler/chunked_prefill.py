@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from text_generation_process.defaults import CONTEXT_UNIT
 
 # Without a target, a step with prompts may take this many times as long as one without, while
-# hardly any request waits …
+# hardly any request waits: benchmarks/results/chunked-2026-11-22.json …
 DEFAULT_STRETCH = 2.0
-# … and the extra time is at most this many times as much while many wait.
+# … and the extra time is at most this many times as much while many wait: each then waits longer
+# for its first token than a decoding row for its next.
 _MOST_ROOM = 8.0
-# Weight of the last step in the moving average, and the largest factor by which it may differ.
-_WEIGHT = 0.25
-_SURPRISE = 2.0
-# At least this share of the time for prompts is used, even where steps are late: fewer tokens would
-# not make them shorter.
-_LEAST_SHARE = 0.5
+_WEIGHT = 0.25  # of the last step: one slow step changes little, ten change it all
+_MOST_CHANGE = 2.0  # by one step: what makes it later than that is no cost of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +57,23 @@ class Budget:
 
 
 class ChunkedPrefill:
-    """Chooses the prefill budget of a step; learns how long steps take and how late they are.
-
-    The cost of a prompt token is that of warm-up, by its position. The cost of a step without
-    prompts is the moving average of the shard's times, for about as many rows. What steps with
-    prompts take beyond both is their lateness, which shortens the next one.
-    """
+    """Chooses the prefill budget of a step from the measured cost of steps: of one without prompts,
+    by its number of rows, and of prompt tokens, as a multiple of what warm-up has measured."""
 
     def __init__(
-        self,
-        max_tokens: int,
-        block_size: int,
-        costs: StepCosts,
-        target_ns: float | None = None,
+        self, max_tokens: int, block_size: int, costs: StepCosts, target_ns: float | None = None
     ) -> None:
         """`max_tokens`: in any step. `target_ns`: from one token to the next; None: DEFAULT_STRETCH
         times a step without prompts, and more while many requests wait for each that decodes. More
         prompt tokens in a step delay decoding rows; fewer delay all waiting requests."""
-        self._max_tokens = max_tokens
-        self._block_size = block_size
-        self._target_ns = target_ns
+        self._max_tokens, self._block_size, self._target_ns = max_tokens, block_size, target_ns
         self._token_ns = costs.prefill_token_ns
         self._context_ns = costs.prefill_context_ns / CONTEXT_UNIT
-        # Duration of a step without prompts, by size class of the number of rows.
+        # Duration of a step without prompts, by the bits of its number of rows.
         self._step_ns: dict[int, float] = {}
         if costs.decode_step_ns:
-            self._step_ns[_size_class(costs.num_rows)] = float(costs.decode_step_ns)
-        # By how much steps with prompts are longer than expected.
-        self._lateness_ns = 0.0
+            self._step_ns[costs.num_rows.bit_length()] = float(costs.decode_step_ns)
+        self._token_cost = 1.0
 
     def budget(self, num_decoding: int, num_waiting: int = 0) -> Budget:
         """The budget of the next step: whole blocks, at least one, if any row decodes.
@@ -96,8 +82,8 @@ class ChunkedPrefill:
         if not num_decoding or not step_ns or not self._token_ns:
             return Budget(self._max_tokens)
         room_ns = self._room_ns(step_ns, num_waiting / num_decoding)
-        time_ns = max(room_ns - self._lateness_ns, room_ns * _LEAST_SHARE)
-        num_blocks = max(1, int(time_ns / self._token_ns) // self._block_size)
+        num_tokens = int(room_ns / (self._token_cost * self._token_ns))
+        num_blocks = max(1, num_tokens // self._block_size)
         share, least = self._context_ns / self._token_ns, min(self._max_tokens, self._block_size)
         return Budget(self._max_tokens, num_blocks * self._block_size, share, least)
 
@@ -106,20 +92,17 @@ class ChunkedPrefill:
     ) -> None:
         """Learns from a step. `num_in_front`: for each prompt token the tokens that precede its
         part, summed up."""
-        if not num_decoding:
-            return  # it has delayed no row
-        step_ns = self._decode_step_ns(num_decoding)
-        if not num_prompt_tokens:
-            size = _size_class(num_decoding)
-            known = self._step_ns.get(size, float(duration_ns))
-            measured = min(max(duration_ns, known / _SURPRISE), known * _SURPRISE)
-            self._step_ns[size] = known + (measured - known) * _WEIGHT
-        elif step_ns:
-            room_ns = self._room_ns(step_ns)
+        step_ns, bits = self._decode_step_ns(num_decoding), num_decoding.bit_length()
+        if num_decoding and not num_prompt_tokens:
+            known = self._step_ns.get(bits, duration_ns)
+            self._step_ns[bits] = known + (min(duration_ns, _MOST_CHANGE * known) - known) * _WEIGHT
+        elif num_decoding and step_ns and self._token_ns:
             tokens_ns = num_prompt_tokens * self._token_ns + num_in_front * self._context_ns
-            late_ns = duration_ns - step_ns - tokens_ns
-            late_ns = min(max(late_ns, -room_ns), room_ns)
-            self._lateness_ns += (late_ns - self._lateness_ns) * _WEIGHT
+            measured = (duration_ns - step_ns) / tokens_ns
+            measured = min(max(measured, 1 / _MOST_CHANGE), _MOST_CHANGE)
+            # A short chunk says little: most of its time is no cost of its tokens.
+            weight = _WEIGHT * min(1.0, tokens_ns / max(1.0, self._room_ns(step_ns)))
+            self._token_cost += (measured - self._token_cost) * weight
 
     def _room_ns(self, step_ns: float, waiting_share: float = 0.0) -> float:
         """How much longer than one without prompts a step may take; `waiting_share`: waiting
@@ -129,14 +112,7 @@ class ChunkedPrefill:
         return max(0.0, self._target_ns - step_ns)
 
     def _decode_step_ns(self, num_decoding: int) -> float:
-        """Duration of a step without prompts: of this size class, else the next larger, else the
-        largest."""
-        size = _size_class(num_decoding)
-        larger = [known for known in self._step_ns if known >= size]
-        nearest = min(larger) if larger else max(self._step_ns, default=None)
-        return 0.0 if nearest is None else self._step_ns[nearest]
-
-
-def _size_class(num_rows: int) -> int:
-    """1, 2, 3 … 4, 5 … 8 and so on: steps of one class take about as long."""
-    return max(0, num_rows - 1).bit_length()
+        """Duration of a step without prompts, of the nearest known number of rows; 0: unknown."""
+        bits = num_decoding.bit_length()
+        nearest = min(self._step_ns, key=lambda known: abs(known - bits), default=0)
+        return self._step_ns.get(nearest, 0.0)
