@@ -421,7 +421,7 @@ def _with_router(
     target = "text_generation_router"
     if mode is Mode.BATCH:
         files = (f"--input={values['input'][0]}", f"--output={values['output'][0]}")
-        batch = (sys.executable, "-m", "text_generation_router.offline.batch_cli")
+        batch = (sys.executable, "-m", "text_generation_router.offline.batch")
         return Command("the batch", target, (*batch, *files, *argv), environment, draws=True)
     router = console_script("text-generation-router", "text_generation_router.cli")
     secrets = options.forward_secrets(values, Child.ROUTER)

@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
-from text_generation_router.offline.asgi import post
-from text_generation_router.offline.batch import Batch, ShardsLostError
-from text_generation_router.offline.batch_cli import check_same, main
-from text_generation_router.offline.batch_file import (
+from text_generation_router.offline.batch import (
+    Batch,
     BatchFileError,
     LineError,
     ResultsFile,
+    ShardsLostError,
     error_line,
+    main,
+    post,
+    read_lines,
+    read_request,
     response_line,
 )
 from text_generation_router.offline.progress import Tally
@@ -54,7 +58,7 @@ class Rig:
             self.source.write_text("\n".join(lines) + "\n")
         results = ResultsFile(self.target)
         num_there = len(results.custom_ids)
-        tally = Tally(0, done=num_there, failed=results.num_failed, first=num_there)
+        tally = Tally(0, done=num_there, failed=results.num_failed)
         try:
             await Batch(self.app, self.services, self.source, results).run(tally)
         finally:
@@ -150,7 +154,7 @@ async def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path):
         tally = await the.run()
         assert the.target.read_bytes().startswith(kept), "nothing is answered twice"
     assert [one["custom_id"] for one in the.results()] == [str(n) for n in range(20)]
-    assert (tally.done, tally.first) == (20, kept.count(b"\n"))
+    assert tally.done == 20
 
 
 async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp_path: Path):
@@ -176,8 +180,7 @@ async def test_a_bug_in_a_route_is_one_result():
     async def broken(scope, receive, send):
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        await post(broken, "/v1/completions", b"{}")
+    assert (await post(broken, "/v1/completions", b"{}"))[0] == 500
 
 
 async def test_the_body_of_a_request_comes_once_and_the_client_stays():
@@ -189,8 +192,7 @@ async def test_the_body_of_a_request_comes_once_and_the_client_stays():
         await send({"type": "http.response.body", "body": first["body"], "more_body": True})
         await send({"type": "http.response.body", "body": b"!"})
 
-    answer = await post(echo, "/x", b"hi")
-    assert (answer.status_code, answer.body) == (201, b"hi!")
+    assert await post(echo, "/x", b"hi") == (201, b"hi!")
 
 
 @pytest.mark.parametrize(
@@ -207,10 +209,10 @@ def test_results_of_other_requests_are_not_continued(tmp_path: Path, there, is_s
     results.close()
     results = ResultsFile(target)
     if is_same:
-        assert check_same(source, results, target) == 2
+        assert results.check_same(source) == 2
     else:
         with pytest.raises(BatchFileError, match="results of other requests"):
-            check_same(source, results, target)
+            results.check_same(source)
     results.close()
 
 
@@ -229,3 +231,108 @@ def test_exit_codes_of_a_file_that_is_done(tmp_path: Path, results, code, capfd,
     files = [f"--input={source}", f"--output={target}"]
     assert main([*files, "--tokenizer-name=nowhere"]) == code
     assert ("other requests" in capfd.readouterr().out) == (code == 1)
+
+
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+def encoded(**changes):
+    """GOOD as a line, with changes; None leaves a field out."""
+    return json.dumps({k: v for k, v in (GOOD | changes).items() if v is not None}).encode()
+
+
+def test_a_request():
+    request = read_request(encoded(more="is not read"))
+    assert request == ("a", "/v1/completions", b'{"prompt":"x"}')
+
+
+@pytest.mark.parametrize(
+    "line, code, custom_id",
+    [
+        (b"{", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (encoded(custom_id=None), "missing_custom_id", None),
+        (encoded(custom_id=""), "missing_custom_id", None),
+        (encoded(method="GET"), "invalid_method", "a"),
+        (encoded(url="/v1/models"), "invalid_url", "a"),
+        (encoded(body=[]), "invalid_body", "a"),
+        (encoded(body={"prompt": "x", "stream": True}), "invalid_body", "a"),
+    ],
+)
+def test_a_line_that_is_no_request_is_an_error(line, code, custom_id):
+    with pytest.raises(LineError) as caught:
+        read_request(line)
+    assert (caught.value.code, caught.value.custom_id) == (code, custom_id)
+    result = json.loads(error_line(caught.value))
+    assert result["id"].startswith("batch_req_")
+    assert (result["custom_id"], result["response"]) == (custom_id, None)
+    assert result["error"] == {"code": code, "message": str(caught.value)}
+
+
+def test_blank_lines_and_a_byte_order_mark_are_nothing(tmp_path: Path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf{1}\r\n\n   \n{2}")
+    assert list(read_lines(path)) == [b"{1}", b"{2}"]
+
+
+def test_a_result_is_one_line_for_every_reader():
+    body = orjson.dumps({"text": "a\x85b\u2028c\u2029d\x0b中"})
+    lines = response_line("a", 200, body).decode().splitlines()
+    assert len(lines) == 1
+    result = json.loads(lines[0])
+    assert list(result) == ["id", "custom_id", "response", "error"]
+    response = result["response"]
+    assert (response["status_code"], response["body"]) == (200, json.loads(body))
+    assert response["request_id"].startswith("req_") and result["error"] is None
+
+
+def test_results_are_continued(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    first = ResultsFile(path)
+    assert (first.custom_ids, first.num_failed) == ([], 0)
+    first.append(response_line("a", 200, b"{}"))
+    first.append(response_line("b", 404, b"{}"))
+    assert path.read_bytes().count(b"\n") == 2, "written as soon as it is appended"
+    first.append(error_line(LineError("invalid_json_line", "x")))
+    first.close()
+    again = ResultsFile(path)
+    assert (again.custom_ids, again.num_failed) == (["a", "b", None], 2)
+    again.append(response_line("d", 200, b"{}"))
+    again.close()
+    ids = [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
+    assert ids == ["a", "b", None, "d"]
+
+
+def test_a_torn_last_line_is_cut_wherever_it_is_torn(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    whole = response_line("a", 200, b"{}")
+    torn = response_line("b", 200, '{"text": "é"}'.encode())
+    for length in range(len(torn)):
+        path.write_bytes(whole + torn[:length])
+        results = ResultsFile(path)
+        assert results.custom_ids == ["a"]
+        results.append(torn)
+        results.close()
+        assert path.read_bytes() == whole + torn
+
+
+@pytest.mark.parametrize("content", [b"notes\n", b"{}\n", b"[]\n", b'{"response": 3}\n'])
+def test_another_file_is_left_alone(tmp_path: Path, content):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(BatchFileError, match="is not a result of a batch"):
+        ResultsFile(path)
+    assert path.read_bytes() == content
+
+
+def test_two_batches_on_one_file(tmp_path: Path):
+    first = ResultsFile(tmp_path / "out.jsonl")
+    with pytest.raises(BatchFileError, match="is being written by another batch"):
+        ResultsFile(tmp_path / "out.jsonl")
+    first.close()
+    ResultsFile(tmp_path / "out.jsonl").close()
+
+
+def test_a_file_that_can_not_be_written(tmp_path: Path):
+    with pytest.raises(BatchFileError, match="can not be written: Is a directory"):
+        ResultsFile(tmp_path)

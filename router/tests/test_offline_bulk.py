@@ -11,7 +11,7 @@ from text_generation_router.offline import SamplingParams
 from text_generation_router.offline.bulk import Bulk, Job
 from text_generation_router.offline.progress import Tally
 
-from router.tests.serving import EOS_ID, assemble_scripted, script_of
+from router.tests.serving import assemble_scripted, script_of
 
 
 @asynccontextmanager
@@ -66,15 +66,12 @@ async def test_results_are_in_order_and_whole(tmp_path):
     assert (tally.done, tally.failed, tally.tokens) == (3, 0, 18)
 
 
-async def test_many_more_prompts_than_rows(tmp_path):
+@pytest.mark.parametrize("num_prompts", [0, 39])
+async def test_more_prompts_than_rows_or_none(tmp_path, num_prompts):
     async with bulk(tmp_path, max_batch_size=2) as (runner, _):
-        results = await runner.run(jobs(*("x" * n for n in range(1, 40))), Tally(39))
-    assert [result.num_prompt_tokens for result in results] == list(range(2, 41))
-
-
-async def test_no_prompts(tmp_path):
-    async with bulk(tmp_path) as (runner, _):
-        assert await runner.run([], Tally(0)) == []
+        prompts = ["x" * length for length in range(1, num_prompts + 1)]
+        results = await runner.run(jobs(*prompts), Tally(num_prompts))
+    assert [result.num_prompt_tokens for result in results] == list(range(2, num_prompts + 2))
 
 
 async def test_n_answers_logprobs_and_stop_strings(tmp_path):
@@ -90,14 +87,6 @@ async def test_n_answers_logprobs_and_stop_strings(tmp_path):
         assert [len(tops) for tops in output.top_tokens] == [2] * 5
 
 
-async def test_an_end_token(tmp_path):
-    async with bulk(tmp_path) as (runner, services):
-        services.shards.script = [*script_of("so"), EOS_ID]
-        [result] = await runner.run(jobs("a", max_tokens=20), Tally(1))
-    assert result.outputs[0].text == "so"
-    assert result.outputs[0].finish_reason == "stop"
-
-
 async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
     async with bulk(tmp_path) as (runner, _):
         tally = Tally(5)
@@ -109,7 +98,7 @@ async def test_a_prompt_that_fails_does_not_stop_the_others(tmp_path):
     assert (tally.done, tally.failed) == (5, 3)
 
 
-async def test_shards_that_fail_fail_every_prompt_and_nobody_waits(tmp_path):
+async def test_shards_that_fail_fail_every_prompt(tmp_path):
     async with bulk(tmp_path) as (runner, services):
         services.shards.failure = GenerationError("Server error: gone")
         results = await runner.run(jobs(*"abc"), Tally(3))

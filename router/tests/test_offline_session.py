@@ -1,66 +1,125 @@
+"""The options of an `LLM`, and its services in a thread of their own."""
+
 import asyncio
 import errno
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from text_generation_launcher.command_line import read_options
+from text_generation_launcher.option import Mode
 from text_generation_router.config import RouterConfig
 from text_generation_router.offline import session
-from text_generation_router.offline.session import Session
+from text_generation_router.offline.session import router_config, running_services, sort_options
+from text_generation_router.offline.shards_process import ShardsAddress
 from text_generation_router.services import StartError
 
 from router.tests.serving import assemble_scripted
 
 CONFIG = RouterConfig(tokenizer_name="unused")
+ADDRESS = ShardsAddress("a/b", "/models/b", "/tmp/s-0")
+
+
+@pytest.mark.parametrize(
+    "model, given, flags",
+    [
+        (None, {}, []),
+        ("a/b", {"dtype": "bfloat16", "device": None}, ["--model-id=a/b", "--dtype=bfloat16"]),
+        (Path("/x"), {"deterministic": True}, ["--model-id=/x", "--deterministic"]),
+        (None, {"trust_remote_code": False, "num_shard": 2}, ["--num-shard=2"]),
+        (None, {"sharded": True, "master_port": 29501}, ["--sharded=true", "--master-port=29501"]),
+        (None, {"sharded": False}, ["--sharded=false"]),
+        (None, {"max_batch_size": 3, "tokenizer_config_path": Path("/t.json")}, []),
+    ],
+)
+def test_the_launcher_gets_the_options_of_shards(model, given, flags):
+    found, _ = sort_options(model, given)
+    assert list(found) == flags
+    assert read_options(found, {}, Mode.SHARDS) is not None
+
+
+def test_the_router_gets_its_options():
+    given = {"max_batch_size": 3, "revision": "v1", "step_deadline": 7.5}
+    flags, options = sort_options("a/b", given | {"tokenizer_config_path": Path("/t.json")})
+    assert flags == ("--model-id=a/b", "--revision=v1", "--step-deadline=7.5")
+    config = router_config(options, ADDRESS)
+    assert (config.max_batch_size, config.batch_rows) == (3, 3)
+    assert (config.revision, config.step_deadline) == ("v1", 7.5)
+    assert config.tokenizer_config_path == "/t.json"
+    assert (config.tokenizer_name, config.served_model_id) == ("/models/b", "a/b")
+    assert config.master_shard_uds_path == "/tmp/s-0"
+
+
+def test_no_request_is_refused_and_a_batch_has_its_usual_size():
+    config = router_config({}, ADDRESS)
+    assert config.batch_rows == 128
+    assert config.max_concurrent_requests > 10**9
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"port": 80}, "`port` is an option of the server"),
+        ({"api_key": "k"}, "`api_key` is an option of the server"),
+        ({"max_concurrent_requests": 3}, "`max_concurrent_requests` is an option of the server"),
+        ({"max_batch_size": 0}, "`--max-batch-size` must be >= 1"),
+        ({"max_input_tokens": 5, "max_total_tokens": 5}, "`max_input_tokens` must be <"),
+    ],
+)
+def test_an_invalid_option_is_an_error_before_anything_starts(given, expected):
+    with pytest.raises(ValueError, match=expected):
+        sort_options(None, given)
+
+
+@pytest.mark.parametrize("value", [1, None])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("nonsense", "LLM has no option `nonsense`; see `help"),
+        ("max_batch_sise", "no option `max_batch_sise`; did you mean `max_batch_size`"),
+        ("launcher_fd", "no option `launcher_fd`"),
+    ],
+)
+def test_an_unknown_option_is_an_error(name, value, expected):
+    with pytest.raises(TypeError, match=expected):
+        sort_options(None, {name: value})
 
 
 @pytest.fixture
 def loops(tmp_path, monkeypatch):
-    """Sessions start on scripted shards; the loops in which they began and ended."""
-    entered, left = [], []
+    """Services start on scripted shards; the loops in which they began and ended."""
+    began, ended = [], []
 
-    class Start:
-        def __init__(self, config):
-            assert config is CONFIG
+    @asynccontextmanager
+    async def start(config):
+        began.append(asyncio.get_running_loop())
+        yield assemble_scripted(tmp_path)
+        ended.append(asyncio.get_running_loop())
 
-        async def __aenter__(self):
-            entered.append(asyncio.get_running_loop())
-            return assemble_scripted(tmp_path)
-
-        async def __aexit__(self, *_):
-            left.append(asyncio.get_running_loop())
-
-    monkeypatch.setattr(session, "start", Start)
-    return entered, left
+    monkeypatch.setattr(session, "start", start)
+    return began, ended
 
 
-def test_work_runs_in_its_own_loop_and_ends_with_it(loops):
-    entered, left = loops
-    running = Session(CONFIG)
-
+async def test_services_run_in_their_own_loop_beside_one_that_runs(loops):
     async def where():
         return asyncio.get_running_loop()
 
-    assert running.submit(where()).result(5) is entered[0]
-    forever = running.submit(asyncio.sleep(3600))
-    running.close()
-    assert left == entered
-    assert forever.cancelled()
-    running.close()
+    with running_services(CONFIG) as (portal, _):
+        began, ended = loops
+        assert portal.call(where) is began[0] is not asyncio.get_running_loop()
+        assert ended == []
+    assert ended == began
 
 
-async def test_beside_a_loop_that_runs(loops):
-    running = Session(CONFIG)
-    assert loops[0] != [asyncio.get_running_loop()]
-    await asyncio.to_thread(running.close)
+def test_a_start_that_fails_raises(monkeypatch):
+    @asynccontextmanager
+    async def start(config):
+        raise StartError("no shards")
+        yield
 
-
-def test_a_start_that_fails(monkeypatch):
-    class Start:
-        def __init__(self, config):
-            raise StartError("no shards")
-
-    monkeypatch.setattr(session, "start", Start)
-    with pytest.raises(StartError, match="no shards"):
-        Session(CONFIG)
+    monkeypatch.setattr(session, "start", start)
+    with pytest.raises(StartError, match="no shards"), running_services(CONFIG):
+        pass
 
 
 def test_only_the_known_noise_of_grpc_is_ignored(caplog):

@@ -18,8 +18,7 @@ import json, signal, sys, time
 def log(level, message):
     print(json.dumps(dict(timestamp="T", level=level, target="child", message=message)), flush=True)
 def ready():
-    uds = next(a for a in sys.argv if a.startswith("--shard-uds-path=")).partition("=")[2]
-    answer = dict(model_id="a/b", model_path="/m", master_shard_uds_path=uds + "-0")
+    answer = dict(model_id="a/b", model_path="/m", master_shard_uds_path="/run/s-0")
     print(json.dumps(answer), flush=True)
 def wait():
     sys.stdin.read()
@@ -51,9 +50,7 @@ def wait_until_ended(process):
 
 def test_ready_and_closed(start):
     process = start("assert sys.argv[1] == 'shards'; ready(); wait()", "--dtype=float32")
-    address = process.wait_until_ready()
-    assert (address.model_id, address.model_path) == ("a/b", "/m")
-    assert len(address.master_shard_uds_path) < 60
+    assert process.wait_until_ready() == ShardsAddress("a/b", "/m", "/run/s-0")
     assert process.is_alive
     process.close()
     assert not process.is_alive
@@ -64,9 +61,7 @@ def test_flags_are_passed_on(start):
     process = start("log('ERROR', ' '.join(sys.argv[1:])); sys.exit(1)", "--dtype=float32")
     with pytest.raises(ShardsProcessError) as caught:
         process.wait_until_ready()
-    mode, *own, _, given = str(caught.value).split()
-    assert (mode, own) == ("shards", ["--end-with-stdin", "--json-output"])
-    assert given == "--dtype=float32"
+    assert str(caught.value) == "shards --end-with-stdin --json-output --dtype=float32"
 
 
 @pytest.mark.parametrize(
@@ -100,28 +95,12 @@ def test_the_log_goes_to_logging(start, caplog):
     assert process.last_words() == "a step failed"
 
 
-def test_an_end_while_it_is_used(start):
-    process = start("ready(); log('ERROR', 'shard 0 was killed'); sys.exit(1)")
-    process.wait_until_ready()
-    wait_until_ended(process)
-    process.close()
-    assert process.last_words() == "shard 0 was killed"
-
-
 def test_one_that_does_not_end_is_killed(start, monkeypatch):
     monkeypatch.setattr(shards_process, "END_TIMEOUT_S", 0.1)
     process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(600)")
     process.wait_until_ready()
     process.close()
     assert not process.is_alive
-
-
-def test_address_names_are_those_of_the_launcher():
-    assert list(ShardsAddress.__dataclass_fields__) == [
-        "model_id",
-        "model_path",
-        "master_shard_uds_path",
-    ]
 
 
 def test_a_log_line_says_which_shard_it_is_of(start, caplog):

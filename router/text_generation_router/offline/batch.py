@@ -1,32 +1,198 @@
-"""Answers a file of requests with the routes of the server, without a port."""
+"""Answers a file of requests with the routes of the server, without a port: the process that
+`text-generation-launcher batch` starts with its shards.
 
+Exit codes: 0, every request has an answer; 3, some have an error instead; 1, some have no result,
+and another run continues.
+"""
+
+import argparse
 import asyncio
+import fcntl
 import logging
+import signal
+import sys
+import time
+import uuid
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import orjson
-from starlette.types import ASGIApp
+import uvloop
+from starlette.types import ASGIApp, Message
 
-from text_generation_router.offline.asgi import Answer, post
-from text_generation_router.offline.batch_file import (
-    LineError,
-    ResultsFile,
-    error_line,
-    read_lines,
-    read_request,
-    response_line,
-)
-from text_generation_router.offline.progress import Tally
-from text_generation_router.services import Services
+from text_generation_router.app import create_app
+from text_generation_router.cli import add_flags
+from text_generation_router.config import RouterConfig
+from text_generation_router.line_ends import without_line_ends
+from text_generation_router.logs import configure_logs
+from text_generation_router.offline.progress import Tally, bar
+from text_generation_router.services import Services, StartError, start
 
-logger = logging.getLogger(__name__)
-
+SOME_FAILED = 3
+_DRAW_EVERY_S = 0.2
+_LOG_EVERY_S = 10.0
+# No request is refused because the queue is full.
+_NO_LIMIT = 2**31 - 1
 # Requests in flight per row of the batch, so that a free row never waits for the next one.
 _WINDOW = 2
 # Results that wait for an earlier one, so that a long answer does not block the next requests.
 _MAX_HELD = 16_384
+
+# This module runs as __main__.
+logger = logging.getLogger("text_generation_router.offline.batch")
+
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+
+
+class BatchFileError(Exception):
+    """A file can not be used; the message says why and what to do."""
+
+
+class LineError(Exception):
+    """A line that is not a valid request; becomes the `error` of its result."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of the input that are not blank."""
+    with path.open("rb") as file:
+        for line in file:
+            if stripped := line.removeprefix(b"\xef\xbb\xbf").strip():
+                yield stripped
+
+
+def read_request(line: bytes) -> tuple[str, str, bytes]:
+    """The id, route and body of the request in a line. Raises LineError."""
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise LineError("invalid_json_line", f"The line is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise LineError("invalid_json_line", "The line is not a JSON object")
+    custom_id = record.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise LineError("missing_custom_id", "`custom_id` must be a string that is not empty")
+    if record.get("method") != "POST":
+        raise LineError("invalid_method", "`method` must be POST", custom_id)
+    url, body = record.get("url"), record.get("body")
+    if url not in URLS:
+        raise LineError("invalid_url", f"`url` must be one of {', '.join(URLS)}", custom_id)
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", "`body` must be a JSON object", custom_id)
+    if body.get("stream"):
+        raise LineError("invalid_body", "`stream` is not supported: remove it", custom_id)
+    try:
+        return custom_id, url, orjson.dumps(body)
+    except TypeError as error:  # the only possible reason is its depth
+        raise LineError("invalid_body", f"`body` can not be read: {error}", custom_id) from error
+
+
+def response_line(custom_id: str, status_code: int, body: bytes) -> bytes:
+    """The result of a request that was answered, with any status; `body` is JSON."""
+    request_id = f"req_{uuid.uuid4().hex}"
+    response = {"status_code": status_code, "request_id": request_id, "body": orjson.Fragment(body)}
+    return _line(custom_id, response, None)
+
+
+def error_line(error: LineError) -> bytes:
+    """The result of a line that is not a valid request."""
+    return _line(error.custom_id, None, {"code": error.code, "message": str(error)})
+
+
+def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
+    record = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": error,
+    }
+    return without_line_ends(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
+
+
+class ResultsFile:
+    """Owns the output file: complete lines in the order of the input, kept between runs.
+
+    An incomplete last line of an interrupted run is cut off. A lock keeps other batches out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises BatchFileError if the file is in use or has other content."""
+        self.path = path
+        self.custom_ids: list[str | None] = []
+        """Of the results in the file."""
+        self.num_failed = 0
+        """The number of these results that are errors."""
+        with ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(path.open("a+b"))
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BatchFileError(f"--output {path} is being written by another batch") from None
+            except OSError as error:
+                reason = error.strerror
+                raise BatchFileError(f"--output {path} can not be written: {reason}") from error
+            self._read()
+            stack.pop_all()
+
+    def append(self, line: bytes) -> None:
+        """Adds a result, flushed to the operating system."""
+        self._file.write(line)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Releases the file for another batch."""
+        self._file.close()
+
+    def check_same(self, source: Path) -> int:
+        """The number of requests in `source`. Raises BatchFileError if the results are of other
+        requests."""
+        total, is_same = 0, True
+        for line in read_lines(source):
+            if total < len(self.custom_ids):
+                try:
+                    custom_id, _, _ = read_request(line)
+                    is_same = is_same and custom_id == self.custom_ids[total]
+                except LineError as error:
+                    is_same = is_same and error.custom_id == self.custom_ids[total]
+            total += 1
+        if not is_same or total < len(self.custom_ids):
+            raise BatchFileError(
+                f"--output {self.path} has results of other requests than those in --input "
+                f"{source}: choose another file, or remove this one"
+            )
+        return total
+
+    def _read(self) -> None:
+        """Reads the results of earlier runs; writing continues at the end of the last whole one."""
+        end = 0
+        self._file.seek(0)
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = orjson.loads(line)
+                response = record["response"]
+                custom_id = record["custom_id"]
+                is_answer = response is not None and response["status_code"] == 200
+            except (ValueError, TypeError, KeyError) as error:
+                number = len(self.custom_ids) + 1
+                raise BatchFileError(
+                    f"line {number} of --output {self.path} is not a result of a batch: choose "
+                    "another file, or remove this one"
+                ) from error
+            self.custom_ids.append(custom_id)
+            self.num_failed += not is_answer
+            end += len(line)
+        self._file.truncate(end)
 
 
 class ShardsLostError(Exception):
@@ -84,45 +250,149 @@ class Batch:
 
     async def _answer(self, line: bytes, tally: Tally) -> bytes:
         """The result of one line. Raises ShardsLostError."""
+        is_answer = False
         try:
-            request = read_request(line)
-            if request.custom_id in self._custom_ids:
+            custom_id, url, body = read_request(line)
+            if custom_id in self._custom_ids:
                 raise LineError(
                     "duplicate_custom_id",
                     "`custom_id` is the same as that of an earlier line; give each line its own",
-                    request.custom_id,
+                    custom_id,
                 )
-            self._custom_ids.add(request.custom_id)
-            answer = await self._post(request.url, request.body)
-            is_answer = answer.status_code == 200
-            if not is_answer and answer.status_code >= 500:
-                await self._check_shards()
-            tally.tokens += _num_tokens(answer)
-            result = response_line(request.custom_id, answer.status_code, answer.body)
+            self._custom_ids.add(custom_id)
+            status_code, answer = await post(self._app, url, body)
+            is_answer = status_code == 200
+            if is_answer:
+                tally.tokens += _num_tokens(answer)
+            elif status_code >= 500 and not await self._services.batcher.probe():
+                raise ShardsLostError
+            result = response_line(custom_id, status_code, answer)
         except LineError as error:
-            is_answer, result = False, error_line(error)
+            result = error_line(error)
         tally.failed += not is_answer
         tally.done += 1
         return result
 
-    async def _post(self, url: str, body: bytes) -> Answer:
-        try:
-            return await post(self._app, url, body)
-        except Exception:
-            logger.exception("A request failed; this is a bug in the router")
-            message = b'{"error":{"message":"The server failed on this request"}}'
-            return Answer(500, message)
 
-    async def _check_shards(self) -> None:
-        """Raises ShardsLostError if a request failed because the shards do not answer."""
-        if not await self._services.batcher.probe():
-            raise ShardsLostError
+async def post(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """The application's status code and answer to a POST of JSON. The client never disconnects."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    status_code = 500
+    pieces: list[bytes] = []
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    async def send(message: Message) -> None:
+        nonlocal status_code
+        status_code = message.get("status", status_code)
+        pieces.append(message.get("body", b""))
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": ("localhost", 80),
+    }
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        logger.exception("A request failed; this is a bug in the router")
+        return 500, b'{"error":{"message":"The server failed on this request"}}'
+    return status_code, b"".join(pieces)
 
 
-def _num_tokens(answer: Answer) -> int:
-    """The number of generated tokens."""
-    if answer.status_code != 200:
-        return 0
-    usage = orjson.loads(answer.body).get("usage") or {}
+def _num_tokens(body: bytes) -> int:
+    """The number of generated tokens in an answer."""
+    usage = orjson.loads(body).get("usage") or {}
     num = usage.get("completion_tokens", usage.get("output_tokens", 0))
     return num if isinstance(num, int) else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Answers the file; an error that the user can fix is one ERROR line and exit code 1."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--input", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    add_flags(parser)
+    options = vars(parser.parse_args(arguments))
+    source, target = options.pop("input"), options.pop("output")
+    configure_logs(options["logger_level"], options["json_output"])
+    if not logger.isEnabledFor(logging.DEBUG):
+        # It would log a line for each request; the result has the same information.
+        logging.getLogger("text_generation_router.infer").setLevel(logging.CRITICAL)
+    try:
+        config = RouterConfig(**options)
+        rows = {"max_batch_size": config.batch_rows, "max_concurrent_requests": _NO_LIMIT}
+        return uvloop.run(_run(RouterConfig(**(options | rows)), source, target))
+    except asyncio.CancelledError:
+        logger.info("Interrupted: run the batch again to continue")
+    except (StartError, BatchFileError, ShardsLostError, ValueError, OSError) as error:
+        logger.error("%s", error)
+    return 1
+
+
+async def _run(config: RouterConfig, source: Path, target: Path) -> int:
+    """Answers the requests that have no result yet; the exit code."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    results = ResultsFile(target)
+    try:
+        total, num_there = results.check_same(source), len(results.custom_ids)
+        tally = Tally(total, done=num_there, failed=results.num_failed)
+        if num_there:
+            logger.info("%s has %d of %d results: continuing after them", target, num_there, total)
+        if num_there < total:
+            async with start(config) as services:
+                tally.started = time.perf_counter()
+                app = create_app(config, services)
+                async with app.router.lifespan_context(app):
+                    await _answer(Batch(app, services, source, results), tally)
+    finally:
+        results.close()
+    logger.info(
+        "%d requests: %d answered, %d failed; %d tokens in %.0f s; results in %s",
+        total,
+        total - tally.failed,
+        tally.failed,
+        tally.tokens,
+        time.perf_counter() - tally.started,
+        target,
+    )
+    return SOME_FAILED if tally.failed else 0
+
+
+async def _answer(batch: Batch, tally: Tally) -> None:
+    """Runs the batch and shows its progress."""
+    with bar(tally, sys.stderr) as draw:
+        showing = asyncio.create_task(_show(tally, draw))
+        try:
+            await batch.run(tally)
+        finally:
+            showing.cancel()
+
+
+async def _show(tally: Tally, draw: Callable[[], None] | None) -> None:
+    while True:
+        if draw is not None:
+            draw()
+        else:
+            logger.info("%d of %d requests, %s", tally.done, tally.total, tally.rate)
+        await asyncio.sleep(_LOG_EVERY_S if draw is None else _DRAW_EVERY_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

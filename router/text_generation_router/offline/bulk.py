@@ -1,4 +1,4 @@
-"""Runs many prompts, a window of them at a time."""
+"""Runs many prompts, a window of them at a time, and gives their results."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.service import ChatStep, message_of
+from text_generation_router.chat.service import ChatStep, ToolCall, message_of
 from text_generation_router.errors import RouterError, ValidationError
-from text_generation_router.infer import Ending, Generation
+from text_generation_router.infer import Ending
 from text_generation_router.offline.progress import Tally
-from text_generation_router.offline.results import CompletionOutput, RequestOutput
 from text_generation_router.request import FinishReason, Output, PrefillOutput, Token, TokenOutput
 from text_generation_router.services import Services
 from text_generation_router.validation import GenerateParameters
@@ -18,6 +17,57 @@ from text_generation_router.validation import GenerateParameters
 # Prompts in flight per row of the batch: the next one is tokenized before a row becomes free, and a
 # million prompts do not become a million tasks.
 _WINDOW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...]
+    """Each with its id, text and log-probability."""
+    top_tokens: tuple[tuple[Token, ...], ...]
+    """The most likely tokens at each position, if `logprobs` is set."""
+    finish_reason: str
+    """`stop` for an end token, a stop string or the end of a grammar, else `length`."""
+    stop_reason: str | int | None = None
+    """The stop string or the id of the stop token that ended it."""
+    reasoning: str | None = None
+    """Only in chats: the reasoning before the answer."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Only in chats: the functions that the model calls."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids of `tokens`."""
+        return tuple(token.id for token in self.tokens)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum over `tokens`."""
+        return sum(token.logprob or 0.0 for token in self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The answers to one prompt, or its error."""
+
+    prompt: Any
+    """As given: text, token ids or messages."""
+    num_prompt_tokens: int = 0
+    prompt_tokens: tuple[Token, ...] = ()
+    """The prompt's tokens with their log-probabilities, if `prompt_logprobs` is set."""
+    completions: tuple[CompletionOutput, ...] = ()
+    """Empty if there is an error."""
+    error: RouterError | None = None
+
+    @property
+    def outputs(self) -> tuple[CompletionOutput, ...]:
+        """The `n` answers. Raises `error` if it is set, so that a failure is not overlooked."""
+        if self.error is not None:
+            raise self.error
+        return self.completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +91,7 @@ class Bulk:
 
         Cancelling this ends all jobs.
         """
-        results: list[RequestOutput | None] = [None] * len(jobs)
+        results: dict[int, RequestOutput] = {}
         pending = iter(enumerate(jobs))
 
         async def work() -> None:
@@ -52,22 +102,22 @@ class Bulk:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(window, len(jobs))):
                 group.create_task(work())
-        return [result for result in results if result is not None]
+        return [results[place] for place in range(len(jobs))]
 
     async def _run_one(self, job: Job, tally: Tally) -> RequestOutput:
+        error: RouterError
         try:
             if isinstance(job.parameters, Conversation):
                 return await self._chat(job.prompt, job.parameters, tally)
             return await self._generate(job.prompt, job.parameters, job.n, tally)
-        except UnicodeEncodeError as error:
-            tally.failed += 1
-            message = f"the prompt is not Unicode text: {error.reason}"
-            return RequestOutput(job.prompt, error=ValidationError(message))
-        except RouterError as error:
-            tally.failed += 1
-            return RequestOutput(job.prompt, error=error)
+        except UnicodeEncodeError as reason:
+            error = ValidationError(f"the prompt is not Unicode text: {reason.reason}")
+        except RouterError as reason:
+            error = reason
         finally:
             tally.done += 1
+        tally.failed += 1
+        return RequestOutput(job.prompt, error=error)
 
     async def _generate(
         self, prompt: Any, parameters: GenerateParameters, n: int, tally: Tally
@@ -77,15 +127,17 @@ class Bulk:
         async with self._services.infer.start_many(parameters, n) as generations:
             # All run at the same time, although they are read one after the other.
             for index, generation in enumerate(generations):
-                outputs = await _read(generation, tally)
-                prefill = [one for one in outputs if isinstance(one, PrefillOutput)]
-                prompt_tokens = prefill[0].tokens if prefill else prompt_tokens
-                tokens = [one for one in outputs if isinstance(one, TokenOutput)]
+                outputs: list[Output] = []
+                async for new in generation:
+                    outputs += new
+                    tally.tokens += sum(isinstance(one, TokenOutput) for one in new)
+                for one in outputs:
+                    prompt_tokens = one.tokens if isinstance(one, PrefillOutput) else prompt_tokens
                 assert generation.ending is not None
+                tokens = [one for one in outputs if isinstance(one, TokenOutput)]
                 completions.append(_completion(index, tokens, generation.ending))
-        return RequestOutput(
-            prompt, generations[0].prompt_tokens, prompt_tokens, tuple(completions)
-        )
+        num_prompt_tokens = generations[0].prompt_tokens
+        return RequestOutput(prompt, num_prompt_tokens, prompt_tokens, tuple(completions))
 
     async def _chat(self, prompt: Any, conversation: Conversation, tally: Tally) -> RequestOutput:
         completions: list[CompletionOutput] = []
@@ -97,23 +149,14 @@ class Bulk:
                     tally.tokens += sum(len(step.outputs) for step in new)
                 assert generation.ending is not None
                 message = message_of(steps)
-                whole = _completion(index, message.outputs, generation.ending)
-                text, reasoning, calls = (
-                    message.content or "",
-                    message.reasoning,
-                    message.tool_calls,
+                completion = replace(
+                    _completion(index, message.outputs, generation.ending),
+                    text=message.content or "",
+                    reasoning=message.reasoning,
+                    tool_calls=message.tool_calls,
                 )
-                completions.append(replace(whole, text=text, reasoning=reasoning, tool_calls=calls))
+                completions.append(completion)
         return RequestOutput(prompt, generations[0].prompt_tokens, completions=tuple(completions))
-
-
-async def _read(generation: Generation, tally: Tally) -> list[Output]:
-    """All outputs of a generation; counts its tokens."""
-    outputs: list[Output] = []
-    async for new in generation:
-        outputs += new
-        tally.tokens += sum(isinstance(one, TokenOutput) for one in new)
-    return outputs
 
 
 def _completion(index: int, outputs: Sequence[TokenOutput], ending: Ending) -> CompletionOutput:

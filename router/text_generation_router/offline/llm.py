@@ -3,9 +3,9 @@
 import os
 import sys
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,15 @@ from pydantic import TypeAdapter, ValidationError
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import MessageBody, ToolBody, to_messages
 from text_generation_router.config import RouterConfig
-from text_generation_router.offline.bulk import Bulk, Job
-from text_generation_router.offline.options import OptionValue, sort_options
+from text_generation_router.offline.bulk import Bulk, Job, RequestOutput
 from text_generation_router.offline.progress import Tally, bar
-from text_generation_router.offline.results import RequestOutput
 from text_generation_router.offline.sampling import SamplingParams, complaint
-from text_generation_router.offline.session import Session
+from text_generation_router.offline.session import (
+    OptionValue,
+    router_config,
+    running_services,
+    sort_options,
+)
 from text_generation_router.offline.shards_process import ShardsProcess, ShardsProcessError
 from text_generation_router.pooling import vector_of
 from text_generation_router.prompts import read_prompts
@@ -35,7 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 _T = TypeVar("_T")
 _DRAW_EVERY_S = 0.1
-_CLOSED_MEANWHILE = "the LLM was closed while it was generating"
 _MESSAGES = TypeAdapter(list[MessageBody])
 _TOOLS = TypeAdapter(list[ToolBody])
 
@@ -60,19 +62,17 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: OptionValue) -> None:
         """Returns when the model is ready. Raises TypeError for an unknown option, ValueError for
         an invalid one, and LLMError if the model can not be started."""
-        sorted_options = sort_options(model, options)
-        self._process = process = ShardsProcess(sorted_options.shard_flags)
-        try:
-            address = process.wait_until_ready()
-            self._session = session = Session(sorted_options.router_config(address))
-        except (ShardsProcessError, StartError) as error:
-            process.close()
-            raise LLMError(str(error)) from error
-        except BaseException:
-            process.close()
-            raise
-        self.model_id = address.model_id
-        self._end = weakref.finalize(self, _close, session, process, os.getpid())
+        shard_flags, router_options = sort_options(model, options)
+        with ExitStack() as stack:
+            self._process = stack.enter_context(closing(ShardsProcess(shard_flags)))
+            try:
+                address = self._process.wait_until_ready()
+                running = running_services(router_config(router_options, address))
+                self._portal, self._started = stack.enter_context(running)
+            except (ShardsProcessError, StartError) as error:
+                raise LLMError(str(error)) from error
+            self.model_id = address.model_id
+            self._end = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
 
     def generate(
         self,
@@ -156,18 +156,18 @@ class LLM:
             )
             for prompt in _prompt_list(prompts)
         ]
-        results = self._wait_for(read_prompts(services.infer, requests))
+        results = self._wait_for(partial(read_prompts, services.infer, requests))
         found = [result.prefill.pooled for result in results]
         return [list(vector_of(pooled, dimensions, normalize)) for pooled in found]
 
     @property
     def config(self) -> RouterConfig:
         """The configuration of the router's part."""
-        return self._session.services.config
+        return self._started.config
 
     def metrics(self) -> str:
         """The metrics of a server's /metrics, in Prometheus' text format."""
-        return self._session.services.metrics.render().decode()
+        return self._started.metrics.render().decode()
 
     def close(self) -> None:
         """Ends the model and frees its memory; running calls raise LLMError. Idempotent."""
@@ -180,10 +180,9 @@ class LLM:
         self.close()
 
     def _run(self, jobs: Sequence[Job], progress: bool) -> list[RequestOutput]:
-        services, tally = self._services(), Tally(len(jobs))
-        with bar(tally, sys.stderr) if progress else nullcontext() as drawn:
-            draw = partial(drawn.show, tally) if drawn else None
-            return self._wait_for(Bulk(services).run(jobs, tally), draw)
+        bulk, tally = Bulk(self._services()), Tally(len(jobs))
+        with bar(tally, sys.stderr) if progress else nullcontext() as draw:
+            return self._wait_for(partial(bulk.run, jobs, tally), draw)
 
     def _services(self) -> Services:
         """The running services. Raises LLMError if the model has ended."""
@@ -191,40 +190,28 @@ class LLM:
             raise LLMError("this LLM is closed: create another")
         if not self._process.is_alive:
             raise LLMError(f"the model has ended: {self._process.last_words()}")
-        return self._session.services
+        return self._started
 
     def _wait_for(
-        self, work: Coroutine[Any, Any, _T], draw: Callable[[], None] | None = None
+        self, work: Callable[[], Awaitable[_T]], draw: Callable[[], None] | None = None
     ) -> _T:
-        running = self._session.submit(work)
+        running = self._portal.start_task_soon(work)
         try:
-            results = _wait(running, draw)
-        except CancelledError as error:
-            raise LLMError(_CLOSED_MEANWHILE) from error
+            while draw is not None and not running.done():
+                draw()
+                wait([running], _DRAW_EVERY_S)
+            results = running.result()
         except BaseException:  # for example Ctrl-C: the work must not continue
             running.cancel()
             raise
         if not self._end.alive:
-            raise LLMError(_CLOSED_MEANWHILE)
+            raise LLMError("the LLM was closed while it was generating")
         return results
 
 
-def _wait(running: "Future[_T]", draw: Callable[[], None] | None) -> _T:
-    while draw is not None:
-        draw()
-        try:
-            return running.result(_DRAW_EVERY_S)
-        except TimeoutError:
-            if running.done():  # the work raised it
-                raise
-    return running.result()
-
-
-def _close(session: Session, process: ShardsProcess, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a fork does not own the model
-    session.close()
-    process.close()
+def _close(running: ExitStack, owner: int) -> None:
+    if os.getpid() == owner:  # a fork does not own the model
+        running.close()
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -235,17 +222,10 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and isinstance(listed[0], int):
         listed = [listed]
     for prompt in listed:
-        if not isinstance(prompt, str) and not (_is_sequence(prompt) and all(map(_is_id, prompt))):
+        is_sequence = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if not is_sequence or not (isinstance(prompt, str) or all(type(i) is int for i in prompt)):
             raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r:.60}")
     return listed
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, bytes)
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _params_list(

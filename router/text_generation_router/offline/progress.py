@@ -1,21 +1,13 @@
-"""The progress of a run: counters, a bar for terminals and notebooks, a line for logs."""
+"""The progress of a run: counters, a bar for terminals and notebooks."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 
 @dataclass(slots=True)
@@ -25,86 +17,40 @@ class Tally:
     total: int
     """Requests, including those of an earlier run."""
     done: int = 0
-    """Requests that have ended, including failed ones."""
+    """Requests that have ended, including failed ones and those of an earlier run."""
     failed: int = 0
     tokens: int = 0
     """Generated in this run."""
-    first: int = 0
-    """Requests that ended in an earlier run."""
     started: float = field(default_factory=time.perf_counter)
 
     @property
-    def elapsed_s(self) -> float:
-        """Since the run began."""
-        return time.perf_counter() - self.started
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Over the whole run."""
-        return self.tokens / max(self.elapsed_s, 1e-9)
-
-    @property
-    def left_s(self) -> float | None:
-        """The remaining time at the average speed; None before the first end."""
-        done = self.done - self.first
-        return None if done == 0 else self.elapsed_s / done * (self.total - self.done)
-
-    def line(self) -> str:
-        """The counters in one line."""
-        parts = [f"{self.done:,} of {self.total:,} requests"]
-        if self.failed:
-            parts.append(f"{self.failed:,} failed")
-        parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        if self.left_s is not None and self.done < self.total:
-            parts.append(f"{duration(self.left_s)} left")
-        return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`48 s`, `12 min 05 s`, `3 h 20 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-
-
-class Bar:
-    """A progress bar that shows a `Tally`; see `bar`."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def show(self, tally: Tally) -> None:
-        """Draws the counters."""
-        rate = f"{tally.tokens_per_s:,.0f} tokens/s"
-        if tally.failed:
-            rate += f", {tally.failed:,} failed"
-        self._progress.update(self._task, completed=tally.done, rate=rate)
+    def rate(self) -> str:
+        """The speed over the whole run, and how many requests have failed."""
+        elapsed_s = max(time.perf_counter() - self.started, 1e-9)
+        failed = f", {self.failed:,} failed" if self.failed else ""
+        return f"{self.tokens / elapsed_s:,.0f} tokens/s{failed}"
 
 
 @contextmanager
-def bar(tally: Tally, file: TextIO) -> Iterator[Bar | None]:
-    """A bar during the block; None outside of terminals and notebooks."""
+def bar(tally: Tally, file: TextIO) -> Iterator[Callable[[], None] | None]:
+    """A bar during the block, drawn by a call of what is yielded; None outside of terminals and
+    notebooks."""
     console = Console(file=file)
     if not (console.is_terminal or console.is_jupyter):
         yield None
         return
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
+    columns = (
+        *Progress.get_default_columns(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
     )
-    with progress:
-        task = progress.add_task("requests", total=tally.total, completed=tally.first, rate="")
-        drawn = Bar(progress, task)
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("requests", total=tally.total, completed=tally.done, rate="")
+
+        def draw() -> None:
+            progress.update(task, completed=tally.done, rate=tally.rate)
+
         try:
-            yield drawn
+            yield draw
         finally:
-            drawn.show(tally)
+            draw()

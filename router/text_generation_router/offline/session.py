@@ -1,98 +1,114 @@
-"""The router's part of an `LLM`, in an event loop in a thread of its own."""
+"""The router's part of an `LLM`: its options, and its event loop in a thread of its own."""
 
 import asyncio
 import logging
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 import uvloop
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from text_generation_router.config import RouterConfig
-from text_generation_router.services import Services, StartError, start
+from text_generation_router.config import RouterConfig, flag
+from text_generation_router.offline.shards_process import ShardsAddress
+from text_generation_router.services import Services, start
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
+OptionValue = str | int | float | bool | Path | None
+
+# Options of a batch file that an `LLM` does not have: it has no files and no clients.
+_NOT_OFFLINE = frozenset(
+    {
+        *("input", "output", "env", "json_output", "shard_uds_path", "max_input_length"),
+        *("payload_limit", "served_model_name", "any_model_name", "max_best_of"),
+        *("max_concurrent_requests", "max_client_batch_size"),
+    }
+)
+# No limits that protect a server from its clients.
+_NO_LIMIT = 2**31 - 1
+_OFFLINE_LIMITS = {"max_stop_sequences": _NO_LIMIT, "max_top_n_tokens": 100}
 
 # The results have the errors: they are logged only if the user configures logging.
 logging.getLogger("text_generation_router.infer").addHandler(logging.NullHandler())
 
 
-class Session:
-    """Owns a thread with an event loop that runs the services of one model until `close`.
+def sort_options(
+    model: str | Path | None, given: Mapping[str, OptionValue]
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The flags for `text-generation-launcher shards`, which validates them, and the fields of
+    RouterConfig. None means "not given". The launcher's table of flags says who gets an option.
 
-    The caller may have an event loop of its own, as notebooks do.
+    Raises TypeError for an unknown option, ValueError for one that has no effect without HTTP or
+    has an invalid value.
     """
+    from text_generation_launcher.option import Child, Mode
+    from text_generation_launcher.options import OPTIONS
 
-    def __init__(self, config: RouterConfig) -> None:
-        """Connects to the shards and warms them up. Raises StartError."""
-        self._started: Future[Services] = Future()
-        self._loop = uvloop.new_event_loop()
-        self._loop.set_exception_handler(_ignore_other_loops)
-        self._serving: asyncio.Task[None] | None = None
-        self._is_closing = False
-        self._thread = threading.Thread(
-            target=self._run, args=(config,), name="text-generation", daemon=True
-        )
-        self._thread.start()
+    options = {option.name.replace("-", "_"): option for option in OPTIONS}
+    known = {name for name, one in options.items() if one.applies_in(Mode.BATCH)} - _NOT_OFFLINE
+    shard_flags: list[str] = []
+    router: dict[str, Any] = {}
+    for name, value in {"model_id": model, **given}.items():
+        if name not in options:
+            near = get_close_matches(name, sorted(known), 1)
+            hint = f"did you mean `{near[0]}`?" if near else "see `help(LLM)`"
+            raise TypeError(f"LLM has no option `{name}`; {hint}")
+        if value is None:
+            continue
+        if name not in known:
+            raise ValueError(f"`{name}` is an option of the server; remove it")
+        option = options[name]
+        if Child.ROUTER in option.to:
+            router[name] = str(value) if isinstance(value, Path) else value
+        if option.to == (Child.ROUTER,):
+            continue
+        if not option.switch:
+            written = str(value).lower() if isinstance(value, bool) else value
+            shard_flags.append(f"{flag(name)}={written}")
+        elif value:
+            shard_flags.append(flag(name))
+    router_config(router, ShardsAddress("", "", ""))  # validates before the model is loaded
+    return tuple(shard_flags), router
+
+
+def router_config(options: Mapping[str, Any], address: ShardsAddress) -> RouterConfig:
+    """The configuration of the router's part. Raises ValueError."""
+    rows = {"max_batch_size": RouterConfig(tokenizer_name="").batch_rows}
+    return RouterConfig(
+        tokenizer_name=address.model_path,
+        model_id=address.model_id,
+        master_shard_uds_path=address.master_shard_uds_path,
+        max_concurrent_requests=_NO_LIMIT,
+        **{**_OFFLINE_LIMITS, **rows, **options},
+    )
+
+
+@contextmanager
+def running_services(config: RouterConfig) -> Iterator[tuple[BlockingPortal, Services]]:
+    """The services of one model, and the way into their event loop, which runs in a thread of its
+    own. The caller may have an event loop, as notebooks do. Raises StartError.
+
+    At the end of the block running requests end with an error, and the thread ends.
+    """
+    loop = {"loop_factory": uvloop.new_event_loop}
+    with (
+        start_blocking_portal("asyncio", loop) as portal,
+        portal.wrap_async_context_manager(_serve(config)) as services,
+    ):
+        yield portal, services
+
+
+@asynccontextmanager
+async def _serve(config: RouterConfig) -> AsyncIterator[Services]:
+    asyncio.get_running_loop().set_exception_handler(_ignore_other_loops)
+    async with start(config) as services:
+        batcher = asyncio.create_task(services.batcher.run(), name="batcher")
         try:
-            self.services = self._started.result()
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts work in the loop; `close` cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def close(self) -> None:
-        """Cancels all work and ends the thread. Idempotent; not to be called in that thread."""
-        with suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._cancel)
-        self._thread.join()
-
-    def _cancel(self) -> None:
-        self._is_closing = True
-        if self._serving is not None:
-            self._serving.cancel()
-
-    def _run(self, config: RouterConfig) -> None:
-        try:
-            self._run_loop(config)
-        except RuntimeError as error:
-            # At the interpreter's exit the runner starts a thread to wait for the loop's executor,
-            # which Python 3.12 and newer refuse. The loop is closed by then.
-            if "interpreter shutdown" not in str(error):
-                raise
-
-    def _run_loop(self, config: RouterConfig) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            try:
-                runner.run(self._serve(config))
-            except asyncio.CancelledError:
-                if not self._started.done():
-                    self._started.set_exception(StartError("closed while it was starting"))
-            except BaseException as error:
-                if self._started.done():
-                    logger.exception("The scheduler has failed; this is a bug in pytgi")
-                else:
-                    self._started.set_exception(error)
-
-    async def _serve(self, config: RouterConfig) -> None:
-        """Runs the services until it is cancelled."""
-        self._serving = asyncio.current_task()
-        if self._is_closing:
-            raise asyncio.CancelledError
-        async with start(config) as services:
-            batcher = asyncio.create_task(services.batcher.run(), name="batcher")
-            self._started.set_result(services)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await services.batcher.close()
-                await asyncio.gather(batcher, return_exceptions=True)
+            yield services
+        finally:
+            await services.batcher.close()
+            await asyncio.gather(batcher, return_exceptions=True)
 
 
 def _ignore_other_loops(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

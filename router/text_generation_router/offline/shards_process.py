@@ -4,14 +4,11 @@ import json
 import logging
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +37,11 @@ class ShardsProcess:
 
     def __init__(self, flags: Sequence[str]) -> None:
         """Starts it with flags of `text-generation-launcher shards`; does not wait."""
-        # A short name, because the path of a socket must be short.
-        self._folder = tempfile.TemporaryDirectory(prefix="pytgi-", ignore_cleanup_errors=True)
         self._ready: Future[ShardsAddress] = Future()
         self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
         self._error = ""
         self._popen = subprocess.Popen(
-            [
-                *_launcher(),
-                "shards",
-                "--end-with-stdin",
-                "--json-output",
-                f"--shard-uds-path={self._folder.name}/shard",
-                *flags,
-            ],
+            [*_launcher(), "shards", "--end-with-stdin", "--json-output", *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,7 +79,6 @@ class ShardsProcess:
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
             pipe.close()
-        self._folder.cleanup()
 
     def _read(self) -> None:
         assert self._popen.stdout is not None
@@ -122,10 +109,9 @@ class ShardsProcess:
 
 def _launcher() -> tuple[str, ...]:
     """The command of this installation's launcher, which may not be in PATH."""
-    script = Path(sys.executable).with_name("text-generation-launcher")
-    if script.is_file():
-        return (sys.executable, str(script))
-    return (sys.executable, "-m", "text_generation_launcher.cli")
+    from text_generation_launcher.config import console_script
+
+    return console_script("text-generation-launcher", "text_generation_launcher.cli")
 
 
 def _parse(line: str) -> Mapping[str, object]:
