@@ -9,6 +9,7 @@ from typing import Any
 import fastapi.routing
 import pytest
 
+from router.tests.serving import KeptTemplates
 from router.tests.virtual_time import VirtualTime, virtual_time_of
 
 
@@ -37,6 +38,13 @@ def routes_are_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contexts, "from_api_route", make_once)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def template_processes() -> Iterator[None]:
+    """Those that servers share end with the session."""
+    yield
+    KeptTemplates.close_all()
 
 
 @pytest.fixture(autouse=True)

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
+from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.config import RouterConfig
 from text_generation_router.connection import ConnectionLimits
@@ -65,6 +66,35 @@ class Server:
         self.services.batcher.integrity()
 
 
+class KeptTemplates(TemplateWorkers):
+    """Serve all tests with the same template, since to start a process takes longer than a test.
+
+    Owned by `kept`, which the end of the session empties.
+    """
+
+    kept: ClassVar[dict[str, "KeptTemplates"]] = {}
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None) -> TemplateWorkers:
+        """The workers of the template."""
+        if template is None:
+            return TemplateWorkers()
+        key = repr((template.sources, template.special_tokens))
+        if key not in cls.kept:
+            cls.kept[key] = cls(template)
+        return cls.kept[key]
+
+    def close(self) -> None:
+        """Not at the end of a server."""
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Ends their processes."""
+        for workers in cls.kept.values():
+            super(KeptTemplates, workers).close()
+        cls.kept.clear()
+
+
 def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> Services:
     """Services on top of shards that write `text`; puts a tokenizer into `directory`."""
     words = ("yes", "no") if options.get("reranker") else ()
@@ -79,7 +109,7 @@ def assemble_scripted(directory: Path, text: str = "hello ", **options: Any) -> 
         max_total_tokens=config.max_total_tokens or WARMUP.max_total_tokens,
     )
     tokenizer = Tokenizer.load(directory)
-    workers = TemplateWorkers(load_template(config, tokenizer))
+    workers = KeptTemplates.of(load_template(config, tokenizer))
     return assemble(config, shards, tokenizer, info, warmup, workers)
 
 
