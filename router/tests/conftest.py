@@ -13,6 +13,13 @@ from router.tests.serving import KeptTemplates
 from router.tests.virtual_time import VirtualTime, virtual_time_of
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share the `running` server of their module run in its event loop."""
+    for item in items:
+        if "running" in getattr(item, "fixturenames", ()) and item.get_closest_marker("asyncio"):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def routes_are_made_once() -> Iterator[None]:
     """All applications of a session share the models of their routes.

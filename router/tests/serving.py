@@ -57,6 +57,13 @@ class Server:
     client: httpx.AsyncClient
     port: int
 
+    def start_over(self, text: str, *, ends: bool = False) -> "Server":
+        """As it came, for the next test of a module: it writes `text`, and ends if `ends`."""
+        shards = self.shards
+        shards.script = [*script_of(text), *([EOS_ID] if ends else ())]
+        shards.delay_s, shards.failure, shards.is_stuck = 0.0, None, False
+        return self
+
     async def settle(self) -> None:
         """Waits until nothing runs, then asserts that nothing was lost."""
         permits = self.services.config.max_concurrent_requests

@@ -14,7 +14,7 @@ from text_generation_router.errors import GenerationError
 from text_generation_router.logs import LineFormatter
 from text_generation_router.scheduler.batcher import Batcher
 
-from router.tests.serving import EOS_ID, Server, assemble_scripted, script_of, serve
+from router.tests.serving import Server, assemble_scripted, serve
 
 
 @pytest.fixture
@@ -38,30 +38,6 @@ async def test_generate(server: Server) -> None:
     for name in ("total-time", "validation-time", "queue-time", "inference-time"):
         assert headers[f"x-{name}"].isdecimal()
     assert headers["x-time-per-token"].isdecimal()
-
-
-async def test_generate_with_details(server: Server) -> None:
-    parameters = {"max_new_tokens": 2, "decoder_input_details": True, "top_n_tokens": 1}
-    request = {"inputs": "n", "parameters": parameters}
-    response = await server.client.post("/generate", json=request)
-    assert response.text == (
-        '{"generated_text":"h\ufffd","details":{"finish_reason":"length","generated_tokens":2,'
-        '"seed":null,"prefill":[{"id":256,"text":"<s>","logprob":null},'
-        '{"id":77,"text":"n","logprob":-0.25}],'
-        '"tokens":[{"id":71,"text":"h","logprob":-0.1,"special":false},'
-        '{"id":127,"text":"\ufffd","logprob":-0.2,"special":false}],'
-        '"top_tokens":[[{"id":0,"text":"!","logprob":-0.5,"special":false}],'
-        '[{"id":0,"text":"!","logprob":-0.5,"special":false}]]}}'
-    )
-
-
-async def test_sampling_tells_its_seed(server: Server) -> None:
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 1, "details": True, "top_k": 3}}
-    response = await server.client.post("/generate", json=request)
-    assert isinstance(response.json()["details"]["seed"], int)
-    request["parameters"] |= {"seed": 2**64 - 1}
-    response = await server.client.post("/generate", json=request)
-    assert response.json()["details"]["seed"] == 2**64 - 1
 
 
 async def test_best_of(server: Server) -> None:
@@ -112,69 +88,6 @@ async def test_stream(server: Server) -> None:
     assert "x-compute-time" not in response.headers and "connection" not in response.headers
 
 
-async def test_stream_with_top_tokens_and_without_details(server: Server) -> None:
-    server.shards.script = [EOS_ID]
-    request = {"inputs": "n", "parameters": {"top_n_tokens": 1}}
-    response = await server.client.post("/generate_stream", json=request)
-    assert response.text == (
-        'data: {"index":1,"token":{"id":257,"text":"</s>","logprob":-0.1,"special":true},'
-        '"top_tokens":[{"id":0,"text":"!","logprob":-0.5,"special":false}],'
-        '"generated_text":"","details":null}\n\n'
-    )
-
-
-@pytest.mark.parametrize(
-    ("parameters", "sentence"),
-    [
-        ({"best_of": 2}, "`best_of` != 1 is not supported when streaming tokens"),
-        (
-            {"decoder_input_details": True},
-            "`decoder_input_details` == true is not supported when streaming tokens",
-        ),
-        ({"top_k": -1}, "`top_k` must be strictly positive"),
-    ],
-)
-async def test_stream_errors_are_events(
-    server: Server, parameters: dict[str, object], sentence: str
-) -> None:
-    request = {"inputs": "n", "parameters": parameters}
-    response = await server.client.post("/generate_stream", json=request)
-    assert response.status_code == 200
-    assert response.text == (
-        f'data: {{"error":"Input validation error: {sentence}","error_type":"validation"}}\n\n'
-    )
-    assert server.services.metrics.request_failure.value(err="validation") == 1
-
-
-async def test_compat(server: Server) -> None:
-    request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
-    response = await server.client.post("/", json=request)
-    assert response.text == '[{"generated_text":"nh"}]'
-    assert response.headers["x-generated-tokens"] == "1"
-    request["parameters"]["return_full_text"] = False
-    assert (await server.client.post("/", json=request)).text == '[{"generated_text":"h"}]'
-    response = await server.client.post("/", json=request | {"stream": True})
-    assert response.headers["content-type"] == "text/event-stream"
-    assert response.text.startswith('data: {"index":1,')
-    request["parameters"]["top_k"] = 0
-    response = await server.client.post("/", json=request)
-    assert response.status_code == 422 and response.json()["error_type"] == "validation"
-
-
-async def test_unknown_adapter(server: Server) -> None:
-    told = {
-        "error": "`adapter_id` 'poet' is not served; this server has no adapters; "
-        "remove `adapter_id`",
-        "error_type": "adapter_not_found",
-    }
-    request = {"inputs": "n", "parameters": {"adapter_id": "poet"}}
-    for path in ("/generate", "/"):
-        response = await server.client.post(path, json=request)
-        assert (response.status_code, response.json()) == (404, told)
-    response = await server.client.post("/generate_stream", json=request)
-    assert response.status_code == 200 and json.loads(response.text[5:]) == told
-
-
 @pytest.mark.parametrize("traceparent", ["", "junk", "00-0-0-0", "ff-1-2-3", "00-" + "a" * 9000])
 async def test_traceparent_changes_nothing(server: Server, traceparent: str) -> None:
     request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}
@@ -210,42 +123,6 @@ async def test_every_answer_has_an_id(
     told = [line for line in caplog.text.splitlines() if line.endswith(" id=mine-1")]
     assert told and all(f" route={path} " in line for line in told)
     assert any("Success total_time=" in line for line in told) == path.startswith("/generate")
-
-
-async def test_tokenize(server: Server) -> None:
-    response = await server.client.post("/tokenize", json={"inputs": "aé€\0"})
-    assert response.json() == [
-        {"id": 256, "text": "", "start": 0, "stop": 0},
-        {"id": script_of("a")[0], "text": "a", "start": 0, "stop": 1},
-        *({"id": i, "text": "é", "start": 1, "stop": 3} for i in script_of("é")),
-        *({"id": i, "text": "€", "start": 3, "stop": 6} for i in script_of("€")),
-        {"id": script_of("\0")[0], "text": "\0", "start": 6, "stop": 7},
-    ]
-    assert len((await server.client.post("/tokenize", json={"inputs": ""})).json()) == 1
-    assert server.services.metrics.request_count.value() == 0
-
-
-async def test_info(server: Server) -> None:
-    response = await server.client.get("/info")
-    known = response.json()
-    assert list(known)[:14] == [
-        "model_id",
-        "model_sha",
-        "model_pipeline_tag",
-        "max_concurrent_requests",
-        "max_best_of",
-        "max_stop_sequences",
-        "max_input_tokens",
-        "max_total_tokens",
-        "validation_workers",
-        "max_client_batch_size",
-        "router",
-        "version",
-        "sha",
-        "docker_label",
-    ]
-    assert known["router"] == "text-generation-router"
-    assert known["max_batch_total_tokens"] == known["num_blocks"] * known["block_size"] == 16384
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ping"])
@@ -296,51 +173,6 @@ async def test_docs_need_no_network(server: Server) -> None:
     schema = (await server.client.get("/api-doc/openapi.json")).json()
     assert schema["info"]["title"] == "Text Generation Inference"
     assert schema["info"]["license"]["name"] == "Apache 2.0"
-
-
-@pytest.mark.parametrize("path", ["/nope", "/generate/", "/redoc"])
-async def test_unknown_path(server: Server, path: str) -> None:
-    response = await server.client.get(path)
-    assert (response.status_code, response.content) == (404, b"")
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("GET", "/generate", "POST"),
-        ("POST", "/info", "GET,HEAD"),
-        ("PUT", "/", "GET,HEAD,POST"),
-    ],
-)
-async def test_wrong_method(server: Server, method: str, path: str, allowed: str) -> None:
-    response = await server.client.request(method, path)
-    assert (response.status_code, response.content) == (405, b"")
-    assert response.headers["allow"] == allowed
-
-
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        ({}, 401),
-        ({"authorization": "Bearer wrong"}, 401),
-        ({"authorization": "Bearer KEY-é"}, 401),
-        ({"authorization": "Basic Key-é"}, 401),
-        ({"authorization": "Key-é"}, 401),
-        ({"authorization": "Bearer Key-é,other"}, 401),
-        ({"x-api-key": "wrong"}, 401),
-        ({"authorization": "Bearer Key-é"}, 422),
-        ({"authorization": "bearer Key-é"}, 422),
-        ({"authorization": "Bearer other"}, 422),
-        ({"x-api-key": "other"}, 422),
-    ],
-)
-async def test_api_key(tmp_path: Path, header: dict[str, str], status: int) -> None:
-    headers = {name: value.encode() for name, value in header.items()}
-    async with serve(tmp_path, api_key=("Key-é", "other")) as server:
-        for path in ("/", "/generate", "/generate_stream", "/tokenize"):
-            response = await server.client.post(path, json={}, headers=headers)
-            assert response.status_code == status
-            assert status != 401 or response.content == b""
 
 
 OPEN_PATHS = {"/health", "/metrics", "/v2/health/live", "/v2/health/ready"}

@@ -42,19 +42,6 @@ async def test_one_request() -> None:
     assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 4
 
 
-async def test_requests_join_and_leave() -> None:
-    async with running() as rig:
-        prompts = [(n, n + 1) for n in range(1, 20)]
-        tasks = []
-        for place, prompt in enumerate(prompts):
-            tasks.append(asyncio.create_task(rig.outcome(prompt, 1 + place % 7)))
-            await rig.turn(place)
-        outcomes = await asyncio.gather(*tasks)
-    for place, outcome in enumerate(outcomes):
-        assert outcome.ids == expected_ids(prompts[place], 1 + place % 7)
-    assert rig.metrics.batch_concat.value(reason="chunking") > 0
-
-
 @pytest.mark.parametrize("speculate", [0, 3])
 async def test_a_request_that_lost_its_grammar_is_computed_again(speculate: int) -> None:
     async with running(FakeShards(losing={0: {0, 4}, 1: {2, 3, 5}}), speculate=speculate) as rig:
@@ -124,15 +111,6 @@ async def test_prompt_and_top_tokens() -> None:
     assert [len(output.top_tokens) for output in outcome.tokens] == [2, 2]
     assert outcome.tokens[0].top_tokens[0].logprob == -0.5
     assert plain.prefill is None and plain.tokens[0].top_tokens == ()
-
-
-async def test_top_tokens_belong_to_their_request() -> None:
-    async with running() as rig:
-        outcomes = await asyncio.gather(
-            *(rig.outcome((n,), 3, top_n_tokens=n % 3) for n in range(1, 7))
-        )
-    for n, outcome in enumerate(outcomes, 1):
-        assert [len(output.top_tokens) for output in outcome.tokens] == [n % 3] * 3
 
 
 async def test_a_seed_is_reported_only_when_it_was_used() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import random
 import re
 from itertools import pairwise
 
@@ -14,7 +13,6 @@ from text_generation_router.errors import (
 from router.tests.scheduling import (
     FakeShards,
     collect,
-    expected_ids,
     make_request,
     running,
     writes,
@@ -39,22 +37,6 @@ async def test_the_token_limit_bounds_the_blocks() -> None:
     with pytest.raises(ValueError, match="max-batch-total-tokens"):
         async with running(max_batch_total_tokens=3):
             pass
-
-
-async def test_64_requests_in_hardly_any_memory_write_what_they_write_alone() -> None:
-    choose = random.Random(0)
-    shards = FakeShards(num_blocks=12, block_size=4)
-    asked = [
-        (tuple(choose.choices(range(200), k=choose.randint(1, 20))), choose.randint(1, 25))
-        for _ in range(64)
-    ]
-    async with running(shards, max_batch_size=8, max_batch_prefill_tokens=24) as rig:
-        shards.max_rows = 8
-        outcomes = await asyncio.gather(*(rig.outcome(*arguments) for arguments in asked))
-    for (prompt, num), outcome in zip(asked, outcomes, strict=True):
-        assert outcome.ids == expected_ids(prompt, num)
-        assert len(outcome.generated.text) == num
-    assert rig.metrics.request_preempted.value() > 10
 
 
 async def test_preemption_takes_the_newest_and_keeps_the_order() -> None:

@@ -7,25 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from pydantic import ValidationError
 from text_generation_router.api import sse
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from text_generation_router.api.models import Page, anthropic_models
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
-from router.tests.serving import Server
+from router.tests.serving import Server, assemble_scripted
 
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 TEXT = f"<think>hm</think>Hé!{CALL}"
 BODY = {"model": "tgi", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path, TEXT, any_model_name=False) as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve_chat(tmp_path_factory.mktemp("model"), TEXT, any_model_name=False) as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over(TEXT, ends=True)
 
 
 async def ask(server: Server, **body: Any) -> dict[str, Any]:
@@ -110,13 +117,6 @@ async def test_stop_reasons_and_streams(
     assert without_ids(accumulated(await ask_stream(server, **body))) == without_ids(whole)
     if sequence:
         assert whole["content"][-1]["text"] == "Hé"
-
-
-async def test_each_block_starts_and_stops(server: Server) -> None:
-    events = await ask_stream(server, tools=[TOOL])
-    bounds = [(e["type"], e["index"]) for e in events if e["type"].startswith("content_block_st")]
-    starts_and_stops = ("content_block_start", "content_block_stop")
-    assert bounds == [(name, index) for index in range(3) for name in starts_and_stops]
 
 
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 9}], ids=["whole", "cut off"])
@@ -419,3 +419,24 @@ def test_thinking_is_told_to_the_template() -> None:
     assert asked.template_kwargs == {"enable_thinking": True}
     body = CountTokensRequest.model_validate({"model": "m", "messages": BODY["messages"]})
     assert conversation_of(body).parameters.max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("page", "names", "has_more"),
+    [
+        ({"limit": 2}, ["a", "org/b"], True),
+        ({"limit": 2, "after_id": "org/b"}, ["c"], False),
+        ({"limit": 1, "before_id": "c"}, ["org/b"], True),
+        ({"before_id": "a"}, [], False),
+        ({"after_id": "nope"}, [], False),
+        ({"before_id": "nope"}, [], False),
+    ],
+)
+def test_pages_of_the_list_of_models(
+    tmp_path: Path, page: dict[str, Any], names: list[str], has_more: bool
+) -> None:
+    services = assemble_scripted(tmp_path, served_model_name=("a", "org/b", "c"))
+    listed = anthropic_models(services, Page(**page))
+    assert [model.id for model in listed.data] == names
+    ends = (names[0], names[-1]) if names else (None, None)
+    assert (listed.has_more, listed.first_id, listed.last_id) == (has_more, *ends)

@@ -7,11 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from text_generation_router.chat.constraint import thinking_grammar
-from text_generation_router.chat.format import detect_format
-from text_generation_router.request import Grammar
+import pytest_asyncio
 
-from router.tests.serving import EOS_ID, PLAIN_USAGE, Server, script_of, serve
+from router.tests.serving import EOS_ID, Server, script_of, serve
 
 PATH = "/v1/chat/completions"
 Json = dict[str, Any]
@@ -36,11 +34,17 @@ OTHER_TOOL: Json = {"type": "function", "function": {"name": "g"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    async with serve(tmp_path, "hé! ", model_id="org/model") as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    async with serve(directory, model_id="org/model") as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over("hé! ")
 
 
 async def post(server: Server, **body: Any) -> httpx.Response:
@@ -114,81 +118,6 @@ def writes(server: Server, text: str) -> None:
     server.shards.script = [*script_of(text), EOS_ID]
 
 
-async def test_answer(server: Server) -> None:
-    response = await post(server, max_tokens=4)
-    answer = response.json()
-    assert answer.pop("id").startswith("chatcmpl-")
-    assert answer.pop("created") > 1_700_000_000
-    assert answer.pop("system_fingerprint").endswith("-native")
-    prompt_tokens = len("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    assert answer == {
-        "object": "chat.completion",
-        "model": "org/model",
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": "hé!", "refusal": None},
-                "logprobs": None,
-                "finish_reason": "length",
-            }
-        ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": 4,
-            "total_tokens": prompt_tokens + 4,
-            **PLAIN_USAGE,
-        },
-    }
-    assert response.headers["x-compute-type"] == "1-cpu"
-    assert response.headers["x-prompt-tokens"] == str(prompt_tokens)
-
-
-async def test_stream(server: Server) -> None:
-    body = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-    response = await post(server, **body)
-    assert response.headers["content-type"] == "text/event-stream"
-    events = chunks(response)
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    assert len({event["id"] for event in events}) == 1
-    assert [event["choices"] for event in events] == [
-        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
-        for delta, reason in (
-            ({"role": "assistant", "content": ""}, None),
-            ({"content": "h"}, None),
-            ({"content": "é"}, None),
-            ({}, "length"),
-        )
-    ] + [[]]
-    assert [event["usage"] for event in events[:-1]] == [None] * 4
-    assert events[-1]["usage"]["completion_tokens"] == 3
-
-
-async def test_sequences(server: Server) -> None:
-    writes(server, "a!")
-    choices = await both(server, n=3, seed=1)
-    assert [choice["index"] for choice in choices] == [0, 1, 2]
-    assert {choice["message"]["content"] for choice in choices} == {"a!"}
-    usage = (await post(server, n=3)).json()["usage"]
-    assert usage["completion_tokens"] == 9
-    assert usage["prompt_tokens"] == len(last_prompt(server))
-
-
-async def test_stop_is_left_out(server: Server) -> None:
-    for stop in ("!", ["!", "x"]):
-        [choice] = await both(server, stop=stop)
-        assert choice["message"]["content"] == "hé"
-        assert choice["finish_reason"] == "stop"
-
-
-async def test_length(server: Server, tmp_path: Path) -> None:
-    for body in ({"max_tokens": 2}, {"max_tokens": 9, "max_completion_tokens": 2}):
-        answer = (await post(server, **body)).json()
-        assert answer["usage"]["completion_tokens"] == 2
-    async with serve(tmp_path, max_total_tokens=80) as small:
-        usage = (await post(small, max_tokens=None)).json()["usage"]
-        assert usage["total_tokens"] == 80
-
-
 async def test_logprobs(server: Server) -> None:
     [choice] = await both(server, max_tokens=3, logprobs=True, top_logprobs=1)
     top = [{"token": "!", "logprob": -0.5, "bytes": [33]}]
@@ -255,7 +184,7 @@ async def test_tools(server: Server, choice: Any, is_told: bool, is_bound: bool)
     body = {"tools": [TOOL, OTHER_TOOL], "tool_choice": choice}
     [answer] = await both(server, **body)
     assert ('"name": "f"' in last_prompt(server)) == is_told
-    assert bool(server.shards.grammars) == is_bound
+    assert bool(server.shards.requests[-1].grammar) == is_bound
     if is_bound:
         assert answer["message"]["content"] is None
         assert answer["message"]["tool_calls"] == [
@@ -285,42 +214,6 @@ async def test_parallel_tools_with_text_before(server: Server) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"x": "é'
 
 
-@pytest.mark.parametrize(
-    ("given", "grammar"),
-    [
-        (None, None),
-        ({"type": "text"}, None),
-        ({"type": "json_object"}, Grammar("json_schema", '{"type":"object"}')),
-        (
-            {"type": "json_object", "schema": {"type": "array"}},
-            Grammar("json_schema", '{"type":"array"}'),
-        ),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string"}}},
-            Grammar("json_schema", '{"type":"string"}'),
-        ),
-        (
-            {"type": "json_schema", "value": {"schema": {"type": "string"}}},
-            Grammar("json_schema", '{"type":"string"}'),
-        ),
-        ({"type": "regex", "value": "a+"}, Grammar("regex", "a+")),
-        ({"type": "lark", "value": "start: /a+/"}, Grammar("lark", "start: /a+/")),
-    ],
-)
-async def test_response_format(server: Server, given: Any, grammar: Grammar | None) -> None:
-    asked = []
-
-    async def validate(parameters: Any) -> Any:
-        asked.append(parameters.grammar)
-        return await validation.validate(parameters)
-
-    validation = server.services.infer._validation
-    server.services.infer._validation = type("Spy", (), {"validate": staticmethod(validate)})()
-    response = await post(server, response_format=given, tools=[TOOL], tool_choice="none")
-    assert response.status_code == 200
-    assert asked == [grammar and thinking_grammar(detect_format(TEMPLATE), grammar)]
-
-
 async def test_messages(server: Server) -> None:
     call = {"id": "123456789", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
@@ -338,12 +231,6 @@ async def test_messages(server: Server) -> None:
         "<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\nNo<|im_end|>\n"
         "<|im_start|>user\né<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-async def test_the_assistants_last_message_goes_on(server: Server) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    await post(server, messages=messages)
-    assert last_prompt(server).endswith("<|im_start|>assistant\nb")
 
 
 async def test_tool_prompt(server: Server) -> None:
@@ -443,13 +330,6 @@ async def test_no_template(tmp_path: Path) -> None:
         assert response.status_code == 400
         assert "template not found" in response.json()["error"]["message"]
         assert server.services.metrics.request_failure.value(err="validation") == 1
-
-
-async def test_broken_template(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('No, thanks') }}")
-    async with serve(tmp_path) as server:
-        error = (await post(server)).json()["error"]
-        assert error["message"] == "Template error: No, thanks"
 
 
 async def test_client_that_leaves_ends_the_generation(server: Server) -> None:

@@ -2,22 +2,27 @@
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
-from router.tests.serving import BOS_ID, EOS_ID, PLAIN_USAGE, Server, script_of, serve
+from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
 
 PATH = "/v1/completions"
 Json = dict[str, Any]
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, "hé! ", model_id="org/model") as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve(tmp_path_factory.mktemp("model"), model_id="org/model") as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over("hé! ")
 
 
 async def post(server: Server, **body: Any) -> httpx.Response:
@@ -40,28 +45,6 @@ def joined(events: list[Json]) -> dict[int, str]:
     return texts
 
 
-async def test_answer(server: Server) -> None:
-    response = await post(server, model="tgi", max_tokens=4)
-    answer = response.json()
-    assert answer.pop("id").startswith("cmpl-")
-    assert answer.pop("created") > 1_700_000_000
-    assert answer.pop("system_fingerprint").endswith("-native")
-    assert answer == {
-        "object": "text_completion",
-        "model": "org/model",
-        "choices": [{"text": "hé!", "index": 0, "logprobs": None, "finish_reason": "length"}],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 4,
-            "total_tokens": 7,
-            **PLAIN_USAGE,
-        },
-    }
-    assert response.headers["x-compute-type"] == "1-cpu"
-    assert response.headers["x-compute-characters"] == "2"
-    assert response.headers["x-generated-tokens"] == "4"
-
-
 async def test_stream(server: Server) -> None:
     options = {"include_usage": True}
     response = await post(server, max_tokens=4, stream=True, stream_options=options)
@@ -81,13 +64,6 @@ async def test_stream(server: Server) -> None:
     counted = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
     assert counted == (3, 4, 7)
     assert "usage" not in chunks(await post(server, stream=True))[0]
-
-
-async def test_default_length_is_16_and_null_is_to_the_end(tmp_path: Path) -> None:
-    async with serve(tmp_path, max_total_tokens=40) as server:
-        for body, num in (({}, 16), ({"max_tokens": None}, 37), ({"max_tokens": 1}, 1)):
-            usage = (await post(server, **body)).json()["usage"]
-            assert usage["completion_tokens"] == num
 
 
 @pytest.mark.parametrize(
@@ -124,13 +100,6 @@ async def test_a_choice_that_ends_early_does_not_wait(server: Server) -> None:
     assert joined(events) == {0: "he", 1: "he"}
     reasons = [event["choices"][0]["finish_reason"] for event in events]
     assert reasons.count("stop") == 2
-
-
-async def test_stop_strings_are_left_out(server: Server) -> None:
-    for stop in ("!", ["x", "!"]):
-        choice = (await post(server, stop=stop)).json()["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == ("hé", "stop")
-    assert joined(chunks(await post(server, stop="é! h", stream=True))) == {0: "h"}
 
 
 async def test_logprobs(server: Server) -> None:
@@ -177,26 +146,13 @@ async def test_streamed_logprobs_are_those_of_the_answer(server: Server) -> None
         assert [value for part in parts if part for value in part[key]] == values
 
 
-async def test_prompt_only(server: Server) -> None:
-    answer = (await post(server, max_tokens=0, echo=True, logprobs=1)).json()
-    assert answer["choices"][0]["text"] == "ab"
-    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-0.25, -0.25]
-    usage = answer["usage"]
-    counted = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
-    assert counted == (3, 0, 3)
-
-
-async def test_best_of_counts_all_it_generated(server: Server) -> None:
-    answer = (await post(server, max_tokens=2, best_of=2, n=1)).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0]
-    assert answer["usage"]["completion_tokens"] == 4
-
-
 async def test_temperature_0_is_greedy(server: Server) -> None:
     metrics = server.services.metrics
+    before = metrics.request_count.value(), metrics.request_success.value()
     for body in ({"temperature": 0, "top_p": 0.5, "top_k": 3}, {"top_p": 0}, {"temperature": 1}):
         assert (await post(server, **body, seed=-1)).status_code == 200
-    assert metrics.request_count.value() == metrics.request_success.value() == 3
+    after = metrics.request_count.value(), metrics.request_success.value()
+    assert after == (before[0] + 3, before[1] + 3)
 
 
 async def test_null_is_the_default(server: Server) -> None:

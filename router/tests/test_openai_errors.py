@@ -1,11 +1,11 @@
 """Errors of OpenAI's routes: status, body, and where they must not change TGI's."""
 
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.api.v1_errors import describe, shape_complaint
 from text_generation_router.errors import (
     ContextLengthError,
@@ -23,10 +23,15 @@ from router.tests.serving import Server, serve
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path) as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve(tmp_path_factory.mktemp("model")) as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over("hello ")
 
 
 @pytest.mark.parametrize(
@@ -163,17 +168,6 @@ async def test_framework_errors(
     assert status != 405 or response.headers["allow"] == "POST"
 
 
-async def test_api_key(tmp_path: Path) -> None:
-    async with serve(tmp_path, api_key=("key",)) as server:
-        for method, path in (("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models")):
-            response = await server.client.request(method, path, json={})
-            assert response.status_code == 401
-            error = response.json()["error"]
-            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
-        headers = {"authorization": "Bearer key"}
-        assert (await server.client.get("/v1/models", headers=headers)).status_code == 200
-
-
 async def test_bug(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.services.batcher, "submit_many", None)
     response = await server.client.post("/v1/completions", json={"prompt": "a"})
@@ -207,30 +201,7 @@ async def test_failure_before_the_first_chunk_is_a_status(server: Server) -> Non
     server.shards.failure = None
 
 
-async def test_models(server: Server) -> None:
-    served = server.services.config.served_model_id
-    created = server.services.loaded_at
-    assert abs(created - time.time()) < 600
-    model = {"id": served, "object": "model", "created": created, "owned_by": served}
-    model["max_model_len"] = server.services.limits.max_total_tokens
-    assert (await server.client.get("/v1/models")).json() == {"object": "list", "data": [model]}
-    for name in (served, Path(served).name, "tgi"):
-        assert (await server.client.get(f"/v1/models/{name}")).json() == model
-    response = await server.client.get("/v1/models/gpt-4")
-    assert response.status_code == 404
-    assert response.json()["error"]["code"] == "model_not_found"
-
-
 BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
-async def test_a_model_that_is_not_served(tmp_path: Path, path: str) -> None:
-    async with serve(tmp_path, any_model_name=False) as server:
-        response = await server.client.post(path, json={"model": "gpt-4", **BODY})
-    assert response.status_code == 404
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
 @pytest.mark.parametrize("name", ["gpt-3.5-turbo", "https://a.b/c", None])

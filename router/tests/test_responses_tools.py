@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.api.responses.fields import InputReader
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
@@ -252,7 +253,12 @@ def test_only_the_first_half_of_a_pair_waits() -> None:
     assert [reader.feed(piece) for piece in pieces] == known
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path, "<think>hm</think>Hi") as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve_chat(tmp_path_factory.mktemp("model"), "") as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over("<think>hm</think>Hi", ends=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import MessagesRequest
 from text_generation_router.api.openai.completions import first_ids
@@ -24,10 +25,15 @@ def function(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path, f"<think>hm</think>Hé!{CALL}") as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve_chat(tmp_path_factory.mktemp("model"), "") as server:
         yield server
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    return running.start_over(f"<think>hm</think>Hé!{CALL}", ends=True)
 
 
 async def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -79,18 +85,19 @@ async def test_allowed_tools(server: Server, mode: str) -> None:
     choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": allowed}
     tools = [function("add"), function("other")]
     await ask(server, CHAT, tools=tools, tool_choice=choice)
-    grammar = server.shards.grammars[-1]
+    grammar = server.shards.requests[-1].grammar
     assert "add" in grammar and "other" not in grammar
     # The model is told of all of them, so that its prompt stays what it was.
     assert last_prompt(server).startswith("[add,other]")
     await ask(server, CHAT, tools=tools, tool_choice=mode)
-    assert "other" in server.shards.grammars[-1]
+    assert "other" in server.shards.requests[-1].grammar
     flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "add"}]}
     listed = [{"type": "function", "name": name} for name in ("add", "other")]
     answer = await ask(server, RESPONSES, tools=listed, tool_choice=flat)
     assert answer["tool_choice"] == flat
     # It is the first one again, which was compiled already.
-    assert len(server.shards.grammars) == 2
+    assert server.shards.requests[-1].grammar == grammar
+    assert server.shards.grammars.count(grammar) == 1
 
 
 async def test_allowed_tools_that_are_none_of_the_tools(server: Server) -> None:

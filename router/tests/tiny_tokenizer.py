@@ -46,8 +46,8 @@ def write_tokenizer(directory: Path, words: Sequence[str] = ()) -> None:
 def script_of(text: str) -> list[int]:
     """The ids of the bytes of a text."""
     spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    [(characters, _)] = spelled.pre_tokenize_str(text)
-    return [ALPHABET.index(character) for character in characters]
+    found = spelled.pre_tokenize_str(text)
+    return [ALPHABET.index(character) for characters, _ in found for character in characters]
 
 
 def ids_of(text: str) -> tuple[int, ...]:
