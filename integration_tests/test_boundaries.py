@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,6 +25,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 """
 
 
+@cache
 def imported_by(package: str) -> set[str]:
     """Names of all modules in the process after every module of the package was imported."""
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, package]

@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from integration_tests.server import LauncherHandle, running
+from integration_tests.conformance.transcript import API_KEY, SERVER_FLAGS
+from integration_tests.server import LauncherHandle, SharedServers
 
 Json = dict[str, Any]
-API_KEY = "sesame"
+REFERENCE = re.compile(r"""(?:src|href)\s*=\s*["']([^"']+)["']|url:\s*["']([^"']+)["']""")
 # What the embedded model says of the function that the examples ask for.
 ANSWER = "Remove any common leading whitespace"
 # Fields of answers that hold a text, or what is new of one.
@@ -22,11 +23,11 @@ TEXTS = ("generated_text", "text", "content", "delta", "predictions")
 
 
 @pytest.fixture(scope="module")
-def keyed_server() -> Iterator[LauncherHandle]:
-    """The embedded model with the launcher's own settings, but for a key."""
-    with running(None, "--api-key", API_KEY) as handle:
-        yield handle
-        handle.assert_idle()
+def keyed_server(shared_servers: SharedServers) -> Iterator[LauncherHandle]:
+    """The embedded model, which needs a key: the server of the transcripts."""
+    handle = shared_servers.get(None, *SERVER_FLAGS)
+    yield handle
+    handle.assert_idle()
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +191,18 @@ def test_every_get_route_answers_what_the_page_sends(
         assert status == 401, path
         for key in keys_of(document, methods["get"]):
             assert keyed_server.client.get(url, headers=key).status_code == 200, path
+
+
+def test_the_page_needs_nothing_from_elsewhere(server: LauncherHandle) -> None:
+    """It renders on a machine without a network."""
+    page = server.client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "//" not in re.sub(r"^\s*//.*$|<!--.*?-->", "", page.text, flags=re.MULTILINE)
+    references = [one or two for one, two in REFERENCE.findall(page.text)]
+    kinds = [reference.rsplit(".", 1)[-1] for reference in references]
+    assert {"js", "css", "json"} <= set(kinds)
+    for reference in references:
+        assert reference.startswith("/")
+        asset = server.client.get(reference)
+        assert asset.status_code == 200 and asset.content, reference

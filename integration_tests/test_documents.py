@@ -115,3 +115,16 @@ def test_the_readme_fits_on_a_screen() -> None:
 
 def test_contributing_can_be_read_at_once() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_every_fault_has_a_test() -> None:
+    entries = re.findall(
+        r"^- \*\*.*(?:\n .*)*", (ROOT / "docs" / "faults.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert len(entries) > 30
+    for entry in entries:
+        named = re.findall(r"`(\w[\w/]*\.py)(?:::(\w+))?`", entry)
+        assert named, entry
+        for file, function in named:
+            source = (ROOT / file).read_text("utf-8")
+            assert f"def {function or 'test_'}" in source, entry

@@ -1,4 +1,7 @@
-"""Models that write a given script write it, whatever stands before and however it is drawn."""
+"""Models that write a given script write it, whatever stands before and however it is drawn.
+
+test_tool_tokens.py has servers of such models.
+"""
 
 from pathlib import Path
 
@@ -7,7 +10,6 @@ from text_generation_router.chat.format import detect_format
 
 from integration_tests.published import PUBLISHED, TEMPLATES
 from integration_tests.scripted import write_scripted
-from integration_tests.server import running
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 SCRIPTS = {
@@ -50,14 +52,3 @@ def test_it_is_written_in_the_tokens_of_every_vendor(tmp_path: Path, name: str) 
 def test_a_script_that_is_not_clear_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two tokens may follow token 2 of the script of 'x'"):
         write_scripted("qwen3", tmp_path, {"": "a", "x": "<think><think><think>"})
-
-
-def test_a_server_writes_it(tmp_path: Path) -> None:
-    write_scripted("qwen3", tmp_path, SCRIPTS)
-    with running(tmp_path, "--dtype", "float32") as server:
-        for trigger, script in SCRIPTS.items():
-            for sampling in ({}, {"do_sample": True, "seed": 3}):
-                body = {"inputs": f"Please {trigger} me\n", "parameters": {**sampling}}
-                answer = server.client.post("/generate", json=body)
-                assert answer.json()["generated_text"] == script
-        server.assert_idle()

@@ -26,7 +26,10 @@ def test_it_is_small_and_imports_the_protocol_alone() -> None:
     assert ours == ["text_generation_shard.device.base"]
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("qwen3", "mistral"))],
+)
 def test_it_serves(
     family: str, launch: Launch, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -251,22 +251,6 @@ def test_log_lines_bear_both_ids(server: LauncherHandle, spans: Collector) -> No
     wait_until(lambda: re.search(line, server.log) is not None, 5, "the line is in the log")
 
 
-def test_two_shards_and_their_name() -> None:
-    with collecting() as (collector, endpoint):
-        flags = ("--otlp-endpoint", endpoint, "--otlp-service-name", "mine", "--num-shard", "2")
-        with running(None, *flags, **SOON) as server:
-            ask(server, "/generate", generate(3), **{"x-request-id": "both"})
-            root, _ = collector.trace_of("both")
-
-            def of_shards() -> list[Span]:
-                return [s for s in collector.spans if s.name == PREFILL and s.kind == SERVER]
-
-            wait_until(lambda: len(of_shards()) == 2, 10, "both shards have sent theirs")
-    assert {span.attributes["rank"] for span in of_shards()} == {0, 1}
-    assert {span.trace_id for span in of_shards()} == {root.trace_id}
-    assert {span.service for span in collector.spans} == {"mine"}
-
-
 def test_a_collector_that_is_gone_or_silent() -> None:
     """Answers are as ever, and the end is not held up; the log says what became of the spans."""
     with socket.socket() as silent:
@@ -284,15 +268,19 @@ def test_a_collector_that_is_gone_or_silent() -> None:
     assert f"The last spans were not sent to {endpoint} within 2 s, and are lost" in log
 
 
-def test_what_was_not_sent_yet_is_sent_at_the_end() -> None:
+def test_two_shards_send_at_the_end_what_was_not_sent_yet() -> None:
+    """Under the name that was given."""
     with collecting() as (collector, endpoint):
         slowly = {"OTEL_BSP_SCHEDULE_DELAY": "600000"}
-        with ended_inside("--otlp-endpoint", endpoint, **slowly) as server:
+        flags = ("--otlp-endpoint", endpoint, "--otlp-service-name", "mine", "--num-shard", "2")
+        with ended_inside(*flags, **slowly) as server:
             ask(server, "/generate", generate(3), **{"x-request-id": "late"})
             assert not collector.spans
             server.stop()
         _, trace = collector.trace_of("late")
-    assert {span.service for span in trace} == {ROUTER, SHARD}
+    of_shards = [span for span in trace if span.name == PREFILL and span.kind == SERVER]
+    assert {span.attributes["rank"] for span in of_shards} == {0, 1}
+    assert {span.service for span in trace} == {"mine"}
 
 
 def test_without_traces_nothing_is_imported() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from integration_tests.conformance import transcript
-from integration_tests.server import LauncherHandle, running
+from integration_tests.server import LauncherHandle, SharedServers
 
 FILES = sorted((Path(__file__).parent / "transcripts").glob("*.json"))
 CASES = [
@@ -24,11 +24,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def conformance_server() -> Iterator[LauncherHandle]:
+def conformance_server(shared_servers: SharedServers) -> Iterator[LauncherHandle]:
     """The embedded model in float32, whose greedy answers are the same on every processor."""
-    with running(None, *transcript.SERVER_FLAGS) as handle:
-        yield handle
-        handle.assert_idle()
+    handle = shared_servers.get(None, *transcript.SERVER_FLAGS)
+    yield handle
+    handle.assert_idle()
 
 
 @pytest.mark.parametrize(("path", "name"), CASES)

@@ -8,7 +8,7 @@ from integration_tests.hostile.contained import contained
 from integration_tests.server import LauncherHandle
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def _contained_server() -> Iterator[LauncherHandle]:
     with contained(None) as handle:
         yield handle

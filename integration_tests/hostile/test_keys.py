@@ -14,8 +14,6 @@ from integration_tests.hostile.contained import contained
 from integration_tests.hostile.neighbours import neighbours
 from integration_tests.server import LauncherHandle, wait_until
 
-pytestmark = pytest.mark.timed
-
 SECRET = "The password of the vault is swordfish, and nobody but the two of us must ever know it. "
 WRONG = "The password of the vault is aardvark, and nobody but the two of us must ever know it. "
 # A key that is removed from the file is refused after this time; the machine may be slow.
@@ -98,6 +96,7 @@ def test_docs_ask_for_the_key(server: LauncherHandle) -> None:
         assert server.client.get(path).status_code == 200
 
 
+@pytest.mark.timed
 def test_a_thousand_wrong_keys_leave_nothing_in_the_log(server: LauncherHandle) -> None:
     # Earlier errors of other clients are in the log by now.
     assert status(server, "wrong") == 401
@@ -127,6 +126,7 @@ def swap(link: Path, content: str) -> None:
     os.replace(fresh, link)
 
 
+@pytest.mark.timed
 def test_the_key_file_is_read_again(tmp_path: Path) -> None:
     link = tmp_path / "keys"
     swap(link, "# the first\nalice\n\n")
@@ -180,6 +180,7 @@ def test_a_key_file_that_can_not_be_used_at_the_start(
         handle.kill()
 
 
+@pytest.mark.timed
 def test_limits_of_a_key_hurt_nobody_else() -> None:
     flags = ("--max-concurrent-requests-per-key", "2", "--max-tokens-per-minute-per-key", "300")
     long = {"inputs": "x", "parameters": {"max_new_tokens": 200, "ignore_eos_token": True}}

@@ -14,11 +14,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-import pytest
-
 from integration_tests.server import LauncherHandle, wait_until
-
-pytestmark = pytest.mark.timed
 
 # Requests that are refused are a line of the log, too.
 REFUSED = {"inputs": "a", "parameters": {"max_new_tokens": 0}}

@@ -15,8 +15,6 @@ import text_generation_launcher
 from integration_tests.hostile.contained import contained
 from integration_tests.server import LauncherHandle, wait_until
 
-pytestmark = pytest.mark.timed
-
 MARKER = "xyzzy7Marker"
 PERMITS = 4
 LONG = {"inputs": "What is a list?", "parameters": {"max_new_tokens": 1500}}
