@@ -11,6 +11,8 @@ PYTEST := $(BIN)/pytest
 # The tests of a file run in one process and may share servers; files begin in the order given.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 UNITS := shard/tests router/tests launcher/tests process/tests proto/tests benchmark/tests
+TEST_CLIENTS := $(patsubst %,.venv-clients/%/.installed,schemathesis deployment prometheus)
+USUAL := "not gpu and not timed and not nightly"
 QUICK := "not gpu and not slow"
 # Two targets beside each other, all of whose lines come when they have ended; fails if one does.
 BESIDE := --jobs 2 --keep-going --output-sync=target --no-print-directory
@@ -21,16 +23,24 @@ GPU_PARTS := kernels engine
 UV := .venv-clients/uv/bin/uv
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: install serve test unit unit-shard unit-others coverage processors hostile fuzz soak conformance container-test check format proto gpu-wheels gpu-test gpu-bench bench
+# Where a shell forbids compiled files, every run compiles all tests and their assertions again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install serve test unit unit-shard unit-others nightly coverage processors hostile fuzz soak conformance clients container-test check format proto gpu-wheels gpu-test gpu-bench bench
 
 install: .venv/.installed-dev ## everything a developer needs
 
 serve: .venv/.installed ## make serve ARGS="--model-id DIR --port 8080"
 	$(BIN)/text-generation-launcher $(ARGS)
 
-test: .venv/.installed-dev $(addprefix .venv-clients/,$(addsuffix /.installed,text-generation schemathesis deployment prometheus)) ## everything that needs no GPU
-	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m "not gpu and not timed" integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
+test: .venv/.installed-dev $(TEST_CLIENTS) ## what needs no GPU and is not only for the night
+	$(if $(ARGS),$(PYTEST) -m "not gpu" $(ARGS),$(PYTEST) -m $(USUAL) integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m "timed and not gpu" integration_tests --ignore $(HOSTILE))
+
+nightly: .venv/.installed-dev $(TEST_CLIENTS) ## what is long and seldom fails, and all examples of what the other tests try with few
+	$(PYTEST) -m "(nightly or examples or hypothesis) and not gpu" --hypothesis-profile nightly \
+		integration_tests $(UNITS) --ignore $(HOSTILE) $(PARALLEL) $(ARGS)
+	$(if $(ARGS),,$(PYTEST) --hypothesis-profile nightly $(HOSTILE)/test_fuzz.py)
 
 unit: .venv/.installed-dev ## the unit tests that are quick: a minute; two processes, unless there are ARGS
 	$(if $(ARGS),$(PYTEST) -m $(QUICK) $(UNITS) $(ARGS),@$(MAKE) $(BESIDE) unit-shard unit-others)
@@ -42,24 +52,26 @@ unit-others: .venv/.installed-dev
 	$(PYTEST) -q -m $(QUICK) $(filter-out shard/tests,$(UNITS))
 
 coverage: .venv/.installed-dev ## which lines the unit tests run, and some whole servers; ten minutes
-	$(PYTEST) -m "not gpu and not timed" $(UNITS) $(COVERED) $(PARALLEL) --cov --cov-report=term $(ARGS)
+	$(PYTEST) -m $(USUAL) $(UNITS) $(COVERED) $(PARALLEL) --cov --cov-report=term $(ARGS)
 
 processors: .venv/.installed-dev ## the shard's tests as on a Haswell and a Skylake, code for ARM compiled; 15 minutes
 	$(BIN)/python -m shard.tests.processors
 
-hostile: .venv/.installed-dev ## attacks on a real server, and 2,000 random requests; needs root
+hostile: .venv/.installed-dev ## attacks on a real server, and 800 random requests; needs root
 	$(if $(ARGS),$(PYTEST) $(HOSTILE) $(ARGS),$(PYTEST) -m "not timed" $(HOSTILE) $(PARALLEL))
 	$(if $(ARGS),,$(PYTEST) -m timed $(HOSTILE))
 
 fuzz: .venv/.installed-dev ## an hour of random requests; make fuzz FUZZ_SECONDS=60 FUZZ_SEED=7
 	FUZZ_SECONDS=$(or $(FUZZ_SECONDS),3600) FUZZ_SEED=$(or $(FUZZ_SEED),$$(date +%s)) \
-		$(BIN)/pytest $(HOSTILE)/test_fuzz.py -s $(ARGS)
+		$(BIN)/pytest $(HOSTILE)/test_fuzz.py --hypothesis-profile nightly -s $(ARGS)
 
 soak: .venv/.installed-dev ## 20 minutes of random requests while shards are killed; make soak ARGS="--minutes 2"
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 conformance: .venv/.installed-dev $(if $(ARGS),$(ARGS:%=.venv-clients/%/.installed),$(CLIENTS)) ## the clients people have, against a real server
 	$(BIN)/python -m integration_tests.conformance.run_clients $(ARGS)
+
+clients: $(CLIENTS) $(TEST_CLIENTS) ## what conformance and the tests need of package indexes
 
 container-test: .venv/.installed-dev .venv-clients/text-generation/.installed ## builds the image and runs it; needs root and podman
 	$(BIN)/pytest $(sort $(wildcard integration_tests/container/check_*.py)) $(ARGS)
