@@ -154,20 +154,6 @@ def test_text_inside_of_a_broken_call_is_not_lost() -> None:
     assert read(FORMATS["mistral"], list(text)) == expected
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        '{"arguments": {"a": "é"}, "name": "f"}',
-        '{"type": "function", "name": "f", "arguments": {"a": "é"}}',
-        '{"name": "f", "arguments": "{\\"a\\": \\"é\\"}"}',
-    ],
-)
-def test_calls_in_another_order_are_calls(call: str) -> None:
-    expected = calls(pairs=[("f", '{"a": "é"}')])
-    assert read(FORMATS["hermes"], list(f"<tool_call>\n{call}\n</tool_call>")) == expected
-    assert read(FORMATS["generic"], list(call)) == expected
-
-
 def test_arguments_come_while_they_are_written() -> None:
     parser = ChatParser(FORMATS["hermes"], parses_tools=True)
     assert parser.feed('<tool_call>\n{"name": "f", "arguments": ') == []
