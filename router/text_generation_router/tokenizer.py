@@ -1,6 +1,7 @@
 """Converts text to ids and back, for one model."""
 
 import asyncio
+import codecs
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,6 @@ import tokenizers
 
 from text_generation_router.encoding import Encoding, TokenIds
 from text_generation_router.long_texts import LongTexts
-from text_generation_router.stream_decoder import StreamDecoder
 from text_generation_router.token_bound import TokenBound, parts
 from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
 
@@ -144,7 +144,7 @@ class Tokenizer:
         that the tokenizer does not have."""
         return [self.token_bytes(token_id).decode(errors="replace") for token_id in token_ids]
 
-    def stream_decoder(self) -> StreamDecoder:
+    def stream_decoder(self) -> "StreamDecoder":
         """A decoder for one generation."""
         return StreamDecoder(self.token_bytes)
 
@@ -178,6 +178,35 @@ class Tokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+class StreamDecoder:
+    """Decodes the ids of one generation.
+
+    Joined, the texts of all steps and the final `flush` are the UTF-8 decoding of the tokens'
+    joined bytes. No step returns a part of a character.
+
+    A token always stands for the same bytes (see `Tokenizer.token_bytes`), so the only state is the
+    start of an incomplete UTF-8 character: three bytes at most. Bytes that can not become a
+    character are U+FFFD immediately, so that the stream does not stall.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.is_inside_character = False
+        """Whether the bytes so far end inside a character."""
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` completes; may be empty."""
+        text = self._utf8.decode(self._token_bytes(token_id))
+        self.is_inside_character = bool(self._utf8.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        """The bytes of an incomplete character as U+FFFD; the next step begins a new character."""
+        self.is_inside_character = False
+        return self._utf8.decode(b"", final=True)
 
 
 def _checked(text: str) -> str:
