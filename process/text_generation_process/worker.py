@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from text_generation_process.children import Child
 from text_generation_process.lifetime import end_with_parent
 
 START_S = 30.0
@@ -68,7 +68,7 @@ class Worker:
         A runner may add `memory_bytes`; None: any number."""
         self._module, self._argument, self._memory_bytes = module, argument, memory_bytes
         self._starting = threading.Lock()
-        self._server: Child | None = None
+        self._server: _Server | None = None
         self._idle: list[socket.socket] = []
         """Connections to runners without a call."""
         self._is_closed = False
@@ -139,16 +139,45 @@ class Worker:
             raise WorkerStartError(f"can not start a process: {error}") from error
         return connection
 
-    def _new_server(self) -> Child:
+    def _new_server(self) -> "_Server":
         """Raises OSError and EOFError."""
         self._end()
-        server = self._server = Child(
-            "text_generation_process.worker", self._module, self._memory_bytes or 0
-        )
+        server = self._server = _Server(self._module, self._memory_bytes or 0)
         if self._is_closed:
             raise EOFError("the worker is closed")
         _ask(server.connection, "prepare", self._argument, START_S)
         return server
+
+
+class _Server:
+    """Owns the server process and the socket to it, its standard input."""
+
+    def __init__(self, module: str, memory_bytes: int) -> None:
+        """Raises OSError."""
+        self.connection, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "text_generation_process.worker"]
+        try:
+            with theirs:
+                # Ctrl-C at a terminal does not reach it.
+                self._process = subprocess.Popen(
+                    [*command, module, str(memory_bytes)],
+                    stdin=theirs.fileno(),
+                    start_new_session=True,
+                )
+        except BaseException:
+            self.connection.close()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Kills it, waits until it is gone, and closes the connection. May be repeated."""
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
 
 
 def _ask(
@@ -192,7 +221,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 def main() -> None:
     """Forks a runner for each socket that comes, until the parent closes its end."""
-    _, name, memory_bytes = sys.argv[1:]
+    name, memory_bytes = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=0) as control:
         module = importlib.import_module(name)

@@ -17,11 +17,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from text_generation_router.chat.template import MAX_BYTES
+from text_generation_router.chat.template import DEFAULT, MAX_BYTES, WITH_TOOLS
 from text_generation_router.errors import TemplateError
 
 MAX_CHARACTERS = 32_000_000
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # Appended to the message to continue, to find its end in the prompt. A template that strips the
 # message drops the mark's space; no template writes this space itself.
 _MARK, _MARK_SPACE = "\ue0f0CONTINUE\ue0f1", "\u2003"
@@ -74,7 +73,7 @@ class Renderer:
         `default`. Raises TemplateError.
         """
         if name is None:
-            name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
+            name = WITH_TOOLS if tools and WITH_TOOLS in self._sources else DEFAULT
         if not continue_final_message:
             variables = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
             return self._rendered(name, messages, tools, variables)
@@ -189,21 +188,9 @@ def _cut_at_mark(rendered: str) -> str:
     return prompt if behind.startswith(_MARK_SPACE) else prompt.rstrip()
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own filter, it does not escape for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Unlike Jinja's own filter, it does not escape for HTML. `options` of `json.dumps`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -8,7 +8,8 @@ from text_generation_router.json_file import read_object, read_text
 
 MAX_BYTES = 2**30
 """Memory for one rendering: prompts of millions of characters fit many times."""
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of templates."""
 
 
 class ChatTemplate:
@@ -19,9 +20,9 @@ class ChatTemplate:
         `special_tokens` are variables of the templates, such as `bos_token`."""
         self.sources = {name: _text(source) for name, source in sources.items()}
         self.special_tokens = {name: _text(token) for name, token in special_tokens.items()}
-        self.source = self.sources.get(_DEFAULT) or next(iter(self.sources.values()))
+        self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
         """The default template."""
-        self.tool_source = self.sources.get(_WITH_TOOLS, self.source)
+        self.tool_source = self.sources.get(WITH_TOOLS, self.source)
         """The default template of a chat with tools."""
 
     @classmethod
@@ -44,7 +45,7 @@ class ChatTemplate:
             config = read_object(directory / "tokenizer_config.json")
             sources = _read_sources(directory, config)
         elif tokenizer_config_path.suffix == ".jinja":
-            sources = {_DEFAULT: read_text(tokenizer_config_path)}
+            sources = {DEFAULT: read_text(tokenizer_config_path)}
             config = read_object(directory / "tokenizer_config.json")
         elif not tokenizer_config_path.is_file():
             raise ValueError(
@@ -67,7 +68,7 @@ def _read_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     own_file = directory / "chat_template.jinja"
     old_file = directory / "chat_template.json"
     if own_file.is_file():
-        sources = {_DEFAULT: read_text(own_file)}
+        sources = {DEFAULT: read_text(own_file)}
     elif old_file.is_file():
         sources = _named(read_object(old_file).get("chat_template"), old_file)
     else:
@@ -82,7 +83,7 @@ def _named(template: Any, path: Path) -> dict[str, str]:
     if template is None:
         return {}
     if isinstance(template, str):
-        return {_DEFAULT: template}
+        return {DEFAULT: template}
     if isinstance(template, list) and all(isinstance(item, dict) for item in template):
         template = {item.get("name"): item.get("template") for item in template}
     if isinstance(template, dict) and all(
