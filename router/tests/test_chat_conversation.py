@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from text_generation_router.chat.format import FORMATS
-from text_generation_router.chat.history import (
+from text_generation_router.chat.conversation import (
     joined,
     plain_messages,
     strict_form,
     strict_form_without_system,
     with_instructions,
 )
+from text_generation_router.chat.format import FORMATS
 
 GENERIC = FORMATS["generic"]
 CALL: dict[str, Any] = {

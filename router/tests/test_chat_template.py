@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from text_generation_router.chat import rendering
-from text_generation_router.chat.format import ToolSpec, detect_format
-from text_generation_router.chat.history import (
+from text_generation_router.chat.conversation import (
     plain_messages,
     strict_form,
     strict_form_without_system,
 )
+from text_generation_router.chat.format import ToolSpec, detect_format
 from text_generation_router.chat.rendering import Renderer
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.errors import TemplateError

@@ -1,11 +1,20 @@
-"""A chat request, independent of the API that received it."""
+"""A chat request, independent of the API that received it, and the forms of its messages."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
-from text_generation_router.chat.format import ToolSpec
+from text_generation_router.chat.format import ChatFormat, ToolSpec
 from text_generation_router.validation import GenerateParameters
+
+Message = Mapping[str, Any]
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +28,7 @@ class Conversation:
     tool calls, the answer continues it.
     """
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Message, ...]
     parameters: GenerateParameters
     """`inputs`, special tokens and the tools' grammar are filled in by `ChatService`."""
     tools: tuple[ToolSpec, ...] = ()
@@ -52,3 +61,108 @@ class Conversation:
     def usable_tools(self) -> tuple[ToolSpec, ...]:
         """The tools that the prompt describes; none if `tool_choice` is `none`."""
         return () if self.tool_choice == "none" else self.tools
+
+
+def plain_messages(
+    messages: Sequence[Message], template_source: str, chat_format: ChatFormat
+) -> list[Message]:
+    """The messages, with tool calls and results as text where the template does not support them:
+    calls in the chat format, results as user messages."""
+    plain: list[Message] = []
+    # Texts to append, by the index of their message.
+    behind: defaultdict[int, list[str]] = defaultdict(list)
+    for message in messages:
+        if message.get("tool_calls") and "tool_calls" not in template_source:
+            message = _with_calls_as_text(message, chat_format)
+        if message["role"] == "tool" and "tool" not in template_source:
+            message = {"role": "user", "content": message["content"]}
+            if plain and plain[-1]["role"] == "user":  # templates require alternating roles
+                behind[len(plain) - 1].append(message["content"])
+                continue
+        plain.append(message)
+    for place, contents in behind.items():
+        content = "\n".join([plain[place]["content"], *contents])
+        plain[place] = {"role": "user", "content": content}
+    return plain
+
+
+def joined(messages: Sequence[Message], *roles: str) -> list[Message]:
+    """The messages; those of one of the roles that follow each other are one."""
+    made: list[Message] = []
+    for role, group in groupby(messages, key=itemgetter("role")):
+        turn = list(group)
+        if len(turn) == 1 or role not in roles:
+            made += turn
+            continue
+        whole: dict[str, Any] = {}
+        for message in reversed(turn):  # of other fields the first one counts
+            whole |= message
+        whole["content"] = "\n".join(filter(None, (message["content"] for message in turn)))
+        if calls := [call for message in turn for call in message.get("tool_calls", ())]:
+            whole["tool_calls"] = calls
+        made.append(whole)
+    return made
+
+
+def strict_form(messages: Sequence[Message]) -> list[Message]:
+    """The messages as the strictest templates accept them, whose roles must alternate.
+
+    A system message that is not the first becomes the user's. Between a tool's result and the user
+    stands an empty answer. Messages of one role are one. Ids of calls have nine letters and digits.
+    """
+    made: list[Message] = []
+    for message in messages:
+        if message["role"] == "system" and made:
+            message = {**message, "role": "user"}
+        if message["role"] == "user" and made and made[-1]["role"] == "tool":
+            made.append({"role": "assistant", "content": ""})
+        made.append(_with_short_ids(message))
+    return joined(made, "user", "assistant")
+
+
+def strict_form_without_system(messages: Sequence[Message]) -> list[Message]:
+    """The same for templates that refuse any system message: the user says it."""
+    first, *others = messages
+    if first["role"] == "system":
+        first = {**first, "role": "user"}
+    return strict_form([first, *others])
+
+
+def _with_short_ids(message: Message) -> Message:
+    named = dict(message)
+    if "tool_call_id" in named:
+        named["tool_call_id"] = _short_id(named["tool_call_id"])
+    if "tool_calls" in named:
+        calls = named["tool_calls"]
+        named["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in calls]
+    return named
+
+
+def _short_id(call_id: str) -> str:
+    """The same one for the same id, so that the prefix cache knows the prompt."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return sha256(call_id.encode()).hexdigest()[:9]
+
+
+def with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with `text` after the system message or before the first message.
+
+    No system message is added, because some templates refuse one.
+    """
+    first, *others = messages
+    parts = [first["content"], text] if first["role"] == "system" else [text, first["content"]]
+    return [{**first, "content": "\n\n".join(parts)}, *others]
+
+
+def _with_calls_as_text(message: Message, chat_format: ChatFormat) -> Message:
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [(function["name"], _json(function["arguments"])) for function in functions]
+    parts = [message["content"], chat_format.write_calls(calls)]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join(filter(None, parts))}
+
+
+def _json(arguments: Any) -> str:
+    """The arguments as text; they already are text if they were not a JSON object."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 from text_generation_router.chat.constraint import thinking_grammar, tool_grammar
-from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.format import ChatFormat
-from text_generation_router.chat.history import (
+from text_generation_router.chat.conversation import (
+    Conversation,
     Message,
     plain_messages,
     strict_form,
     strict_form_without_system,
     with_instructions,
 )
+from text_generation_router.chat.format import ChatFormat
 from text_generation_router.chat.parser import (
     ChatEvent,
     ChatParser,

@@ -19,9 +19,8 @@ from text_generation_router.api.anthropic.schemas import (
     text_of,
 )
 from text_generation_router.api.grammars import schema_grammar
-from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.conversation import Conversation, joined
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.chat.history import joined
 from text_generation_router.fields import drawing
 from text_generation_router.validation import GenerateParameters
 

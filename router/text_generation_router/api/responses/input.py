@@ -28,8 +28,7 @@ from text_generation_router.api.responses.tools import (
     served_tools,
     tools_left_out,
 )
-from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.history import joined
+from text_generation_router.chat.conversation import Conversation, joined
 from text_generation_router.chat.messages import CalledFunction
 from text_generation_router.errors import ToolError
 from text_generation_router.fields import MOST_TOP_LOGPROBS, drawing
