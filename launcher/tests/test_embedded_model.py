@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,14 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-LAUNCHER = Path(__file__).parents[1]
-MODEL = LAUNCHER / "text_generation_launcher" / "embedded_model"
-TRAINING = LAUNCHER / "embedded_model_training"
+from embedded_model.corpus import build_entries
+from embedded_model.dialogue import chat_exchange
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "launcher" / "text_generation_launcher" / "embedded_model"
+TRAINING = ROOT / "embedded_model"
 PRINT_SCRIPT = (
-    "from embedded_model_training.corpus import build_entries\n"
+    "from embedded_model.corpus import build_entries\n"
     "print(*map(repr, build_entries()), sep='\\n')\n"
 )
 
@@ -31,12 +32,9 @@ def read_json(path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def entries() -> Iterator[dict[str, Any]]:
+def entries() -> dict[str, Any]:
     """The corpus, by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(LAUNCHER))
-        corpus = importlib.import_module("embedded_model_training.corpus")
-        yield {entry.name: entry for entry in corpus.build_entries()}
+    return {entry.name: entry for entry in build_entries()}
 
 
 def test_checkpoint_is_small() -> None:
@@ -99,8 +97,9 @@ def test_card_says_what_the_result_says() -> None:
     card = (MODEL / "README.md").read_text("utf-8")
     evaluation = result["evaluation"]
     assert evaluation["right_signature_chat"] >= 190
-    for figure in ("right_signature_chat", "right_signature_raw", "held_out_source_loss"):
-        assert str(evaluation[figure]) in card
+    for name in set(evaluation) - {"parameters", "bytes"}:
+        assert str(evaluation[name]) in card, name
+    assert str(result["training"]["training_loss"]) in card
 
 
 def test_corpus_knows_the_popular_names(entries: dict[str, Any]) -> None:
@@ -112,10 +111,9 @@ def test_corpus_knows_the_popular_names(entries: dict[str, Any]) -> None:
 
 
 def test_exchange_is_what_the_chat_template_renders(entries: dict[str, Any]) -> None:
-    dialogue = importlib.import_module("embedded_model_training.dialogue")
     template = jinja2.Template(read_json(MODEL / "tokenizer_config.json")["chat_template"])
     answer = entries["textwrap.dedent"].answer
-    exchange = dialogue.chat_exchange("What?", answer)
+    exchange = chat_exchange("What?", answer)
     message = {"role": "user", "content": "What?"}
     assert exchange.prompt == template.render(messages=[message], add_generation_prompt=True)
     assert exchange.completion == f"{answer}<|im_end|>"
@@ -124,7 +122,7 @@ def test_exchange_is_what_the_chat_template_renders(entries: dict[str, Any]) -> 
 @pytest.mark.slow
 def test_corpus_is_the_same_in_another_process(entries: dict[str, Any]) -> None:
     # A different hash seed, which changes the order of sets.
-    environment = {**os.environ, "PYTHONPATH": str(LAUNCHER), "PYTHONHASHSEED": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "1"}
     printed = subprocess.run(
         [sys.executable, "-c", PRINT_SCRIPT],
         env=environment,

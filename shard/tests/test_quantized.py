@@ -22,9 +22,9 @@ from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, open_cpu
 
-LAUNCHER = Path(__file__).parents[2] / "launcher"
-EMBEDDED = LAUNCHER / "text_generation_launcher" / "embedded_model"
-QUESTIONS = LAUNCHER / "embedded_model_training" / "questions.json"
+ROOT = Path(__file__).parents[2]
+EMBEDDED = ROOT / "launcher" / "text_generation_launcher" / "embedded_model"
+QUESTIONS = ROOT / "embedded_model" / "questions.json"
 
 
 def weight_of(outputs: int, inputs: int, seed: int = 0) -> Tensor:

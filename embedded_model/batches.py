@@ -11,9 +11,9 @@ import numpy
 import torch
 from tokenizers import Tokenizer
 
-from embedded_model_training.corpus import Entry, source_files
-from embedded_model_training.dialogue import END_OF_TEXT, make_exchange
-from embedded_model_training.save import token_id
+from embedded_model.corpus import Entry, source_files
+from embedded_model.dialogue import END_OF_TEXT, make_exchange
+from embedded_model.save import token_id
 
 TOKENS_PER_STEP = 4096
 SHORT_ROW = 256

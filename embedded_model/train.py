@@ -1,13 +1,6 @@
-"""Train the embedded model from the standard library of the Python that runs this.
+"""Trains the embedded model from the standard library of the Python that runs this.
 
-From the repository's root, with the project installed::
-
-    python -m embedded_model_training.train              # an hour on two cores
-    python -m embedded_model_training.train --resume     # go on after an interruption
-    python -m embedded_model_training.evaluate           # held-out loss and the 200 questions
-
-(`PYTHONPATH=launcher` where the project isn't installed in editable form.)  A GPU is used where
-there is one.  The state of a run, which `--resume` goes on from, is kept in `--state`.
+`--state` keeps the state of a run, from which `--resume` continues.
 """
 
 from __future__ import annotations
@@ -28,13 +21,14 @@ from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from embedded_model_training.batches import IGNORED, SHORT_ROW, TOKENS_PER_STEP, Batch, RowMaker
-from embedded_model_training.corpus import build_entries
-from embedded_model_training.save import load_tokenizer, save_model, save_tokenizer, train_tokenizer
+from embedded_model.batches import IGNORED, SHORT_ROW, TOKENS_PER_STEP, Batch, RowMaker
+from embedded_model.corpus import build_entries
+from embedded_model.save import load_tokenizer, save_model, save_tokenizer, train_tokenizer
 
 SEED = 20240229
-DEFAULT_OUTPUT = Path(__file__).parents[1] / "text_generation_launcher" / "embedded_model"
-DEFAULT_STATE = Path.home() / ".cache" / "pytgi" / "embedded_model_training"
+ROOT = Path(__file__).parents[1]
+DEFAULT_OUTPUT = ROOT / "launcher" / "text_generation_launcher" / "embedded_model"
+DEFAULT_STATE = Path.home() / ".cache" / "pytgi" / "embedded_model"
 DEFAULT_RESULT = Path(__file__).with_name("result.json")
 WARMUP_STEPS = 100
 PEAK_RATE = 3e-3

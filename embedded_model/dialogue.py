@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from embedded_model_training.corpus import Entry
+from embedded_model.corpus import Entry
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

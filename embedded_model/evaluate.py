@@ -1,14 +1,5 @@
 """The scores of the embedded model: held-out loss, and the share of 200 fixed questions answered
-with the right signature, decoded greedily.
-
-From the repository's root, with the project installed::
-
-    python -m embedded_model_training.evaluate                     # score, result.json and card
-    python -m embedded_model_training.evaluate --write-questions   # choose new questions
-
-The second is for another Python than the one that the committed questions were drawn from (see
-result.json), where some signatures differ.
-"""
+with the right signature, decoded greedily."""
 
 from __future__ import annotations
 
@@ -24,9 +15,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from embedded_model_training.card import write_card
-from embedded_model_training.corpus import Entry, build_entries, held_out_files
-from embedded_model_training.dialogue import (
+from embedded_model.corpus import Entry, build_entries, held_out_files
+from embedded_model.dialogue import (
     END_OF_TEXT,
     QUESTIONS,
     TURN_END,
@@ -34,8 +24,8 @@ from embedded_model_training.dialogue import (
     chat_exchange,
     raw_exchange,
 )
-from embedded_model_training.save import load_tokenizer, token_id
-from embedded_model_training.train import DEFAULT_OUTPUT, DEFAULT_RESULT
+from embedded_model.save import load_tokenizer, token_id
+from embedded_model.train import DEFAULT_OUTPUT, DEFAULT_RESULT
 
 QUESTION_COUNT = 200
 QUESTION_SEED = 200
@@ -199,7 +189,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read the command line, evaluate, and write the result and the model card."""
+    """Read the command line, evaluate, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=DEFAULT_OUTPUT)
     parser.add_argument("--result", type=Path, default=DEFAULT_RESULT)
@@ -213,7 +203,6 @@ def main() -> None:
     result = json.loads(arguments.result.read_text("utf-8")) if arguments.result.exists() else {}
     result["evaluation"] = evaluate(arguments.model)
     arguments.result.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    write_card(arguments.model / "README.md", result)
     print(json.dumps(result, indent=2))
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM
 
-from embedded_model_training.corpus import Entry, source_files
-from embedded_model_training.dialogue import (
+from embedded_model.corpus import Entry, source_files
+from embedded_model.dialogue import (
     CHAT_TEMPLATE,
     END_OF_TEXT,
     QUESTIONS,
