@@ -6,19 +6,16 @@ without prefill chunking. The clients run in this process.
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from load import APIS, answer, prompts, quantile
-from machine import machine
-from make_checkpoint import write_checkpoint
-from servers import FOLDER, WORK, ours, running
+from machine import heading, results, write
+from make_checkpoint import ensure_checkpoint
+from servers import WORK, ours, running
 from text_generation_benchmark.streams import Stream
 
 CLIENTS = 8
@@ -34,16 +31,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="prompts that arrive, one by one")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    name = f"chunked-{datetime.now(UTC):%Y-%m-%d}.json"
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    parser.add_argument("--output", type=Path, default=results("chunked"))
     options = parser.parse_args()
     checkpoint = WORK / "llama-125m"
-    if not (checkpoint / "config.json").exists():
-        write_checkpoint(checkpoint)
+    ensure_checkpoint(checkpoint)
     report: dict[str, Any] = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/chunked.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "load": f"{CLIENTS} clients decode, a prompt of {options.prompt_tokens} tokens arrives",
         "kinds": {},
     }
@@ -53,9 +46,7 @@ def main() -> None:
             found = asyncio.run(measure(handle.url, options.prompt_tokens, options.rounds))
         report["kinds"][kind] = found
     print(table(report["kinds"]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 async def measure(url: str, prompt_tokens: int, rounds: int) -> dict[str, Any]:

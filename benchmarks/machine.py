@@ -1,4 +1,4 @@
-"""Describes the machine; run as a script, measures its limits.
+"""Describes the machine, and writes reports; run as a script, measures its limits.
 
 Prints one JSON object with the fields of loads.Rates. A process of its own, so that it holds no
 memory while servers are measured.
@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from loads import Rates
 
@@ -30,6 +32,28 @@ def machine() -> dict[str, str]:
         "system": platform.platform(),
         "load_average": " ".join(f"{value:.2f}" for value in os.getloadavg()),
     }
+
+
+def heading() -> dict[str, Any]:
+    """The first fields of a report: when, by which command, and on which machine."""
+    script = Path(sys.argv[0]).name
+    return {
+        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "machine": machine(),
+    }
+
+
+def results(name: str) -> Path:
+    """The default file of a report of today."""
+    return Path(__file__).parent / "results" / f"{name}-{datetime.now(UTC):%Y-%m-%d}.json"
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    """Writes a report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"written to {path}", file=sys.stderr)
 
 
 def measured_rates() -> Rates:

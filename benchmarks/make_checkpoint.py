@@ -82,6 +82,18 @@ def main() -> None:
     write_checkpoint(options.directory, is_repeating=options.repeating)
 
 
+def ensure_checkpoint(
+    directory: Path,
+    *,
+    is_repeating: bool = False,
+    num_layers: int | None = None,
+    shape: Shape = SMALL,
+) -> None:
+    """Writes it unless it is there."""
+    if not (directory / "config.json").exists():
+        write_checkpoint(directory, is_repeating=is_repeating, num_layers=num_layers, shape=shape)
+
+
 def write_checkpoint(
     directory: Path,
     *,

@@ -6,22 +6,20 @@ its threads wait for the slowest one.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from loads import Shape
-from machine import machine
-from make_checkpoint import write_checkpoint
+from machine import heading, results, write
+from make_checkpoint import ensure_checkpoint
 from serve import run_load
-from servers import FOLDER, WORK, ours, running
+from servers import WORK, ours, running
 
 CHECKPOINT = WORK / "llama-125m"
 SHAPES = {"c1": Shape(1, 2, 128, 64), "c8": Shape(8, 2, 128, 64)}
@@ -32,11 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
-    name = f"neighbour-{datetime.now(UTC):%Y-%m-%d}.json"
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    parser.add_argument("--output", type=Path, default=results("neighbour"))
     options = parser.parse_args()
-    if not (CHECKPOINT / "config.json").exists():
-        write_checkpoint(CHECKPOINT)
+    ensure_checkpoint(CHECKPOINT)
     server = ours(CHECKPOINT, "--dtype", "bfloat16")
     found: dict[str, dict[int, list[float]]] = {
         load: {count: [] for count in options.neighbours} for load in SHAPES
@@ -51,9 +47,7 @@ def main() -> None:
                         figures = run_load(handle, shape, number)
                         found[load][count].append(figures["tokens_per_s"])
     report: dict[str, Any] = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/neighbour.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "tokens_per_s": {
             load: {str(count): statistics.median(speeds) for count, speeds in by_count.items()}
             for load, by_count in found.items()
@@ -61,9 +55,7 @@ def main() -> None:
         "rounds": {load: {str(n): s for n, s in by.items()} for load, by in found.items()},
     }
     print(table(report["tokens_per_s"]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 @contextmanager

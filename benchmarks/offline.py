@@ -20,14 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from load import prompts
-from machine import machine
-from make_checkpoint import write_checkpoint
-from servers import FOLDER, WORK
+from machine import heading, results, write
+from make_checkpoint import ensure_checkpoint
+from servers import WORK
 
 SIDES = ("transformers.pipeline", "LLM")
 LIMITS = [1, 2, 4, 8, 16, 32]
@@ -42,13 +41,10 @@ def main() -> None:
     if options.worker is not None:
         _work(options)
         return
-    if not (options.checkpoint / "config.json").exists():
-        write_checkpoint(options.checkpoint)
+    ensure_checkpoint(options.checkpoint)
     report: dict[str, Any] = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/offline.py", *sys.argv[1:]]),
+        **heading(),
         "checkpoint": f"{options.checkpoint.name} (benchmarks/make_checkpoint.py), {options.dtype}",
-        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{
@@ -63,9 +59,7 @@ def main() -> None:
     report["seconds"] = measure_limits(options)
     report["held"] = run_worker(options, "held", options.budget)
     print(table(report))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -80,11 +74,7 @@ def _parse() -> argparse.Namespace:
         "--budget", type=int, default=8 * CONTEXT, help="tokens of KV cache in the second part"
     )
     parser.add_argument("--requests", type=int, default=160, help="in the second part")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=FOLDER / "results" / f"offline-{datetime.now(UTC):%Y-%m-%d}.json",
-    )
+    parser.add_argument("--output", type=Path, default=results("offline"))
     parser.add_argument("--worker", choices=(*SIDES, "held"), help=argparse.SUPPRESS)
     parser.add_argument("--value", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,16 +1,14 @@
 """The report of serve.py: medians, ratios, the machine's limits, and tables."""
 
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from contestants import CONTESTANTS, OURS, PRICED, RIVALS
 from loads import Rates, Shape, Work
-from machine import machine
+from machine import heading
 
 COLUMNS = ("tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
 Rounds = dict[str, list[dict[str, Any]]]
@@ -24,10 +22,8 @@ def summarise(
     servers = {name: _server(found) for name, found in rounds.items()}
     limits = {name: work.limit(shape, rates) for name, shape in shapes.items()}
     return {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/serve.py", *sys.argv[1:]]),
+        **heading(),
         "checkpoint": f"{checkpoint.name} (benchmarks/make_checkpoint.py writes llama-125m)",
-        "machine": machine(),
         "machine_rates": asdict(rates),
         "versions": {name: _versions(name) for name in rounds},
         "loads": {

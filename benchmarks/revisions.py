@@ -18,13 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from loads import LOADS, Shape
-from machine import machine
-from make_checkpoint import write_checkpoint
+from machine import heading, write
+from make_checkpoint import ensure_checkpoint
 from serve import WARM_UP_TOKENS, run_load
 from servers import FOLDER, WORK, Running, ours, running
 from streams import Streams
@@ -66,17 +65,13 @@ def main() -> None:
     if options.starts:
         found["start: first token, s"] = _in_turn(trees, options.starts, _first_token_s)
     report = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/revisions.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "before": trees[0].name,
         "now": _git("rev-parse", "--short", "HEAD"),
         "rounds": found,
     }
     print(table(found))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -135,8 +130,7 @@ def _served(
     seeds = iter(range(1, 100_000))
     num_layers, times = MODELS[model]
     checkpoint = WORK / model
-    if not (checkpoint / "config.json").exists():
-        write_checkpoint(checkpoint, num_layers=num_layers)
+    ensure_checkpoint(checkpoint, num_layers=num_layers)
     for number in range(rounds):
         with ExitStack() as stack:
             handles = _started(stack, trees if number % 2 == 0 else trees[::-1], checkpoint)

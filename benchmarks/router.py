@@ -9,7 +9,6 @@ the router has one for itself; clients, shard and probe share the others.
 import argparse
 import asyncio
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import platform
@@ -22,14 +21,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import psutil
 import tokenizers
-from machine import machine
+from machine import heading, results, write
 from streams import Control, Streams, Tally, run
 from text_generation_benchmark.http import HttpClient, RequestError
 from text_generation_benchmark.report import quantile
@@ -82,8 +80,7 @@ def main() -> None:
             rows.append(asyncio.run(measure(router, load, options.seconds, options.probe)))
             print(f"{streams} streams: done", file=sys.stderr)
     report = {
-        "command": " ".join(("benchmarks/router.py", *sys.argv[1:])),
-        "machine": machine(),
+        **heading(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
         | {"python": platform.python_version()},
         "api": options.api,
@@ -92,8 +89,7 @@ def main() -> None:
     }
     print(table(rows))
     if options.output is not None:
-        options.output.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"written to {options.output}", file=sys.stderr)
+        write(report, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -105,11 +101,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--accepted", type=int, default=0, help="right guesses in each step")
     parser.add_argument("--probe", default="/health", help="the path that is asked meanwhile")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=FOLDER / "results" / f"router-{datetime.now(UTC):%Y-%m-%d}.json",
-    )
+    parser.add_argument("--output", type=Path, default=results("router"))
     parser.add_argument("--dry-run", dest="output", action="store_const", const=None)
     return parser.parse_args()
 

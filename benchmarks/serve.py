@@ -12,15 +12,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 from contestants import CONTESTANTS, Contestant
 from loads import LOADS, Rates, Shape
-from machine import measured_rates
-from make_checkpoint import write_checkpoint
+from machine import measured_rates, results, write
+from make_checkpoint import ensure_checkpoint
 from report import summarise, table
 from servers import FOLDER, WORK, Running, running
 
@@ -32,8 +31,7 @@ def main() -> None:
     """Installs what is missing, measures, prints, writes."""
     options = _parse()
     checkpoint: Path = options.checkpoint
-    if not (checkpoint / "config.json").exists():
-        write_checkpoint(checkpoint)
+    ensure_checkpoint(checkpoint)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in options.servers}
     missing = _prepare(options.servers, checkpoint)
     for name, reason in missing.items():
@@ -49,10 +47,8 @@ def main() -> None:
                 rounds[name].append(found)
         # After every round, so that an interrupted run keeps its figures.
         report = summarise(rounds, shapes, best, checkpoint)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=2) + "\n")
+        write(report, options.output)
     print(table(report))
-    print(f"written to {options.output}", file=sys.stderr)
 
 
 def _parse() -> argparse.Namespace:
@@ -64,11 +60,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a request of 8 tokens per client: only tries it out"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=FOLDER / "results" / f"serve-{datetime.now(UTC):%Y-%m-%d}.json",
-    )
+    parser.add_argument("--output", type=Path, default=results("serve"))
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")

@@ -1,4 +1,4 @@
-"""Starts, watches and ends a server under measurement. peers.py describes the other servers."""
+"""Starts, watches and ends a server under measurement. contestants.py describes the others."""
 
 import os
 import signal

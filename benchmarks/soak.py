@@ -4,8 +4,8 @@
 
 Random requests of all kinds (soak_requests.py) arrive at random times, some clients disconnect, and
 every two minutes a shard is killed. Each answer is checked. At the end all rows, blocks and
-descriptors must be free, and no process or socket may be left. Writes a report as JSON and as a
-plot, and prints the problems; the status is 1 if there are any.
+descriptors must be free, and no process or socket may be left. Writes a report as JSON,
+and prints the problems; the status is 1 if there are any.
 """
 
 import argparse
@@ -33,7 +33,6 @@ sys.path.append(str(ROOT))
 from machine import machine  # noqa: E402
 from soak_answers import Answer, choices  # noqa: E402
 from soak_load import Load  # noqa: E402
-from soak_plot import svg  # noqa: E402
 from soak_requests import post  # noqa: E402
 from soak_verdict import (  # noqa: E402
     Finding,
@@ -52,7 +51,6 @@ LOG = ROOT / "benchmarks" / ".work" / "soak.log"
 IDLE_S = 30.0
 LATE_DESCRIPTORS = 2
 """Descriptors of connections to replaced shards, which gRPC closes only two connections later."""
-BUCKET_S = 5.0
 LOOK_EVERY_S = 5.0
 _MOST_FAILURES = 200
 _ERROR_LINE = re.compile(r"^(\S+Z) +ERROR (.*)$", re.MULTILINE)
@@ -76,8 +74,7 @@ def main() -> None:
         print(f"  {failure['kind']} after {failure['ended_s']:.1f} s: {failure['said'][:600]}")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(report, indent=1) + "\n")
-    options.output.with_suffix(".svg").write_text(svg(report))
-    print(f"written to {options.output} and .svg; the server's log is {LOG}", file=sys.stderr)
+    print(f"written to {options.output}; the server's log is {LOG}", file=sys.stderr)
     sys.exit(not all(finding["is_good"] for finding in report["verdict"]))
 
 
@@ -122,8 +119,6 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
         "kinds": by_kind(load.outcomes),
         "kills": [asdict(kill) for kill in load.kills],
         "failures": [asdict(o) for o in load.outcomes if o.result == "failed"][:_MOST_FAILURES],
-        "bucket_s": BUCKET_S,
-        "requests_by_time": by_time(load.outcomes, load.kills, seconds),
         "memory": [asdict(life) for life in lives if len(life.points) > 1],
     }
 
@@ -267,21 +262,6 @@ def by_kind(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
             counts |= {"longest_s": round(max(times), 3)}
         found[kind] = counts
     return found
-
-
-def by_time(
-    outcomes: Sequence[Outcome], kills: Sequence[Kill], seconds: float
-) -> list[dict[str, int]]:
-    """Counts by outcome for each BUCKET_S."""
-    names = ("ok", "vanished", "refused", "explained by a kill", "not explained")
-    buckets = [dict.fromkeys(names, 0) for _ in range(int(seconds / BUCKET_S) + 1)]
-    for outcome in outcomes:
-        name = outcome.result
-        if name == "failed":
-            is_explained = any(kill.explains(outcome.ended_s) for kill in kills)
-            name = names[3] if is_explained and outcome.is_typed else names[4]
-        buckets[int(outcome.ended_s / BUCKET_S)][name] += 1
-    return buckets
 
 
 if __name__ == "__main__":

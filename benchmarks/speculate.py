@@ -6,19 +6,17 @@ is the checkpoint of serve.py, whose random text hardly repeats. Servers with an
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from loads import Shape
-from machine import machine
-from make_checkpoint import PHRASE_TOKENS, write_checkpoint
+from machine import heading, results, write
+from make_checkpoint import PHRASE_TOKENS, ensure_checkpoint
 from serve import run_load
-from servers import FOLDER, WORK, ours, running
+from servers import WORK, ours, running
 
 CHECKPOINTS = {"repeating": WORK / "llama-125m-repeating", "not repeating": WORK / "llama-125m"}
 SHAPE = Shape(1, 4, 128, 8 * PHRASE_TOKENS)
@@ -29,25 +27,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speculate", type=int, default=4, help="tokens guessed at once")
     parser.add_argument("--rounds", type=int, default=3)
-    name = f"speculate-{datetime.now(UTC):%Y-%m-%d}.json"
-    parser.add_argument("--output", type=Path, default=FOLDER / "results" / name)
+    parser.add_argument("--output", type=Path, default=results("speculate"))
     options = parser.parse_args()
     for text, checkpoint in CHECKPOINTS.items():
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, is_repeating=text == "repeating")
+        ensure_checkpoint(checkpoint, is_repeating=text == "repeating")
     rounds = [measure(options.speculate, number) for number in range(options.rounds)]
     report: dict[str, Any] = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/speculate.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "load": str(SHAPE),
         "texts": summarise(rounds),
         "rounds": rounds,
     }
     print(table(report["texts"]))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 def measure(num_guesses: int, seed: int) -> dict[str, dict[str, dict[str, float]]]:

@@ -12,27 +12,25 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from contestants import CONTESTANTS, OURS
 from load import APIS, answer
-from machine import machine
-from make_checkpoint import write_checkpoint
-from servers import FOLDER, WORK, Server, ours, running
-from sharded import MODELS
+from machine import heading, results, write
+from make_checkpoint import Shape, ensure_checkpoint
+from servers import WORK, Server, ours, running
 from text_generation_benchmark.streams import Stream
 
 QUESTION = "What does textwrap.dedent do?"
 BESIDE = "llama-1b"
+BESIDE_SHAPE = Shape(2_048, 8_192, 16, 32, 8, 64)
 
 
 def main() -> None:
@@ -49,9 +47,7 @@ def main() -> None:
         return
     starts = [measure(options.model_id, options.first) for _ in range(options.starts)]
     report = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/start.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "ready_s": statistics.median(one["ready_s"] for one in starts),
         "first_token_s": statistics.median(one["first_token_s"] for one in starts),
         "peak_rss_mb": {
@@ -64,16 +60,13 @@ def main() -> None:
     for program, megabytes in report["peak_rss_mb"].items():
         print(f"{program:30} {megabytes:6.0f} MB at its peak")
     kind = "start-first" if options.first else "start"
-    output = options.output or FOLDER / "results" / f"{kind}-{datetime.now(UTC):%Y-%m-%d}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.output or results(kind))
 
 
 def compare(options: argparse.Namespace) -> None:
     """Starts of both servers in turn; the medians are printed."""
     checkpoint = options.model_id or WORK / BESIDE
-    if not (checkpoint / "config.json").exists():
-        write_checkpoint(checkpoint, shape=MODELS[BESIDE])
+    ensure_checkpoint(checkpoint, shape=BESIDE_SHAPE)
     names = (OURS, options.beside)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for name in names:
@@ -83,9 +76,7 @@ def compare(options: argparse.Namespace) -> None:
         for name in names:
             found[name].append(first_token(CONTESTANTS[name].server(checkpoint)))
     report = {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/start.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "versions": {name: CONTESTANTS[name].versions() for name in names},
         "medians": {
             name: {kind: statistics.median(one[kind] for one in starts) for kind in starts[0]}
@@ -94,8 +85,7 @@ def compare(options: argparse.Namespace) -> None:
         "starts": found,
     }
     print(json.dumps(report["medians"], indent=2))
-    output = options.output or FOLDER / "results" / f"start-1b-{datetime.now(UTC):%Y-%m-%d}.json"
-    output.write_text(json.dumps(report, indent=2) + "\n")
+    write(report, options.output or results("start-1b"))
 
 
 def first_token(server: Server) -> dict[str, float]:

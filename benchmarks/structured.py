@@ -12,20 +12,18 @@ whose grammars are compiled first, could not.
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from load import APIS, answer, prompts
-from machine import machine
-from make_checkpoint import write_checkpoint
-from servers import FOLDER, WORK, Running, ours, running
+from machine import heading, results, write
+from make_checkpoint import ensure_checkpoint
+from servers import WORK, Running, ours, running
 from text_generation_benchmark.streams import Stream
 
 MEASURED = 8
@@ -40,14 +38,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=WORK / "llama-125m")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--requests", type=int, default=8, help="of each measured client")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=FOLDER / "results" / f"structured-{datetime.now(UTC):%Y-%m-%d}.json",
-    )
+    parser.add_argument("--output", type=Path, default=results("structured"))
     options = parser.parse_args()
-    if not (options.checkpoint / "config.json").exists():
-        write_checkpoint(options.checkpoint)
+    ensure_checkpoint(options.checkpoint)
     server = ours(options.checkpoint, "--dtype", "bfloat16")
     schemas: dict[str, Iterator[dict[str, Any] | None]] = {
         "free": itertools.repeat(None),
@@ -67,8 +60,7 @@ def main() -> None:
                 found[kind].append(asyncio.run(run))
     report = summarise(found)
     print(table(report))
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {options.output}", file=sys.stderr)
+    write(report, options.output)
 
 
 def schema(number: int) -> dict[str, Any]:
@@ -141,9 +133,7 @@ def summarise(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         for kind, rounds in found.items()
     }
     return {
-        "when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "command": " ".join(["python", "benchmarks/structured.py", *sys.argv[1:]]),
-        "machine": machine(),
+        **heading(),
         "tokens_per_s": medians,
         "ratio": ratio(found, "constrained"),
         "ratio_known": ratio(found, "known"),
