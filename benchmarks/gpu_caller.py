@@ -5,8 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
-from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.errors import BatchError
 
 # Rows per block that stays free: without it a new request would be preempted a step later.

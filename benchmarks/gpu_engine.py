@@ -18,14 +18,13 @@ from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
-from text_generation_shard.device.reference.copies import PlainCopies
+from text_generation_shard.device.reference.device import PlainCopies
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
 from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling.table import SamplingParams, Watermark
 
 # Standard deviation of the weights, the initialisation of large models.
 _WEIGHT_STD = 0.02

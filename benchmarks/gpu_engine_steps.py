@@ -12,9 +12,9 @@ from typing import Any
 from gpu_engine import Sizes, known_requests, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, WarmupLimits
-from text_generation_shard.engine.step_handle import StepHandle
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 from torch.profiler import ProfilerActivity, profile
 
 ROWS, TINY_ROWS = (1, 8, 32, 128, 256), (1, 2)

@@ -16,7 +16,7 @@ from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_shard.engine.step import NewRequest, WarmupLimits
 from text_generation_shard.grammars.compiler import Grammar
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 
 # Sizes of the recorded steps; other numbers of rows are padded.
 _GRAPHS = (1, 2, 4, 8)

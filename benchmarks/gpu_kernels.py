@@ -17,9 +17,8 @@ from gpu_timing import Bench, Figures, Model, error_of
 from text_generation_shard.device.base import Activation
 from text_generation_shard.device.cuda import sampler
 from text_generation_shard.device.cuda.operators import TritonGatedMatrix
-from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import TokenHistory, sample
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
 from torch import Tensor
 
 

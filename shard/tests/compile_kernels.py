@@ -27,9 +27,8 @@ from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.device.forward import Angles, CacheShape
-from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import TokenHistory
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia

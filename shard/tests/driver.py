@@ -14,12 +14,12 @@ from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.cpu.sampler import sample
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput, WarmupLimits
-from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.engine.warmup import Costs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 from text_generation_shard.server import load_engine as load
 from text_generation_shard.server import load_on, read_config
 

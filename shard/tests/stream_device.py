@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from text_generation_shard.device.base import Device, DeviceOptions, Model
-from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
+from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.device.cuda.runner import StreamRunner
-from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.cuda.staging import Uploads
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice
 from text_generation_shard.device.reference.runner import Forward

@@ -17,8 +17,8 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.device.base import Device, Model, StepPlan, StepScores
 from text_generation_shard.device.cuda.runner import StreamStep
 from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput, StepOutput
-from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.service import Batch, Begun, ShardService
 
 from shard.tests.driver import Driver, load_engine, open_cpu

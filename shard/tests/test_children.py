@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from text_generation_shard.device.cpu.kernels import cache, compile
-from text_generation_shard.device.cpu.kernels.children import Children
+from text_generation_shard.device.cpu.kernels.compile import Children
 
 FOREVER_S = 60.0
 

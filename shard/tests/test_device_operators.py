@@ -14,15 +14,14 @@ from text_generation_shard.checkpoint.weights import Parameters
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import attention, flash, matrices, operators, sampler
 from text_generation_shard.device.cuda.runner import SynchronousStream
-from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.cuda.staging import Uploads
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling.table import SamplingParams, Watermark
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -207,7 +207,7 @@ def test_blocks_and_rows_that_are_lost() -> None:
 def test_a_request_that_fails_before_its_first_token() -> None:
     from gpu_caller import Caller
     from text_generation_shard.engine.step import FinishReason, NewRequest, StepOutput
-    from text_generation_shard.sampling.params import SamplingParams
+    from text_generation_shard.sampling.table import SamplingParams
 
     failed = SimpleNamespace(result=lambda: StepOutput([], [], errors=[(0, "no memory")]))
     engine: Any = SimpleNamespace(block_size=16, num_rows_taken=0, launch=lambda step: failed)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs, sizes_of
+from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.engine.step import StepInput, StepOutput
 
 from shard.tests.driver import Driver, load_engine, reference_device

@@ -18,7 +18,7 @@ from text_generation_shard.device.cpu.kernels.llvm import call
 from text_generation_shard.device.cpu.linear import PackedInt4Matrix, PackedInt8Matrix
 from text_generation_shard.device.cpu.quantized import Int4Matrix, Int8Matrix
 from text_generation_shard.device.forward import Angles, CacheShape, ForwardBatch
-from text_generation_shard.device.reference.rotation import TorchRotation
+from text_generation_shard.device.reference.attention import TorchRotation
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from torch import Tensor
 

@@ -2,7 +2,7 @@
 
 import pytest
 from text_generation_shard.errors import BatchError
-from text_generation_shard.message_order import MessageOrder, Turn
+from text_generation_shard.messages import MessageOrder, Turn
 
 
 def arrive(order: MessageOrder, number: int, may_skip: bool = False) -> list[Turn]:

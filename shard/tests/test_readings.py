@@ -14,7 +14,7 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 from torch import Tensor
 
 from integration_tests.oracle import Oracle

@@ -11,7 +11,6 @@ import torch
 from text_generation_shard.device.cpu import sampler as compiled_sampling
 from text_generation_shard.device.cpu.kernels.choice import draw
 from text_generation_shard.sampling import sampler as sampling
-from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import (
     Choice,
     Sampler,
@@ -19,7 +18,7 @@ from text_generation_shard.sampling.sampler import (
     top_tokens,
     uniform,
 )
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
 
 VOCAB = 50
 CLOSE = {"abs": 1e-4, "rel": 1e-4}

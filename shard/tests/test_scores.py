@@ -18,9 +18,8 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, NewRequest
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import Choice
-from text_generation_shard.sampling.table import Watermark
+from text_generation_shard.sampling.table import SamplingParams, Watermark
 
 from integration_tests.checkpoints import damage
 from shard.tests.driver import Driver, load_engine

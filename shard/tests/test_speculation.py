@@ -13,7 +13,7 @@ from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.parallel import World
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check

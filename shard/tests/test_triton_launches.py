@@ -8,8 +8,7 @@ import torch
 from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.base import DeviceOptions
 from text_generation_shard.device.cuda import operators, sampler
-from text_generation_shard.sampling.params import SamplingParams
-from text_generation_shard.sampling.table import SamplingTable
+from text_generation_shard.sampling.table import SamplingParams, SamplingTable
 
 META = torch.device("meta")
 

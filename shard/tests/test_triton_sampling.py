@@ -13,10 +13,9 @@ from text_generation_shard.arrays import plain_upload
 from text_generation_shard.device.cuda import sampler as own_sampling
 from text_generation_shard.device.cuda.sampler import begin
 from text_generation_shard.grammars.masks import GrammarMasks, StepGrammars
-from text_generation_shard.sampling.params import SamplingParams
 from text_generation_shard.sampling.sampler import Choice, Scores, TokenHistory
 from text_generation_shard.sampling.sampler import sample as plain
-from text_generation_shard.sampling.table import SamplingTable, Watermark
+from text_generation_shard.sampling.table import SamplingParams, SamplingTable, Watermark
 
 from shard.tests import interpreted
 from shard.tests.interpreted import PLACE

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.cuda.staging import Uploads
 
 from shard.tests.stream_device import LateBuffer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from text_generation_shard.device.cpu.kernels import are_vectors_wide
-from text_generation_shard.engine import memory
+from text_generation_shard.engine import warmup
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import StepInput, StepOutput, WarmupLimits
 from text_generation_shard.engine.warmup import measure
@@ -132,8 +132,8 @@ def test_what_is_set_aside_for_a_step_is_enough(tiny_model_path: Path) -> None:
             held += event.nbytes()
             peak = max(peak, held)
     limits = WarmupLimits(PROMPT, ROWS)
-    shape = memory.CacheShape(3, 2, 16, engine.block_size, torch.float32)
-    reserved = memory.activation_bytes(engine.model.config, torch.float32, limits)
+    shape = warmup.CacheShape(3, 2, 16, engine.block_size, torch.float32)
+    reserved = warmup.activation_bytes(engine.model.config, torch.float32, limits)
     reserved += engine.model.attention.workspace_bytes(shape)
     assert peak < reserved
     assert peak > reserved / 10, "what is set aside is not far from what is needed"

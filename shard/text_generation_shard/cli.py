@@ -6,15 +6,45 @@ import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 from text_generation_process.defaults import LOGGER_LEVEL
 from text_generation_process.descriptors import Output, raise_file_limit
+from text_generation_process.logs import send_to_output
 
-from text_generation_shard import logs
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import prepare_process
 from text_generation_shard.errors import OTHER_RANK_FAILED, RankError
+
+
+class _LineFormatter(logging.Formatter):
+    def __init__(self, json_output: bool) -> None:
+        super().__init__()
+        self._json_output = json_output
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{self.formatException(record.exc_info)}"
+        target = record.name.partition(".")[0]
+        if self._json_output:
+            return json.dumps(
+                {
+                    "timestamp": moment,
+                    "level": record.levelname,
+                    "target": target,
+                    "message": message,
+                }
+            )
+        return f"{moment} {record.levelname:>5} {target}: {message}"
+
+
+def set_up_logs(level: str, json_output: bool) -> Output:
+    """Send records of `level` and above to standard output; see `send_to_output`."""
+    return send_to_output(level, _LineFormatter(json_output), "text_generation_shard")
+
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     of another shard is one ERROR line and exit code 3."""
     arguments = build_parser().parse_args(argv)
     raise_file_limit()
-    output = logs.set_up(arguments.logger_level, arguments.json_output)
+    output = set_up_logs(arguments.logger_level, arguments.json_output)
     try:
         if arguments.command == "serve":
             return _serve(arguments)

@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import stat
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
+import torch
 import uvloop
 from text_generation_process.tracing import check_tracing
 from text_generation_proto import pb, pb_grpc
@@ -20,13 +22,83 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.errors import OTHER_RANK_FAILED, ModelError, RankError
-from text_generation_shard.interceptor import ExceptionInterceptor
+from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
 from text_generation_shard.meeting import Meeting
 from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
+
+if TYPE_CHECKING:
+    # Generic in the stubs only.
+    _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+else:
+    _Interceptor, _Handler = grpc.aio.ServerInterceptor, grpc.RpcMethodHandler
+
+
+class ExceptionInterceptor(_Interceptor):
+    """Turns exceptions into INTERNAL with the exception's text. Calls `on_fatal` after an error
+    that leaves the device unusable."""
+
+    def __init__(self, on_fatal: Callable[[], None]) -> None:
+        self._on_fatal = on_fatal
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap a call: unary, or a stream in both directions."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        wire = handler.request_deserializer, handler.response_serializer
+        stream: Any = handler.stream_stream
+        if stream is not None:
+
+            async def guarded_stream(requests: Any, context: Any) -> Any:
+                try:
+                    async for response in stream(requests, context):
+                        yield response
+                except Exception as error:
+                    await self._fail(method, error, context)
+
+            return grpc.stream_stream_rpc_method_handler(guarded_stream, *wire)
+        assert handler.unary_unary is not None
+        call = handler.unary_unary
+
+        async def guarded(request: Any, context: Any) -> Any:
+            try:
+                return await call(request, context)
+            except Exception as error:
+                await self._fail(method, error, context)
+
+        return grpc.unary_unary_rpc_method_handler(guarded, *wire)
+
+    async def _fail(self, method: str, error: Exception, context: Any) -> None:
+        if isinstance(error, BatchError | ModelError):
+            # The router logs it as an error: one ERROR line per failure.
+            logger.warning("%s: %s", method, error)
+        elif isinstance(error, RankError):
+            # The failed rank logs the reason; `on_final` logs a final error.
+            if not error.is_final:
+                logger.warning("%s: %s", method, error)
+        else:
+            logger.error("%s failed", method, exc_info=error)
+            if _is_fatal(error):
+                self._on_fatal()
+        await context.abort(grpc.StatusCode.INTERNAL, str(error) or type(error).__name__)
+
+
+def _is_fatal(error: Exception) -> bool:
+    """A CUDA error other than lack of memory makes the CUDA context unusable."""
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing

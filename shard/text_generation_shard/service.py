@@ -12,6 +12,7 @@ from text_generation_proto import pb, pb_grpc
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import StepHandle
 from text_generation_shard.engine.ranks import Ranks, deadline_of_ranks, digest
 from text_generation_shard.engine.step import (
     NewRequest,
@@ -20,7 +21,6 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
-from text_generation_shard.engine.step_handle import StepHandle
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Grammar

@@ -15,7 +15,7 @@ from text_generation_shard.engine.step import (
     WarmupResult,
 )
 from text_generation_shard.grammars.constraint import Grammar
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 
 
 def limits_of(message: pb.WarmupRequest) -> WarmupLimits:

@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from text_generation_shard.checkpoint.families import FAMILIES, MULTIPLIERS, Family
-from text_generation_shard.checkpoint.fields import LARGEST_POSITION, Fields, read_json
+from text_generation_shard.checkpoint.fields import (
+    LARGEST_POSITION,
+    Fields,
+    read_json,
+    read_vocabulary,
+    unused_ids,
+)
 from text_generation_shard.checkpoint.rope import RopeConfig, read_rope
-from text_generation_shard.checkpoint.vocabulary import read_vocabulary, unused_ids
 from text_generation_shard.device.base import DecoderSizes
 from text_generation_shard.errors import ModelError
 

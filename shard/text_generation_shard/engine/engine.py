@@ -16,12 +16,12 @@ import numpy as np
 
 from text_generation_shard.device.base import Device, Launched, Room, ScheduledTokens
 from text_generation_shard.device.forward import CacheShape
-from text_generation_shard.engine import memory, out_of_memory, ranks
+from text_generation_shard.engine import out_of_memory, ranks
 from text_generation_shard.engine.forward_batch import BatchBuilder
 from text_generation_shard.engine.ngram import Guesser
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify, write
-from text_generation_shard.engine.plan import Fixed, Plan, few_writes
+from text_generation_shard.engine.plan import Fixed, Plan, StepHandle, few_writes
 from text_generation_shard.engine.planner import Planner
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import (
@@ -31,8 +31,16 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
-from text_generation_shard.engine.step_handle import StepHandle
-from text_generation_shard.engine.warmup import Costs, largest_steps, measure, rehearse
+from text_generation_shard.engine.warmup import (
+    Costs,
+    Ledger,
+    activation_bytes,
+    cache_size,
+    largest_steps,
+    longest_context,
+    measure,
+    rehearse,
+)
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.grammars.masks import GrammarMasks
 from text_generation_shard.models.llama import LlamaModel
@@ -140,7 +148,7 @@ class Engine:
         spare = self.device.num_spare_blocks * shape.block_bytes
         # All ranks use the number of blocks of the rank with the least memory.
         cache = max(0, ranks.least(self.world, room.cache, self.device) - spare)
-        num_blocks, max_total = memory.cache_size(shape, limits, cache, config.max_position)
+        num_blocks, max_total = cache_size(shape, limits, cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache_bytes = self._allocate(shape, num_blocks)
         costs = measure(self, limits.max_prefill_tokens, limits.max_batch_size, max_total)
@@ -148,7 +156,7 @@ class Engine:
         self._costs = Costs(*self.world.broadcast(np.array(costs)).tolist())
         self._planner.costs = self._costs
         self._splits = self.world.size == 1
-        ledger = memory.Ledger(
+        ledger = Ledger(
             self._weights_bytes,
             cache_bytes,
             f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
@@ -181,7 +189,7 @@ class Engine:
         rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
 
         def run_largest() -> None:
-            longest = memory.longest_context(limits, config.max_position)
+            longest = longest_context(limits, config.max_position)
             try:
                 # All rows share one block.
                 self._allocate(shape, 1)
@@ -197,7 +205,7 @@ class Engine:
                 ) from error
 
         workspace = attention.workspace_bytes(shape)
-        estimate = memory.activation_bytes(config, self.device.dtype, limits) + workspace
+        estimate = activation_bytes(config, self.device.dtype, limits) + workspace
         return self.device.free_bytes(estimate, run_largest)
 
     def step(self, step: StepInput) -> StepOutput:

@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_shard.arrays import Doubles
 from text_generation_shard.grammars.constraint import Grammar
 from text_generation_shard.grammars.guard import AnyConstraint, begin
-from text_generation_shard.sampling.params import SamplingParams
+from text_generation_shard.sampling.table import SamplingParams
 
 
 class FinishReason(IntEnum):

@@ -6,8 +6,7 @@ from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.checkpoint.partition import Partition, whole
 from text_generation_shard.checkpoint.weights import Parameters, Sections
 from text_generation_shard.device.forward import Attention, AttentionPlan
-from text_generation_shard.layers.linear import Linear
-from text_generation_shard.layers.norm import RMSNorm
+from text_generation_shard.layers.linear import Linear, RMSNorm
 from text_generation_shard.parallel import World
 
 

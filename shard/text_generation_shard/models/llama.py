@@ -10,8 +10,8 @@ from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention, AttentionPlan, ForwardBatch
 from text_generation_shard.layers.attention import SelfAttention
 from text_generation_shard.layers.embedding import Embedding, LMHead
+from text_generation_shard.layers.linear import RMSNorm
 from text_generation_shard.layers.mlp import GatedMLP
-from text_generation_shard.layers.norm import RMSNorm
 from text_generation_shard.layers.rotary import RotaryEmbedding
 from text_generation_shard.parallel import World
 

@@ -10,8 +10,7 @@ from text_generation_shard.device.base import DeviceOptions, Model, Room, Weight
 from text_generation_shard.device.cuda.collectives import NcclCollectives
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
-from text_generation_shard.device.cuda.staging import PinnedBuffer, pinned_copies
-from text_generation_shard.device.cuda.uploads import Uploads
+from text_generation_shard.device.cuda.staging import PinnedBuffer, Uploads, pinned_copies
 from text_generation_shard.errors import ModelError
 from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives

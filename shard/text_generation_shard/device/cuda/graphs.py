@@ -16,7 +16,7 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda.device_rows import DeviceRows
+from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.device.forward import ForwardBatch
 
 logger = logging.getLogger(__name__)

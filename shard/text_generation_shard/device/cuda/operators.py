@@ -11,7 +11,6 @@ from torch import Tensor
 from text_generation_shard.device import base
 from text_generation_shard.device.cuda import flash, sampler
 from text_generation_shard.device.cuda.attention import TritonAttention
-from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import Graphs
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.matrices import (
@@ -21,7 +20,7 @@ from text_generation_shard.device.cuda.matrices import (
     Int8Matrix,
     OneTileMatrix,
 )
-from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.cuda.rows import DeviceRows, HeadShape
 from text_generation_shard.device.cuda.runner import Stream, StreamRunner, SynchronousStream
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.device import TorchDevice, refuse_determinism

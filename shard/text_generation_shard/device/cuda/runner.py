@@ -12,8 +12,8 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Upload
 from text_generation_shard.device import base
-from text_generation_shard.device.cuda.device_rows import DeviceRows
 from text_generation_shard.device.cuda.graphs import CudaRecorder, Graphs, Recorder
+from text_generation_shard.device.cuda.rows import DeviceRows
 from text_generation_shard.device.forward import ForwardBatch
 from text_generation_shard.device.reference.runner import Forward, pass_scores
 from text_generation_shard.sampling.sampler import Choice, Sampler

@@ -1,4 +1,4 @@
-"""Copies weights from a mapped file to a GPU, by a few threads through pinned buffers."""
+"""Copies to a GPU through pinned buffers: weights from a mapped file, and the arrays of a step."""
 
 import logging
 import time
@@ -10,9 +10,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_shard.arrays import Array
 from text_generation_shard.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -176,3 +178,50 @@ def _pinned_buffers(stream: torch.cuda.Stream) -> list[PinnedBuffer]:
             f"the host can not allocate {_NUM_BUFFERS * _BUFFER_BYTES >> 20} MiB of pinned memory "
             f"to copy weights to the GPU ({str(error).splitlines()[0]}); free host memory"
         ) from error
+
+
+# Alignment of arrays in a buffer, for the widest loads of a kernel.
+_ALIGNMENT = 16
+# A copy waits in the stream for the kernels before it. There are more buffers than two steps have
+# uploads, so that the host does not wait for a step while it launches the next one.
+_NUM_BUFFERS = 32
+_LEAST_BYTES = 1 << 16
+
+
+class Uploads:
+    """Owns a ring of pinned buffers. A buffer is reused after its last copy is complete."""
+
+    def __init__(self, torch_device: torch.device, make_buffer: Callable[[int], Buffer]) -> None:
+        """`make_buffer` returns a buffer of the given size in bytes."""
+        self._device, self._make_buffer = torch_device, make_buffer
+        self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_BUFFERS)]
+        self._turn = 0
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """See Device.upload: all in one copy."""
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._free_buffer(end)
+        staged = buffer.memory[:end]
+        memory = staged.numpy()
+        for array, start in zip(arrays, starts, strict=True):
+            octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            memory[start : start + array.nbytes] = octets
+        sent = torch.empty(end, dtype=torch.uint8, device=self._device)
+        buffer.send(staged, sent)
+        return [
+            sent[start : start + array.nbytes]
+            .view(getattr(torch, array.dtype.name))
+            .view(array.shape)
+            for array, start in zip(arrays, starts, strict=True)
+        ]
+
+    def _free_buffer(self, nbytes: int) -> Buffer:
+        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        buffer = self._buffers[self._turn]
+        buffer.wait()
+        if len(buffer.memory) < nbytes:
+            buffer = self._buffers[self._turn] = self._make_buffer(1 << (nbytes - 1).bit_length())
+        return buffer

@@ -11,7 +11,6 @@ from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.collectives import GlooCollectives
-from text_generation_shard.device.reference.copies import PlainCopies
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
     FloatTable,
@@ -22,6 +21,21 @@ from text_generation_shard.device.reference.runner import EagerForward, TorchRun
 from text_generation_shard.errors import ModelError
 from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
+
+
+class PlainCopies:
+    """See `WeightCopies`: copies and actions run at once, in the calling thread."""
+
+    matrix_dtype = None
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See WeightCopies."""
+        target.copy_(source)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """See WeightCopies."""
+        action()
+
 
 # The reference is used in tests only; their caches fit into this.
 _REFERENCE_CACHE_BYTES = 2**28

@@ -15,9 +15,43 @@ have published the next operation, and so have read the slot.
 from typing import Any, Final
 
 import numpy as np
-from numba import from_dtype, njit
+from numba import from_dtype, njit, types
 
-from text_generation_shard.device.cpu.kernels import clock, llvm
+from text_generation_shard.device.cpu.kernels import llvm
+from text_generation_shard.device.cpu.kernels.llvm import (
+    INT32,
+    INT64,
+    call_llvm,
+    instruction,
+    pointer_to,
+)
+
+# CLOCK_MONOTONIC of Linux.
+_MONOTONIC: Final = 1
+
+
+@instruction(types.int64)
+def now_ns(builder: Any, kinds: Any) -> Any:
+    """Monotonic time in nanoseconds, as time.monotonic_ns()."""
+    with builder.goto_entry_block():
+        times = builder.alloca(INT64, size=INT32(2))
+    call_llvm(builder, "clock_gettime", INT32, INT32(_MONOTONIC), times)
+    seconds = builder.load(times)
+    rest = builder.load(builder.gep(times, [INT32(1)]))
+    return builder.add(builder.mul(seconds, INT64(10**9)), rest)
+
+
+@instruction(types.void)
+def sleep(builder: Any, kinds: Any, microseconds: Any) -> None:
+    """Sleep for at least this number of microseconds."""
+    call_llvm(builder, "usleep", INT32, builder.trunc(microseconds, INT32))
+
+
+@instruction(types.void)
+def add_to_word(builder: Any, kinds: Any, address: Any, value: Any) -> None:
+    """Atomically add to the word at an address."""
+    builder.atomic_rmw("add", pointer_to(builder, address, INT64), value, "monotonic")
+
 
 COUNT_BITS: Final = 24
 """Bits of a word that number the operations of a message."""
@@ -81,7 +115,7 @@ def await_rank(exchange: Any, rank: int, word: int) -> Any:
     line = _line(exchange, rank)
     if llvm.load_word(line) >= word:
         return _arrived(exchange, rank, word)
-    began = now = clock.now_ns()
+    began = now = now_ns()
     status = -1
     while status < 0:
         if _is_there(line, word):
@@ -93,11 +127,11 @@ def await_rank(exchange: Any, rank: int, word: int) -> Any:
         elif now - began > exchange.deadline_ns:
             status = LATE + 4 * rank
         elif now - began > _LONG_NS:
-            clock.sleep(np.int64(_NAP_US))
+            sleep(np.int64(_NAP_US))
         else:
             llvm.yield_core()
-        now = clock.now_ns()
-    clock.add_to_word(exchange.waited, now - began)
+        now = now_ns()
+    add_to_word(exchange.waited, now - began)
     return status
 
 
