@@ -17,6 +17,8 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import prepare_process
 from text_generation_shard.errors import OTHER_RANK_FAILED, RankError
 
+logger = logging.getLogger(__name__)
+
 
 class _LineFormatter(logging.Formatter):
     def __init__(self, json_output: bool) -> None:
@@ -44,9 +46,6 @@ class _LineFormatter(logging.Formatter):
 def set_up_logs(level: str, json_output: bool) -> Output:
     """Send records of `level` and above to standard output; see `send_to_output`."""
     return send_to_output(level, _LineFormatter(json_output), "text_generation_shard")
-
-
-logger = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:

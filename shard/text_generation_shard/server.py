@@ -29,6 +29,8 @@ from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
 
+logger = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     # Generic in the stubs only.
     _Interceptor = grpc.aio.ServerInterceptor[Any, Any]
@@ -102,8 +104,6 @@ def _is_fatal(error: Exception) -> bool:
 
 if TYPE_CHECKING:
     from text_generation_shard.tracing import StepTracing
-
-logger = logging.getLogger(__name__)
 
 # Prompts and prompt log-probabilities can be long; the socket is local.
 _UNLIMITED = [

@@ -15,6 +15,8 @@ from text_generation_shard.engine.step import NewRequest, StepInput, StepOutput,
 from text_generation_shard.errors import ModelError
 from text_generation_shard.sampling.table import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 # Bytes per choice and vocabulary entry when sampling with all parameters: float32 and float64
 # copies of the scores, and their order.
 _SAMPLING_BYTES = 50
@@ -99,8 +101,6 @@ def cache_size(
         )
     return num_blocks, max_total
 
-
-logger = logging.getLogger(__name__)
 
 # Known tokens of a row of the measured full batch.
 _CONTEXT = 128

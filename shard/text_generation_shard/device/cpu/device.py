@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.device import base
-from text_generation_shard.device.cpu import cgroup, host, kernels, linear
+from text_generation_shard.device.cpu import host, kernels, linear
 from text_generation_shard.device.cpu.attention import PackedAttention, unwritten_zeros
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives
-from text_generation_shard.device.cpu.cores import num_cores
+from text_generation_shard.device.cpu.host import num_cores
 from text_generation_shard.device.cpu.kernels.compile import Wanted, prepare
 from text_generation_shard.device.cpu.kernels.pointwise import add_norm
 from text_generation_shard.device.cpu.kernels.processor import has_bfloat16_tiles
@@ -84,7 +84,7 @@ class CpuDevice(TorchDevice):
     def check_room(self, nbytes: int, kind: str) -> None:
         """See Device. Otherwise the system kills this process without a message while it loads
         weights."""
-        group = cgroup.memory_limit()
+        group = host.memory_limit()
         if group is not None and nbytes > group.free:
             smaller = "" if kind == "int4" else ", choose a smaller --dtype or --quantize"
             raise ModelError(

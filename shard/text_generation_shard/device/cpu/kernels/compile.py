@@ -33,6 +33,8 @@ from text_generation_shard.device.cpu.kernels.product import PRODUCT
 from text_generation_shard.device.cpu.kernels.steps import compute_item
 from text_generation_shard.device.cpu.kernels.vector import BFLOAT12, marker
 
+logger = logging.getLogger(__name__)
+
 
 class Children:
     """Owns the child processes. Each job is started once, in order.
@@ -106,8 +108,6 @@ def _fork(jobs: Sequence[Callable[[], object]], todo: int, reports: int) -> int:
             os._exit(0)
     return process
 
-
-logger = logging.getLogger(__name__)
 
 # Loading cached kernels takes less.
 _COMPILED_S = 2.0
