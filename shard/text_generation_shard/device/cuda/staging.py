@@ -184,7 +184,7 @@ def _pinned_buffers(stream: torch.cuda.Stream) -> list[PinnedBuffer]:
 _ALIGNMENT = 16
 # A copy waits in the stream for the kernels before it. There are more buffers than two steps have
 # uploads, so that the host does not wait for a step while it launches the next one.
-_NUM_BUFFERS = 32
+_NUM_UPLOADS = 32
 _LEAST_BYTES = 1 << 16
 
 
@@ -194,7 +194,7 @@ class Uploads:
     def __init__(self, torch_device: torch.device, make_buffer: Callable[[int], Buffer]) -> None:
         """`make_buffer` returns a buffer of the given size in bytes."""
         self._device, self._make_buffer = torch_device, make_buffer
-        self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_BUFFERS)]
+        self._buffers = [make_buffer(_LEAST_BYTES) for _ in range(_NUM_UPLOADS)]
         self._turn = 0
 
     def __call__(self, arrays: Sequence[Array]) -> list[Tensor]:
@@ -219,7 +219,7 @@ class Uploads:
         ]
 
     def _free_buffer(self, nbytes: int) -> Buffer:
-        self._turn = (self._turn + 1) % _NUM_BUFFERS
+        self._turn = (self._turn + 1) % _NUM_UPLOADS
         buffer = self._buffers[self._turn]
         buffer.wait()
         if len(buffer.memory) < nbytes:
