@@ -16,7 +16,6 @@ import pytest
 import torch
 from text_generation_shard.device.cpu import collectives as shared
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives, memory_bytes
-from text_generation_shard.device.reference.collectives import GlooCollectives
 from text_generation_shard.errors import ModelError, RankError
 from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
@@ -106,23 +105,6 @@ def test_all_ranks_get_the_same(size: int) -> None:
         assert not isinstance(found, RankError), found
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype and torch.equal(one, other)
-
-
-def test_gloo_gets_the_same() -> None:
-    with meet(2) as meetings:
-        ranks = together(meetings, lambda meeting, rank: GlooCollectives.meet(meeting))
-        expected = expected_operations(2)
-        for found in together(ranks, all_operations):
-            for one, other in zip(found, expected, strict=True):
-                assert torch.equal(one, other)
-        # A failing rank leaves the group immediately.
-        began = time.monotonic()
-        failed = together(
-            ranks,
-            lambda own, rank: own.fail(7) if rank else own.all_reduce(torch.ones(3)),
-        )
-        assert isinstance(failed[0], RankError) and failed[0].is_final
-        assert time.monotonic() - began < 5
 
 
 def test_a_message_that_one_gives_up_fails_for_all_and_the_next_does_not() -> None:

@@ -10,7 +10,6 @@ from text_generation_shard.arrays import Upload, plain_upload
 from text_generation_shard.device import base
 from text_generation_shard.device.forward import Attention
 from text_generation_shard.device.reference.attention import TorchAttention
-from text_generation_shard.device.reference.collectives import GlooCollectives
 from text_generation_shard.device.reference.linear import (
     FloatMatrix,
     FloatTable,
@@ -157,8 +156,8 @@ class TorchDevice:
         return 0
 
     def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
-        """See Device; there are no slots."""
-        return GlooCollectives.meet(meeting)
+        """See Device: these operators serve one rank."""
+        raise ModelError(f"{self.name} computes with one shard; use --num-shard 1")
 
     def release_memory(self) -> None:
         """See Device: nothing is cached."""
