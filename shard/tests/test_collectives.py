@@ -175,7 +175,7 @@ def test_no_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 def rank_main(rank: int, port: int) -> None:
     """Main function of one of two processes; controlled by `Processes`."""
     config = config_of(rank, 2, port, deadline_s=1.0)
-    meeting = Meeting.join(config, "cpu", "float32")
+    meeting = Meeting.join(config)
     collectives = SharedMemoryCollectives.meet(meeting, SLOT_BYTES)
     left = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     print("ready", sum("text-generation-shards" in name for name in left), flush=True)

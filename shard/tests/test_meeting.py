@@ -1,6 +1,5 @@
 """Ranks meet, as threads: a missing, a different or a failed rank is named."""
 
-import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.meeting import Meeting, difference, facts_of
+from text_generation_shard.meeting import Meeting
 
 
 def free_port() -> int:
@@ -31,7 +30,7 @@ def config_of(rank: int, size: int, port: int, deadline_s: float = 10.0) -> Shar
 
 
 def join(config: ShardConfig, within_s: float = 5.0) -> Meeting:
-    return Meeting.join(config, "cpu", "float32", within_s)
+    return Meeting.join(config, within_s)
 
 
 @contextmanager
@@ -103,40 +102,6 @@ def test_a_port_that_is_taken() -> None:
 def test_an_unknown_host_name() -> None:
     with pytest.raises(ModelError, match=r"shard 0 can not listen at nowhere\.invalid:29500"):
         join(replace(config_of(0, 2, 29500), master_addr="nowhere.invalid"))
-
-
-def test_two_servers_at_one_port() -> None:
-    with meet(2) as meetings:
-        config = config_of(1, 2, int(meetings[0]._place.rpartition(":")[2]))
-        with pytest.raises(
-            ModelError, match=r"two processes came to .* as shard 1: another server"
-        ):
-            join(config)
-
-
-def test_all_ranks_say_in_what_they_differ() -> None:
-    port, other = free_port(), replace(config_of(1, 2, 0), master_port=0, quantize="int8")
-    own = [config_of(0, 2, port), replace(other, master_port=port)]
-    sentence = "shard 1 has --quantize int8, shard 0 has None: start all shards with the same"
-    with ThreadPoolExecutor(2) as pool:
-        for one in [pool.submit(join, config) for config in own]:
-            with pytest.raises((ModelError, RankError), match=sentence):
-                one.result(timeout=10)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("torch", "2.1", "shard 1 runs torch 2.1, shard 0 2.2: install one version for both"),
-        ("pytgi", "1.0", "shard 1 runs pytgi 1.0, shard 0 2.2: install one version for both"),
-        ("device", "cpu", "shard 1 has device cpu, shard 0 has 2.2: start all shards with one "),
-    ],
-)
-def test_settings_that_must_be_equal(name: str, value: str, sentence: str) -> None:
-    facts = facts_of(config_of(0, 2, 1), "cpu", "float32")
-    assert difference([facts, json.loads(json.dumps(facts))]) == ""
-    found = difference([facts | {name: "2.2"}, facts | {name: value}])
-    assert found.startswith(sentence)
 
 
 def test_nothing_of_a_meeting_runs_when_it_is_closed() -> None:

@@ -1,13 +1,11 @@
 """Connects the processes of several ranks, and detects lost ranks while they load."""
 
-import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Final
 
 import torch
@@ -27,8 +25,6 @@ _LOOK_S = 0.02
 _LAST_WORDS_S = 1.0
 # Longer than a process takes to end.
 _NEVER = timedelta(hours=1)
-# Settings that may differ between ranks.
-_OWN_SETTINGS = {"rank", "master_addr", "enable_reflection"}
 
 
 class Meeting:
@@ -60,23 +56,12 @@ class Meeting:
         self._thread.start()
 
     @classmethod
-    def join(
-        cls, config: ShardConfig, device: str, dtype: str, within_s: float = JOIN_S
-    ) -> "Meeting":
-        """Meet all ranks of a launch. ModelError if the settings, device or dtype of two ranks
-        differ, or if rank 0 can not listen."""
+    def join(cls, config: ShardConfig, within_s: float = JOIN_S) -> "Meeting":
+        """Meet all ranks of a launch. ModelError if rank 0 can not listen."""
         connect = _host if config.rank == 0 else _find
         meeting = cls(connect(config, within_s), config, within_s)
-        facts = facts_of(config, device, dtype)
         try:
-            meeting._come()
-            found = meeting.gather("facts", json.dumps(facts))
-            if sentence := difference([json.loads(one) for one in found]):
-                raise ModelError(sentence)
-        except ModelError as error:
-            meeting.fail(str(error))
-            meeting.close()
-            raise
+            meeting.all_here("all have come")
         except RankError:
             meeting.close()
             raise
@@ -123,20 +108,6 @@ class Meeting:
             self._changed.notify_all()
         # A thread that returns from torch while Python exits would abort this process.
         self._thread.join(2 * _LAST_WORDS_S)
-
-    def _come(self) -> None:
-        """Register; ModelError if another process has registered as this rank."""
-        found: list[int] = []
-        with self._changed:
-            self._asked.append(lambda: found.append(self._store.add(f"came/{self.rank}", 1)))
-            self._changed.notify_all()
-            # If there is no answer, the first `gather` reports why.
-            self._changed.wait_for(lambda: bool(found or self._failure), self._within_s)
-        if found and found[0] > 1:
-            raise ModelError(
-                f"two processes came to {self._place} as shard {self.rank}: another server uses "
-                "the port; give each server its own --master-port"
-            )
 
     def _reason(self, what: str) -> str:
         """Why this rank must stop waiting; empty: it can wait."""
@@ -293,34 +264,6 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
             is_final=True,
         )
     return stores[0]
-
-
-def facts_of(config: ShardConfig, device: str, dtype: str) -> dict[str, str]:
-    """Settings, versions, device and dtype, which must be equal on all ranks, by name."""
-    settings = {
-        f"--{name.replace('_', '-')}": str(getattr(config, name))
-        for name in ShardConfig.__dataclass_fields__
-        if name not in _OWN_SETTINGS
-    }
-    versions = {"torch": torch.__version__, "pytgi": version("pytgi")}
-    return versions | {"device": device, "dtype": dtype} | settings
-
-
-def difference(facts: Sequence[Mapping[str, str]]) -> str:
-    """The first difference between a rank and rank 0, as a sentence; empty: none."""
-    for rank, own in enumerate(facts):
-        for name, value in facts[0].items():
-            if own.get(name) == value:
-                continue
-            if name in ("torch", "pytgi"):
-                remedy = "install one version for both"
-                return f"shard {rank} runs {name} {own.get(name)}, shard 0 {value}: {remedy}"
-            if name in ("device", "dtype"):
-                remedy = f"start all shards with one --{name}, on machines of one kind"
-            else:
-                remedy = "start all shards with the same"
-            return f"shard {rank} has {name} {own.get(name)}, shard 0 has {value}: {remedy}"
-    return ""
 
 
 def try_out(collectives: Collectives, meeting: Meeting, device: str = "cpu") -> None:

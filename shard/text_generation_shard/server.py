@@ -176,8 +176,7 @@ def _load(config: ShardConfig) -> _Loaded:
 def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> _Loaded:
     """Load together with the other ranks; returns when all have loaded. A failure of this rank is
     reported to the others. RankError: another rank has failed."""
-    dtype = str(device.dtype).removeprefix("torch.")
-    meeting = Meeting.join(config, device.name, dtype)
+    meeting = Meeting.join(config)
     try:
         # The largest exchange: longer tensors are split.
         slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * model_config.hidden_size)
