@@ -4,7 +4,7 @@ opened."""
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
-    from opentelemetry.trace import Tracer
+    from opentelemetry.trace import Span, Tracer
 
+# Of the steps, in the names of their spans.
+SERVICE = "text_generation.v1.TextGenerationService"
 # How long a process waits at its end for unsent spans.
 FLUSH_S = 2.0
 # After that, how long the exporter has to stop.
@@ -34,13 +36,12 @@ def collector(value: str) -> str:
         port = url.port
     except ValueError as error:  # the port is not a number
         raise ValueError(expected) from error
-    is_good = url.scheme in _PORTS and bool(url.hostname) and port != 0
-    is_plain = url.path in ("", "/") and not url.query and not url.fragment
-    if not (is_good and is_plain) or "@" in url.netloc or not value.isprintable() or " " in value:
+    is_plain = url.path in ("", "/") and not (url.query or url.fragment or set("@ ") & set(value))
+    is_good = url.scheme in _PORTS and url.hostname and port != 0 and value.isprintable()
+    if not (is_good and is_plain):
         raise ValueError(expected)
-    return f"{url.scheme}://{url.netloc.rstrip(':')}" + (
-        f":{_PORTS[url.scheme]}" if port is None else ""
-    )
+    address = f"{url.scheme}://{url.netloc.rstrip(':')}"
+    return address if port is not None else f"{address}:{_PORTS[url.scheme]}"
 
 
 def check_tracing(endpoint: str | None) -> None:
@@ -60,10 +61,33 @@ def check_tracing(endpoint: str | None) -> None:
 
 
 def _is_installed(name: str) -> bool:
-    try:
+    with suppress(ModuleNotFoundError):  # its parent package is missing, too
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package is missing, too
-        return False
+    return False
+
+
+def mark_failed(span: "Span", error_type: str) -> None:
+    """Gives the span an error, unless `error_type` is empty."""
+    if error_type:
+        from opentelemetry.trace import StatusCode
+
+        span.set_status(StatusCode.ERROR)
+        span.set_attribute("error.type", error_type)
+
+
+def end_span(span: "Span | None", error: BaseException | None = None) -> None:
+    """Ends the span, if there is one, with the error of what it measures."""
+    if span is not None:
+        mark_failed(span, "" if error is None else type(error).__name__)
+        span.end()
+
+
+def traceparent(span: "Span | None") -> str:
+    """The span as the header `traceparent`; empty: no span."""
+    if span is None:
+        return ""
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 @contextmanager

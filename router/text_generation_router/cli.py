@@ -29,7 +29,7 @@ from text_generation_router.services import StartError, start
 from text_generation_router.state import ServerState
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.opening import Tracing
+    from text_generation_router.tracing.steps import Tracing
 
 logger = logging.getLogger("text_generation_router")
 
@@ -103,7 +103,7 @@ def _open_tracing(config: RouterConfig, stack: ExitStack) -> "Tracing | None":
     """Imports OpenTelemetry only if traces are on."""
     if (endpoint := config.otlp_endpoint) is None:
         return None
-    from text_generation_router.tracing.opening import open_tracing
+    from text_generation_router.tracing.steps import open_tracing
 
     name, model = config.otlp_service_name, config.model_names[0]
     return stack.enter_context(open_tracing(endpoint, name, VERSION, model))

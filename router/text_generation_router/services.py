@@ -47,7 +47,7 @@ from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.opening import Tracing
+    from text_generation_router.tracing.steps import Tracing
     from text_generation_router.tracing.requests import RequestTrace
 
 _POLL_S = 0.02

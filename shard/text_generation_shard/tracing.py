@@ -7,15 +7,12 @@ from functools import partial
 from importlib.metadata import version
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from text_generation_process.tracing import open_tracer
+from text_generation_process.tracing import SERVICE, end_span, open_tracer
 from text_generation_proto import pb
 
 from text_generation_shard.config import ShardConfig
-
-_SERVICE = "text_generation.v1.TextGenerationService"
-_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class StepTracing:
@@ -30,12 +27,12 @@ class StepTracing:
     ) -> None:
         """Start the span of a step that has just arrived; it ends with the step."""
         span = self._tracer.start_span(
-            f"{_SERVICE}/{method}",
-            _PROPAGATOR.extract({"traceparent": trace_context}, Context()),
+            f"{SERVICE}/{method}",
+            TraceContextTextMapPropagator().extract({"traceparent": trace_context}, Context()),
             SpanKind.SERVER,
             {
                 "rpc.system": "grpc",
-                "rpc.service": _SERVICE,
+                "rpc.service": SERVICE,
                 "rpc.method": method,
                 "rank": self._rank,
             },
@@ -44,22 +41,12 @@ class StepTracing:
 
 
 def _end(span: Span, step: "asyncio.Future[pb.StepResponse]") -> None:
-    error: BaseException | None = None
-    if step.cancelled():
-        error = asyncio.CancelledError()
-    elif (error := step.exception()) is None:
+    error = asyncio.CancelledError() if step.cancelled() else step.exception()
+    if error is None:
         times = step.result()
-        span.set_attributes(
-            {
-                "forward_ns": times.forward_ns,
-                "decode_ns": times.decode_ns,
-                "total_ns": times.total_ns,
-            }
-        )
-    if error is not None:
-        span.set_status(StatusCode.ERROR)
-        span.set_attribute("error.type", type(error).__name__)
-    span.end()
+        for name in ("forward_ns", "decode_ns", "total_ns"):
+            span.set_attribute(name, getattr(times, name))
+    end_span(span, error)
 
 
 @contextmanager

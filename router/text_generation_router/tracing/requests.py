@@ -14,23 +14,21 @@ from opentelemetry.trace import (
     Span,
     SpanContext,
     SpanKind,
-    StatusCode,
     Tracer,
     format_trace_id,
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from text_generation_process.tracing import mark_failed
 
-from text_generation_router.request import GeneratedText, Request
+from text_generation_router.request import GeneratedText
 from text_generation_router.request_id import TRACE, current
 from text_generation_router.scheduler.entry import Entry
 
 # Sequences of a request that have spans; all others only count in its usage.
 MOST_SEQUENCES = 16
-_CARRIED = (b"traceparent", b"tracestate")
 _CHAT = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
-_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class TracedRequests:
@@ -45,12 +43,9 @@ class TracedRequests:
 
     def begin(self, scope: Scope) -> "RequestTrace | None":
         """The trace of a new request, as a child of its `traceparent`; None: it is not sampled."""
-        carrier = {
-            name.decode(): value.decode("latin-1")
-            for name, value in scope["headers"]
-            if name in _CARRIED
-        }
-        parent = _PROPAGATOR.extract(carrier, Context())
+        headers = scope["headers"]
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+        parent = TraceContextTextMapPropagator().extract(carrier, Context())
         span = self.tracer.start_span(scope["method"], parent, SpanKind.SERVER)
         return RequestTrace(self, span) if span.is_recording() else None
 
@@ -123,7 +118,14 @@ class RequestTrace:
         """Traces the sequences of one prompt, just submitted. `arrival`: when the prompt came."""
         first, sequences = entries[0], self._requests.sequences
         if not self._num_sequences:
-            self._attributes |= _parameters(first.request)
+            # No text of the request leaves the server.
+            sampling = first.request.sampling
+            self._attributes |= {
+                "gen_ai.request.max_tokens": first.request.stopping.max_new_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                **({"gen_ai.request.top_k": sampling.top_k} if sampling.top_k else {}),
+            }
         if self._num_sequences < MOST_SEQUENCES:
             self.span("validation", arrival).end(self.ns(first.queued))
         for entry in entries[: max(0, MOST_SEQUENCES - self._num_sequences)]:
@@ -172,9 +174,7 @@ class RequestTrace:
         if self._status:
             attributes["http.response.status_code"] = self._status
         error_type = self._error_type or (str(self._status) if self._status >= 400 else "")
-        if error_type:
-            attributes["error.type"] = error_type
-            span.set_status(StatusCode.ERROR)
+        mark_failed(span, error_type)
         span.set_attributes(attributes)
         span.end()
 
@@ -207,6 +207,8 @@ class SequenceTrace:
         self._arrival = arrival
         self.is_decoding = False
         """Whether its prompt is computed."""
+        self.is_fresh = True
+        """Whether no step in its phase, or since it was preempted, has a span yet."""
         self._has_ended = False
         self._prefilled = 0.0
         self._phase: Span | None = None
@@ -220,6 +222,7 @@ class SequenceTrace:
     def enter(self) -> None:
         """A step with its prompt is about to begin, for the first time or after a preemption."""
         entry = self._entry
+        self.is_fresh = True
         if self._phase is not None:
             self._phase.add_event("preempted")
             return
@@ -227,23 +230,21 @@ class SequenceTrace:
         started = entry.timings.started
         self._request.span("queue", entry.queued).end(self._request.ns(started))
         self._phase = self._request.span("prefill", started)
-        self._phase.set_attributes(
-            {
-                "gen_ai.usage.input_tokens": len(entry.request.input_ids),
-                "gen_ai.usage.cache_read.input_tokens": entry.num_cached_tokens,
-            }
-        )
+        cached = entry.num_cached_tokens
+        self._phase.set_attribute("gen_ai.usage.input_tokens", len(entry.request.input_ids))
+        self._phase.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
 
     def note_step(self, step: SpanContext) -> None:
         """The sequence takes part in a step that has a span."""
         self._steps = [*self._steps[:1], step]
+        self.is_fresh = False
 
     def finish_prefill(self, goes_on: bool) -> None:
         """The first token is computed; `goes_on`: more tokens follow."""
         if self._has_ended:
             return
         now = self._prefilled = time.perf_counter()
-        self.is_decoding = True
+        self.is_decoding = self.is_fresh = True
         self._end_phase(now)
         if goes_on:
             self._phase = self._request.span("decode", now)
@@ -257,9 +258,7 @@ class SequenceTrace:
             return
         if self.is_decoding:
             self._phase.set_attribute("gen_ai.usage.output_tokens", len(self._entry.token_ids))
-        if error_type:
-            self._phase.set_status(StatusCode.ERROR)
-            self._phase.set_attribute("error.type", error_type)
+        mark_failed(self._phase, error_type)
         self._end_phase(now)
 
     def durations(self, now: float, generated: GeneratedText) -> dict[str, Any]:
@@ -293,16 +292,3 @@ class SequenceTrace:
             self._phase.add_link(step)
         self._phase.end(self._request.ns(now))
         self._phase, self._steps = None, []
-
-
-def _parameters(request: Request) -> dict[str, Any]:
-    """The attributes of the semantic conventions; no text of the request leaves the server."""
-    sampling = request.sampling
-    attributes: dict[str, Any] = {
-        "gen_ai.request.max_tokens": request.stopping.max_new_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-    }
-    if sampling.top_k:
-        attributes["gen_ai.request.top_k"] = sampling.top_k
-    return attributes

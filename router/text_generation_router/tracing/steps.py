@@ -1,20 +1,14 @@
-"""The spans of steps, the parents of the shards' own spans."""
+"""The spans of steps, the parents of the shards' own spans; opens the traces of a router."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    Link,
-    NonRecordingSpan,
-    Span,
-    SpanKind,
-    StatusCode,
-    format_span_id,
-    format_trace_id,
-    set_span_in_context,
-)
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, set_span_in_context
+from starlette.types import ASGIApp
+from text_generation_process.tracing import SERVICE, end_span, open_tracer, traceparent
 
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
@@ -24,14 +18,13 @@ from text_generation_router.scheduler.shards import (
     Shards,
     StepResult,
 )
-from text_generation_router.tracing.requests import SequenceTrace, TracedRequests
+from text_generation_router.tracing.requests import SequenceTrace, TracedApp, TracedRequests
 
 # A step has a span if it is the first of a sequence's phase, or if the last span of a step began
 # longer ago than this: the number of spans grows with the seconds of a request, not its tokens.
 EVERY_S = 1.0
 # Sequences that the span of a step links to.
 MOST_LINKS = 16
-_SERVICE = "text_generation.v1.TextGenerationService"
 
 
 class TraceableShards(Shards, Protocol):
@@ -66,11 +59,8 @@ class TracedShards:
         self._shards = shards
         self._requests = requests
         self._batch_id: int | None = None
-        # The traced sequences that have rows, oldest first; those in prefill; and those whose phase
-        # has no span of a step yet.
+        # The traced sequences that have rows, oldest first.
         self._rows: dict[int, SequenceTrace] = {}
-        self._computing: set[int] = set()
-        self._fresh: set[int] = set()
         self._last_span = 0.0
 
     async def prefill(
@@ -86,16 +76,14 @@ class TracedShards:
         for sequence in new.values():
             sequence.enter()
         self._rows |= new
-        self._computing |= {i for i, sequence in new.items() if not sequence.is_decoding}
-        self._fresh |= new.keys()
         began, span = time.time_ns(), self._begin("Prefill", advance, new.keys())
         try:
             result = await self._shards.prefill(
-                batch_id, entries, cached_batch_id, advance, _traceparent(span)
+                batch_id, entries, cached_batch_id, advance, traceparent(span)
             )
         except BaseException as error:
             self._forget(new)
-            _end(span, error)
+            end_span(span, error)
             raise
         self._settle("Prefill", began, span, result)
         return result
@@ -104,9 +92,9 @@ class TracedShards:
         """See `Shards.decode`."""
         began, span = time.time_ns(), self._begin("Decode", advance)
         try:
-            result = await self._shards.decode(batch_ids, advance, _traceparent(span))
+            result = await self._shards.decode(batch_ids, advance, traceparent(span))
         except BaseException as error:
-            _end(span, error)
+            end_span(span, error)
             raise
         self._settle("Decode", began, span, result)
         return result
@@ -120,7 +108,7 @@ class TracedShards:
     async def clear_cache(self, batch_id: int | None) -> None:
         """See `Shards.clear_cache`."""
         if batch_id is None or batch_id == self._batch_id:
-            self._forget(list(self._rows))
+            self._rows.clear()
         await self._shards.clear_cache(batch_id)
 
     async def compile_grammar(self, grammar: str, timeout_s: float) -> GrammarResult:
@@ -135,83 +123,71 @@ class TracedShards:
         self, method: str, advance: Advance | None, new_ids: Iterable[int] = ()
     ) -> Span | None:
         """The span of a step that is about to be sent; None: it gets none."""
-        is_time = time.monotonic() - self._last_span > EVERY_S
-        if not (self._rows and (self._fresh or is_time)):
-            return None
         computing = {*new_ids, *(i for i, _ in (advance.chunks if advance is not None else ()))}
-        inside = [i for i, s in self._rows.items() if s.is_decoding or i in computing]
-        if not is_time and self._fresh.isdisjoint(inside):
-            return None
-        return self._span(method, time.time_ns(), inside)
+        inside = [s for i, s in self._rows.items() if s.is_decoding or i in computing]
+        is_time = time.monotonic() - self._last_span > EVERY_S
+        if is_time or any(sequence.is_fresh for sequence in inside):
+            return self._span(method, time.time_ns(), inside)
+        return None
 
-    def _span(self, method: str, began: int, inside: Sequence[int]) -> Span | None:
+    def _span(self, method: str, began: int, inside: Sequence[SequenceTrace]) -> Span | None:
         """The span of a step; None: all sequences in it have ended."""
-        fresh = [i for i in inside if i in self._fresh]
-        old = [i for i in inside if i not in self._fresh]
-        contexts = [c for i in (*fresh, *old) if (c := self._rows[i].context) is not None]
+        fresh_first = sorted(inside, key=lambda sequence: not sequence.is_fresh)
+        contexts = [c for sequence in fresh_first if (c := sequence.context) is not None]
         if not contexts:
             return None
-        parent = NonRecordingSpan(contexts[0])
         span = self._requests.tracer.start_span(
-            f"{_SERVICE}/{method}",
-            set_span_in_context(parent, Context()),
+            f"{SERVICE}/{method}",
+            set_span_in_context(NonRecordingSpan(contexts[0]), Context()),
             SpanKind.CLIENT,
-            {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method},
+            {"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method},
             [Link(context) for context in contexts[1 : MOST_LINKS + 1]],
             began,
         )
-        context = span.get_span_context()
-        for i in inside:
-            self._rows[i].note_step(context)
-        self._fresh.difference_update(inside)
+        for sequence in inside:
+            sequence.note_step(span.get_span_context())
         self._last_span = time.monotonic()
         return span
 
     def _settle(self, method: str, began: int, span: Span | None, result: StepResult) -> None:
         """A step has succeeded."""
         self._batch_id = None if result.batch is None else result.batch.id
-        if not self._rows:
-            _end(span)
-            return
         ended = result.ended & self._rows.keys()
         if ended and span is None:
             # Only its result shows that a step is a sequence's last: the shards have no spans then.
-            span = self._span(method, began, sorted(ended))
-        for i in self._computing & set(result.request_ids):
-            self._computing.remove(i)
-            self._rows[i].finish_prefill(goes_on=i not in ended)
-            self._fresh.add(i)
+            span = self._span(method, began, [self._rows[i] for i in sorted(ended)])
+        for i in self._rows.keys() & set(result.request_ids):
+            if not self._rows[i].is_decoding:
+                self._rows[i].finish_prefill(goes_on=i not in ended)
         self._forget(ended)
         if span is not None:
-            span.set_attributes(
-                {
-                    "batch_size": len(result.request_ids),
-                    "forward_ns": result.forward_ns,
-                    "decode_ns": result.decode_ns,
-                }
-            )
-        _end(span)
+            span.set_attribute("batch_size", len(result.request_ids))
+            span.set_attribute("forward_ns", result.forward_ns)
+            span.set_attribute("decode_ns", result.decode_ns)
+        end_span(span)
 
     def _forget(self, entry_ids: Iterable[int]) -> None:
         for i in entry_ids:
             self._rows.pop(i, None)
-            self._computing.discard(i)
-            self._fresh.discard(i)
 
 
-def _traceparent(span: Span | None) -> str:
-    """The span as the header `traceparent`; empty: no span."""
-    if span is None:
-        return ""
-    context = span.get_span_context()
-    trace_id, span_id = format_trace_id(context.trace_id), format_span_id(context.span_id)
-    return f"00-{trace_id}-{span_id}-{context.trace_flags:02x}"
+class Tracing:
+    """Wraps the application and the shards of a router, so that requests and steps are traced."""
+
+    def __init__(self, requests: TracedRequests) -> None:
+        self._requests = requests
+
+    def around(self, app: ASGIApp) -> TracedApp:
+        """The application, whose requests are traced."""
+        return TracedApp(app, self._requests)
+
+    def over(self, shards: TraceableShards) -> TracedShards:
+        """The shards, whose steps are traced."""
+        return TracedShards(shards, self._requests)
 
 
-def _end(span: Span | None, error: BaseException | None = None) -> None:
-    if span is None:
-        return
-    if error is not None:
-        span.set_status(StatusCode.ERROR)
-        span.set_attribute("error.type", type(error).__name__)
-    span.end()
+@contextmanager
+def open_tracing(endpoint: str, service_name: str, version: str, model: str) -> Iterator[Tracing]:
+    """Sends spans to the collector until the end of the block; see `open_tracer`."""
+    with open_tracer(endpoint, service_name, version, {}) as tracer:
+        yield Tracing(TracedRequests(tracer, model))
