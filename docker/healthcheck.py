@@ -6,7 +6,7 @@ import sys
 from http.client import HTTPException
 from pathlib import Path
 
-from text_generation_launcher.command_line import read_options, split_mode
+from text_generation_launcher.options import read_options, split_mode
 from text_generation_launcher.option import Mode
 from text_generation_launcher.probe import connection_to, reachable_host
 

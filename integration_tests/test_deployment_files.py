@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from text_generation_launcher.command_line import read_options
-from text_generation_launcher.options import OPTIONS
+from text_generation_launcher.options import OPTIONS, read_options
 from text_generation_router.metrics import Metrics
 
 from integration_tests.prometheus import DOCKER, ROOT, dashboard

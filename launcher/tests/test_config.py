@@ -2,7 +2,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.command_line import read_options
 from text_generation_launcher.config import (
     EMBEDDED_MODEL_PATH,
     LauncherConfig,
@@ -11,6 +10,7 @@ from text_generation_launcher.config import (
     log_level,
 )
 from text_generation_launcher.option import InvalidOptions, Mode
+from text_generation_launcher.options import read_options
 from text_generation_process import tracing
 
 

@@ -1,10 +1,9 @@
 """All of TGI's environment variables, as `docker run -e` sets them: each has its effect."""
 
 import pytest
-from text_generation_launcher.command_line import read_options
 from text_generation_launcher.config import LauncherConfig, create_config
 from text_generation_launcher.option import InvalidOptions
-from text_generation_launcher.options import notes
+from text_generation_launcher.options import notes, read_options
 
 from launcher.tests.test_options import TGI_FLAGS
 

@@ -1,7 +1,14 @@
 import pytest
-from text_generation_launcher.command_line import read_options, split_mode
 from text_generation_launcher.option import Child, InvalidOptions, Mode
-from text_generation_launcher.options import OPTIONS, describe, forward, notes, refuse
+from text_generation_launcher.options import (
+    OPTIONS,
+    describe,
+    forward,
+    notes,
+    read_options,
+    refuse,
+    split_mode,
+)
 
 # fmt: off
 TGI_FLAGS = [

@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from text_generation_launcher.command_line import read_options
 from text_generation_launcher.config import create_config
 from text_generation_launcher.failures import ChildDied
 from text_generation_launcher.heartbeat import GAP_S, SILENCE_S, STARTING_SILENCE_S, Heartbeat
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
+from text_generation_launcher.options import read_options
 from text_generation_launcher.process import Command, ManagedProcess
 from text_generation_launcher.progress import ProgressPipe
 from text_generation_launcher.replacements import LEAST_PATIENCE_S, Part, Replacements

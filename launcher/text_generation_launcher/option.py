@@ -1,10 +1,13 @@
-"""What an option of the launcher is, and which child gets it."""
+"""What an option of the launcher is, which child gets it, and how its values are read.
 
+A parser returns the canonical spelling of a value; its ValueError names what was expected.
+"""
+
+import ipaddress
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-from text_generation_launcher.values import always, text
 
 Values = Mapping[str, tuple[str, ...]]
 """Option name to its values in canonical spelling: one, or several where the flag repeats."""
@@ -30,6 +33,101 @@ class Child(Enum):
     ROUTER = "router"
 
 
+def text(value: str) -> str:
+    """Any text that is not empty."""
+    if not value:
+        raise ValueError("a value that isn't empty")
+    return value
+
+
+def true_or_false(value: str) -> str:
+    """`true` or `false`; also from `1` or `0`."""
+    canonical = {"true": "true", "1": "true", "false": "false", "0": "false"}.get(value.lower())
+    if canonical is None:
+        raise ValueError("true or false")
+    return canonical
+
+
+def choice(*names: str) -> Callable[[str], str]:
+    """One of the names, as spelled here."""
+
+    def parse(value: str) -> str:
+        if value not in names:
+            raise ValueError(f"one of {', '.join(names)}")
+        return value
+
+    return parse
+
+
+def whole(minimum: int, maximum: int | None = None) -> Callable[[str], str]:
+    """A whole number between two limits, both allowed."""
+    limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+
+    def parse(value: str) -> str:
+        is_plain = value.isascii() and value.isdigit() and len(value) < 19
+        number = int(value) if is_plain else -1
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(f"a whole number {limits}")
+        return str(number)
+
+    return parse
+
+
+PORT = whole(1, 65535)
+
+
+def sizes(value: str) -> str:
+    """Whole numbers from 1 to 1024 with commas between; or 0 alone, for none."""
+    each = whole(1, 1024)
+    try:
+        return value if value == "0" else ",".join(each(item.strip()) for item in value.split(","))
+    except ValueError as error:
+        raise ValueError("whole numbers from 1 to 1024 with commas between, or 0") from error
+
+
+def number(above: float, maximum: float = sys.float_info.max) -> Callable[[str], str]:
+    """A finite number that is larger than `above` and at most `maximum`."""
+    limit = "" if maximum == sys.float_info.max else f" and at most {maximum:g}"
+
+    def parse(value: str) -> str:
+        try:
+            is_inside = above < float(value) <= maximum
+        except ValueError:
+            is_inside = False
+        if not is_inside:
+            raise ValueError(f"a number above {above:g}{limit}")
+        return value
+
+    return parse
+
+
+def not_negative(value: str) -> str:
+    """A finite number, 0 or more."""
+    try:
+        is_inside = 0 <= float(value) <= sys.float_info.max
+    except ValueError:
+        is_inside = False
+    if not is_inside:
+        raise ValueError("a number of 0 or more")
+    return value
+
+
+def path(value: str) -> str:
+    """The path of a route."""
+    if not value.startswith("/"):
+        raise ValueError("a path that starts with /")
+    return value
+
+
+def is_address(value: str) -> bool:
+    """Whether HOSTNAME is an address: containers set it to their own name."""
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return value == "localhost"
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """One flag: its spelling, the children that get it, and what is logged when it is given."""
@@ -45,7 +143,7 @@ class Option:
     """Only of flags that the launcher itself owns or always passes on."""
     short: str = ""
     switch: bool = False
-    """Takes no value on the command line; true or false in the environment."""
+    """Takes no value on the command line; true or false in the environment, without a `parse`."""
     repeat: bool = False
     secret: bool = False
     """Never printed, and passed to a child in its environment, because every user can read command
@@ -53,7 +151,8 @@ class Option:
     guards: bool = False
     """Not a secret, but empty is an error for the same reason."""
     has_environment: bool = True
-    environment_applies: Callable[[str], bool] = always
+    environment_applies: Callable[[str], bool] = bool
+    """Whether the variable counts; an empty one never does, except of secrets and guards."""
     refusal: str = ""
     """The sentence with which every value outside `plain` is refused."""
     note: str = ""

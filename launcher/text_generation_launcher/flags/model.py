@@ -2,8 +2,17 @@
 
 from text_generation_process import defaults
 
-from text_generation_launcher.option import DOWNLOAD, ROUTER, SHARD, Child, Option, refused
-from text_generation_launcher.values import choice, number, true_or_false, whole
+from text_generation_launcher.option import (
+    DOWNLOAD,
+    ROUTER,
+    SHARD,
+    Child,
+    Option,
+    choice,
+    number,
+    refused,
+    whole,
+)
 
 _NEVER_REMOTE_CODE = (
     "--trust-remote-code has no effect: pytgi never runs code from a model repository, and serves "
@@ -49,8 +58,7 @@ MODEL = (
     Option(
         "deterministic",
         "start only if a request's tokens are the same in every batch, bit for bit",
-        true_or_false,
-        SHARD,
+        to=SHARD,
         switch=True,
     ),
     Option("speculate", "maximum tokens guessed per request and step; 0: none", whole(0), ROUTER),
@@ -63,7 +71,6 @@ MODEL = (
     Option(
         "trust-remote-code",
         "no effect: pytgi runs no code from a model repository",
-        true_or_false,
         switch=True,
         note=_NEVER_REMOTE_CODE,
     ),

@@ -1,10 +1,18 @@
-"""Flags of the shards: how many, where they meet, when they are replaced, their device."""
+"""Flags of the shards: how many, where they meet, when they are replaced, their device; and of the
+launcher's own process: its other modes, its log, traces, its end."""
 
 from text_generation_process import defaults
+from text_generation_process.tracing import collector
 
-from text_generation_launcher.option import HTTP, ROUTER, SHARD, Child, Option
-from text_generation_launcher.values import (
+from text_generation_launcher.option import (
+    HTTP,
     PORT,
+    ROUTER,
+    SHARD,
+    Child,
+    Mode,
+    Option,
+    choice,
     not_negative,
     number,
     sizes,
@@ -43,7 +51,6 @@ SHARDS = (
         "restart",
         "replace shards and router that end, up to 5 times in 10 minutes; RESTART=false or "
         "--no-restart: the server ends with them",
-        true_or_false,
         default="true",
         switch=True,
         modes=HTTP,
@@ -51,7 +58,6 @@ SHARDS = (
     Option(
         "no-restart",
         "end, with exit code 1, when a shard or the router ends",
-        true_or_false,
         switch=True,
         has_environment=False,
         modes=HTTP,
@@ -86,15 +92,13 @@ SHARDS = (
     Option(
         "disable-custom-kernels",
         f"no effect: {_OWN_KERNELS}",
-        true_or_false,
         switch=True,
         note=f"--disable-custom-kernels has no effect: {_OWN_KERNELS}",
     ),
     Option(
         "enable-reflection",
         "gRPC reflection on the shards' sockets, for tools like grpcurl",
-        true_or_false,
-        SHARD,
+        to=SHARD,
         switch=True,
     ),
     Option(
@@ -104,9 +108,73 @@ SHARDS = (
     Option(
         "enable-prefill-logprobs",
         "no effect: always on",
-        true_or_false,
         switch=True,
         note="--enable-prefill-logprobs has no effect: requests can always ask for the "
         "log-probabilities of their prompt (decoder_input_details)",
+    ),
+)
+
+PROCESS = (
+    Option(
+        "input",
+        "file with the requests, in OpenAI's batch format",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "output",
+        "file for the results, one per line; an existing file is continued",
+        has_environment=False,
+        modes=(Mode.BATCH,),
+    ),
+    Option(
+        "end-with-stdin",
+        "stop when standard input ends, for example because the parent process is gone",
+        switch=True,
+        has_environment=False,
+        modes=(Mode.SHARDS,),
+    ),
+    Option(
+        "json-output",
+        "log one JSON object per line",
+        switch=True,
+    ),
+    Option(
+        "otlp-endpoint",
+        "gRPC address of an OpenTelemetry collector that gets the traces of requests, like "
+        "http://127.0.0.1:4317",
+        collector,
+        (Child.SHARD, Child.ROUTER),
+        modes=HTTP,
+    ),
+    Option(
+        "otlp-service-name",
+        "name of the router and its shards in traces, by default "
+        f"{defaults.ROUTER_SERVICE_NAME} and {defaults.SHARD_SERVICE_NAME}",
+        to=(Child.SHARD, Child.ROUTER),
+        modes=HTTP,
+    ),
+    Option(
+        "usage-stats",
+        "no effect: pytgi never sends usage statistics",
+        choice("on", "off", "no-stack"),
+        note="--usage-stats has no effect: pytgi never sends usage statistics",
+        plain=("off",),
+    ),
+    Option(
+        "env",
+        "print the runtime environment, then start",
+        switch=True,
+        has_environment=False,
+        short="-e",
+    ),
+    Option(
+        "graceful-termination-timeout",
+        "seconds that running requests have to end when the server stops",
+        not_negative,
+        ROUTER,
+        default=f"{defaults.TERMINATION_TIMEOUT_S:g}",
+        short="-g",
+        modes=HTTP,
     ),
 )
