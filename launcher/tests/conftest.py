@@ -20,7 +20,7 @@ LAUNCHER = """
 import json, os, sys
 from dataclasses import replace
 from pathlib import Path
-from text_generation_launcher import heartbeat, restarts, supervisor
+from text_generation_launcher import pipes, restarts, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
@@ -28,7 +28,7 @@ from text_generation_launcher.process import Command, block_signals, end_with_st
 
 given = json.loads(sys.argv[1])
 supervisor.WAITING_NOTICE_S = 0.2
-heartbeat.STARTING_SILENCE_S, heartbeat.SILENCE_S = given["silences_s"]
+pipes.STARTING_SILENCE_S, pipes.SILENCE_S = given["silences_s"]
 restarts.FIRST_DELAY_S = 0.01
 
 def command(name, program):

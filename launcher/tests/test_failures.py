@@ -6,8 +6,8 @@ import pytest
 from text_generation_launcher.failures import (
     End,
     Kind,
-    describe_end,
     first_failure,
+    grouped,
     kind_of,
     may_follow_another,
 )
@@ -48,7 +48,7 @@ def ends(*given: tuple[int, int, int]) -> list[End]:
         ([(2, 3, 0), (0, 3, 1)], "shard 2"),
     ],
 )
-def test_who_failed_first(given, expected):
+def test_the_first_failure_is_named(given, expected):
     assert first_failure(ends(*given)).name == expected
     assert first_failure(ends(*reversed(given))).name == expected
 
@@ -66,18 +66,25 @@ def test_who_failed_first(given, expected):
         (ROUTER, 1, 3, True),
     ],
 )
-def test_what_may_be_a_consequence(rank, code, num_shards, expected):
+def test_an_end_may_be_a_consequence(rank, code, num_shards, expected):
     assert may_follow_another(*ends((rank, code, 0)), num_shards) is expected
 
 
 def test_the_sentence_names_the_rank_and_how_it_ended():
     [killed, gave_up] = ends((1, KILL, 0), (0, 3, 0))
-    assert describe_end(killed, was_ready=True) == (
+    assert killed.describe(was_ready=True) == (
         "shard 1 was killed by signal 9 (Killed), as the system does when memory runs out, while "
         "serving and printed nothing"
     )
-    assert describe_end(gave_up).startswith(
+    assert gave_up.describe().startswith(
         "shard 0 ended because another shard failed (exit code 3) and"
     )
     alone = End("shard 0", 3, kind_of(3, num_shards=1), 0, words=("a", "b"))
-    assert describe_end(alone) == "shard 0 failed with exit code 3; its last lines:\n  a\n  b"
+    assert alone.describe() == "shard 0 failed with exit code 3; its last lines:\n  a\n  b"
+
+
+def test_names_with_the_same_message_are_grouped():
+    said = [("shard 0", "compiling"), ("shard 1", ""), ("shard 2", "compiling"), ("shard 3", "")]
+    assert grouped(said, " to be ready") == (
+        "shard 0, shard 2 to be ready: compiling; shard 1, shard 3 to be ready"
+    )

@@ -10,8 +10,7 @@ import sys
 import time
 
 import pytest
-from text_generation_launcher.address import AddressError, MeetingPort
-from text_generation_launcher.diagnosis import grouped
+from text_generation_launcher.ports import AddressError, MeetingPort
 
 from launcher.tests.conftest import SETTLED_S
 
@@ -51,22 +50,6 @@ def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
     assert sorted(trace[-3:]) == [f"{name} got SIGTERM" for name in ("shard", "shard-1", "shard-2")]
     assert not list(tmp_path.glob("shard-[0-9]"))
     launched.assert_no_orphan()
-
-
-def test_two_meeting_ports_are_never_one():
-    one, other = MeetingPort("localhost", None), MeetingPort("localhost", None)
-    assert one.number != other.number
-    one.close()
-    again = MeetingPort("localhost", one.number)
-    assert again.number == one.number
-    with pytest.raises(AddressError, match=r"give --master-addr an IP address$"):
-        MeetingPort("no.such.host.invalid", None)
-    with pytest.raises(
-        AddressError, match=r"192\.0\.2\.1 is not an address of this machine: choose"
-    ):
-        MeetingPort("192.0.2.1", None)
-    for port in (again, other):
-        port.close()
 
 
 def test_a_meeting_port_in_use_is_said_before_anything_starts(free_port):
@@ -173,13 +156,6 @@ log("INFO", "the router has read: " + line.strip()); sleep()
         "shard 2 to be ready: loading weights: 38 of 80 tensors"
     )
     launched.wait_for_line(said)
-
-
-def test_those_that_say_the_same_are_named_together():
-    said = [("shard 0", "compiling"), ("shard 1", ""), ("shard 2", "compiling"), ("shard 3", "")]
-    assert grouped(said, " to be ready") == (
-        "shard 0, shard 2 to be ready: compiling; shard 1, shard 3 to be ready"
-    )
 
 
 def test_a_batch_that_has_lost_its_shard_is_not_to_blame(launch):

@@ -9,16 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from text_generation_launcher.address import AddressError, SocketClaim, claim_port
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
+from text_generation_launcher.ports import AddressError, claim_port
 from text_generation_launcher.process import (
     RECENT_LINES,
     Command,
     ManagedProcess,
     ProcessError,
 )
+from text_generation_launcher.sockets import SocketClaim
 from text_generation_launcher.supervisor import Supervisor
 
 from launcher.tests.conftest import wait_until

@@ -1,6 +1,8 @@
 """The command `text-generation-launcher`; the only place that reads the process's environment."""
 
 import os
+import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +14,20 @@ from text_generation_launcher.option import InvalidOptions
 from text_generation_launcher.options import describe, notes, read_options, secrets, split_mode
 from text_generation_launcher.process import block_signals, conceal, end_with_stdin
 from text_generation_launcher.supervisor import Supervisor
+
+PACKAGES = (
+    "pytgi",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "grpcio",
+    "protobuf",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.close()
         return 1
     if "env" in values:
-        from text_generation_launcher.environment import describe_environment
-
         log.info(describe_environment())
     log.info(f"Options: {describe(values)}")
     for note in (*notes(values), *config.notes):
@@ -47,6 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Supervisor(config, log).run()
     finally:
         log.close()
+
+
+def describe_environment() -> str:
+    """What a bug report needs, in several lines: Python, system, package versions, GPUs."""
+    from importlib import metadata
+
+    lines = [
+        "Runtime environment:",
+        f"Python: {sys.version.split()[0]} ({sys.executable})",
+        f"Platform: {platform.platform()}, {os.cpu_count()} cores",
+    ]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package}: {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package}: not installed")
+    try:
+        run = subprocess.run(
+            ["nvidia-smi"], capture_output=True, text=True, timeout=10, check=False
+        )
+        gpus = "\n" + (run.stdout or run.stderr).strip()
+    except FileNotFoundError:
+        gpus = "not found"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        gpus = f"failed: {error}"
+    return "\n".join([*lines, f"nvidia-smi: {gpus}"])
 
 
 def _insist_on_utf8() -> None:

@@ -1,12 +1,15 @@
 """The number of shards by TGI's rules, from two flags and the visible GPUs."""
 
+import subprocess
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from text_generation_launcher.option import InvalidOptions
 
 # Values of NVIDIA_VISIBLE_DEVICES that list no GPU, although a container may have some.
 _NO_LIST = ("", "all", "void", "none")
 _BY_NAME = ("GPU-", "MIG-")
+_DEVICES = Path("/dev")
 
 
 def find_num_shards(
@@ -76,3 +79,19 @@ def _num_for_all(named: int | None, device: str | None, count_gpus: Callable[[],
             "--sharded"
         )
     return num
+
+
+def count_gpus(command: str = "nvidia-smi", devices: Path = _DEVICES) -> int:
+    """The number of NVIDIA GPUs that nvidia-smi lists; if it does not run, the driver's device
+    files."""
+    try:
+        listed = subprocess.run(
+            [command, "--query-gpu=uuid", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return len(list(devices.glob("nvidia[0-9]*")))
+    return sum(bool(line.strip()) for line in listed.stdout.splitlines())

@@ -1,17 +1,21 @@
-"""Whether a server on this machine answers."""
+"""Requests to the server on this machine: whether it answers, and the log line with an example."""
 
+import shlex
 from typing import TYPE_CHECKING
+
+from text_generation_launcher.config import LauncherConfig
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection
 
 
-def is_healthy(hostname: str, port: int, has_tls: bool, timeout_s: float) -> bool:
+def is_healthy(config: LauncherConfig, timeout_s: float) -> bool:
     """Whether GET /health is answered with 200."""
     # Imported late: the import is slow, and the children load at the same time.
     from http.client import HTTPException
 
-    connection = connection_to(reachable_host(hostname), port, has_tls, timeout_s)
+    host = reachable_host(config.hostname)
+    connection = connection_to(host, config.port, config.has_tls, timeout_s)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
@@ -38,3 +42,16 @@ def connection_to(host: str, port: int, has_tls: bool, timeout_s: float) -> "HTT
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return HTTPSConnection(host, port, timeout=timeout_s, context=context)
+
+
+def how_to_ask(config: LauncherConfig) -> tuple[str, str]:
+    """The server's URL, and an example command."""
+    host = reachable_host(config.hostname)
+    scheme = "https" if config.has_tls else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
+    # The certificate has the public name of this machine.
+    insecure = ["--insecure"] if config.has_tls else []
+    command = ["curl", *insecure, f"{url}/generate", "-H", "Content-Type: application/json"]
+    if config.has_api_key:
+        command += ["-H", "Authorization: Bearer YOUR_API_KEY"]
+    return url, shlex.join([*command, "-d", config.example_request])

@@ -18,15 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from text_generation_launcher.address import AddressError, SocketClaim
-from text_generation_launcher.addresses import Addresses
 from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
-from text_generation_launcher.diagnosis import CAUSE_S, describe_stopped, diagnose, end_of, grouped
-from text_generation_launcher.failures import ChildDied
-from text_generation_launcher.heartbeat import Heartbeat
+from text_generation_launcher.failures import (
+    CAUSE_S,
+    ChildDied,
+    death_of,
+    describe_stopped,
+    diagnose,
+    grouped,
+)
 from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
-from text_generation_launcher.probe import is_healthy
+from text_generation_launcher.pipes import TOLD, RouterPipes
+from text_generation_launcher.ports import AddressError
+from text_generation_launcher.probe import how_to_ask, is_healthy
 from text_generation_launcher.process import (
     STOP_SIGNALS,
     Command,
@@ -34,9 +39,8 @@ from text_generation_launcher.process import (
     ProcessError,
     reap_orphans,
 )
-from text_generation_launcher.progress import TOLD, ProgressPipe
-from text_generation_launcher.ready_line import how_to_ask
-from text_generation_launcher.replacements import Part, Replacements
+from text_generation_launcher.restarts import Part, Restarts
+from text_generation_launcher.sockets import Addresses, SocketClaim
 
 STARTUP_POLL_S = 0.02
 WATCH_POLL_S = 1.0
@@ -44,7 +48,7 @@ WATCH_POLL_S = 1.0
 LISTEN_POLL_S = 0.25
 """How often the router's heartbeat is read."""
 WAITING_NOTICE_S = 5.0
-DOWNLOAD_TERMINATION_S = 10.0
+CONTINUED_TERMINATION_S = 10.0
 """Short, because a download or a batch continues later where it stopped."""
 FAILURE_TERMINATION_S = 10.0
 """Short, because after a failure running requests can't finish."""
@@ -77,8 +81,7 @@ class Supervisor:
         self._router: ManagedProcess | None = None
         self._batch: ManagedProcess | None = None
         self._addresses: Addresses | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._progress: ProgressPipe | None = None
+        self._pipes: RouterPipes | None = None
         self._is_socket_awaited = False
         self._is_ready = False
         # With nohup the server outlives its terminal.
@@ -111,7 +114,8 @@ class Supervisor:
             if self._config.mode is Mode.SHARDS:
                 self._announce_shards(model_path)
             else:
-                self._wait_for_router()
+                assert self._router is not None
+                self._wait_for({self._router: lambda: is_healthy(self._config, PROBE_TIMEOUT_S)})
                 self._announce()
                 if self._config.restarts:
                     self._serve(model_path, time.monotonic() - begun_at)
@@ -145,7 +149,7 @@ class Supervisor:
             self._pause(STARTUP_POLL_S)
         download.drain()
         if download.returncode != 0:
-            raise ChildDied.of(end_of(download))
+            raise death_of(download)
         download.settle()
         path = (download.answer or {}).get("model_path")
         if not isinstance(path, str):
@@ -199,7 +203,7 @@ class Supervisor:
         batch.drain()
         code = batch.returncode or 0
         if code < 0:
-            raise ChildDied.of(end_of(batch))
+            raise death_of(batch)
         if code:
             self._pause(CAUSE_S)  # it may have failed because a shard failed
         self._shut_down(self._config.termination_timeout_s)
@@ -209,18 +213,11 @@ class Supervisor:
         """Does not wait for the shards: the router has work to do before it needs them."""
         command = self._config.router
         assert command is not None
-        self._progress = progress = ProgressPipe()
-        self._heartbeat = heartbeat = Heartbeat()
-        descriptors = progress.reader, heartbeat.writer
-        pipes = f"--progress-fd={progress.reader}", f"--launcher-fd={heartbeat.writer}"
-        argv = (*command.argv, *pipes, f"--num-restarts={num_restarts}")
-        self._router = self._start(replace(command, argv=argv, descriptors=descriptors), model_path)
-        progress.hand_over()
-        heartbeat.hand_over()
-
-    def _wait_for_router(self) -> None:
-        assert self._router is not None
-        self._wait_for({self._router: self._is_healthy})
+        self._pipes = pipes = RouterPipes()
+        argv = (*command.argv, *pipes.flags, f"--num-restarts={num_restarts}")
+        command = replace(command, argv=argv, descriptors=pipes.descriptors)
+        self._router = self._start(command, model_path)
+        pipes.hand_over()
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
         known = {MODEL_PATH: str(model_path), SOCKETS: self._sockets.prefix}
@@ -251,33 +248,30 @@ class Supervisor:
 
     def _tell_progress(self) -> None:
         """Tells the router what the shards do. It forgets this once it is connected to them."""
-        if self._progress is not None:
+        if self._pipes is not None:
             messages = [(shard.name, shard.last_message) for shard in self._shards]
-            self._progress.tell(grouped([one for one in messages if one[1].startswith(TOLD)]))
-
-    def _is_healthy(self, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
-        config = self._config
-        return is_healthy(config.hostname, config.port, config.has_tls, timeout_s)
+            self._pipes.tell(grouped([one for one in messages if one[1].startswith(TOLD)]))
 
     def _announce(self) -> None:
         self._is_ready = True
-        self._note_serving()
+        assert self._pipes is not None
+        self._pipes.note_serving()
         elapsed_s = time.monotonic() - self._started_at
         url, example = how_to_ask(self._config)
         self._log.info(f"Ready on {url} after {elapsed_s:.1f} s - try: {example}")
 
     def _serve(self, model_path: Path, first_start_s: float) -> NoReturn:
         """Replaces processes that end, until a stop signal or too many ends."""
-        replacements = Replacements(
+        restarts = Restarts(
             (
                 Part(
-                    *(("all shards", "are") if len(self._shards) > 1 else ("shard 0", "is")),
+                    "all shards are" if len(self._shards) > 1 else "shard 0 is",
                     has_ended=lambda: not all(shard.is_alive for shard in self._shards),
                     end=self._end_shards,
                     start=lambda _: self._start_shards(model_path),
                 ),
                 Part(
-                    *("the router", "is"),
+                    "the router is",
                     has_ended=lambda: self._router is not None and not self._router.is_alive,
                     end=self._end_router,
                     start=lambda total: self._start_router(model_path, total),
@@ -289,21 +283,21 @@ class Supervisor:
         )
         while True:
             try:
-                self._pause(LISTEN_POLL_S if replacements.is_whole else STARTUP_POLL_S)
+                self._pause(LISTEN_POLL_S if restarts.is_whole else STARTUP_POLL_S)
                 self._listen()
-                if not replacements.is_whole:
+                if not restarts.is_whole:
                     self._tell_progress()
-                replacements.bring_back(time.monotonic())
-                if replacements.is_late(time.monotonic()):
-                    self._end_late(replacements.patience_s)
+                restarts.bring_back(time.monotonic())
+                if restarts.is_late(time.monotonic()):
+                    # Any of them may be the cause.
+                    how = f"the replaced processes do not serve after {restarts.patience_s:g} s"
+                    self._end_failed(self._watched(), how)
             except ChildDied as died:
-                replacements.take_away(died, time.monotonic())
+                restarts.take_away(died, time.monotonic())
 
-    def _end_late(self, patience_s: float) -> NoReturn:
-        """Ends all processes, because any of them may be the cause. Raises ChildDied."""
-        children = self._watched()
-        stopped = describe_stopped(children)
-        how = f"the replaced processes do not serve after {patience_s:g} s{stopped}"
+    def _end_failed(self, children: Sequence[ManagedProcess], how: str) -> NoReturn:
+        """Kills children that do not work as they should. Raises ChildDied."""
+        how += describe_stopped(children)
         for child in children:
             child.kill()
         raise ChildDied(how, how)
@@ -323,55 +317,40 @@ class Supervisor:
         self._close_pipes()
 
     def _close_pipes(self) -> None:
-        for pipe in (self._heartbeat, self._progress):
-            if pipe is not None:
-                pipe.close()
-        self._heartbeat = self._progress = None
+        if self._pipes is not None:
+            self._pipes.close()
+        self._pipes = None
 
     def _is_ready_again(self) -> bool:
-        if not self._have_sockets() or not self._is_healthy(REPLACED_PROBE_TIMEOUT_S):
+        has_sockets = all(Path(path).exists() for path in self._sockets.paths)
+        if not has_sockets or not is_healthy(self._config, REPLACED_PROBE_TIMEOUT_S):
             return False
         for child in self._watched():
             child.settle()
-        self._note_serving()
+        if self._pipes is not None:
+            self._pipes.note_serving()
         return True
-
-    def _note_serving(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.note_serving()
-
-    def _have_sockets(self) -> bool:
-        return all(Path(path).exists() for path in self._sockets.paths)
 
     def _listen(self) -> None:
         """Ends a router that no longer answers, or shards that it has declared lost, and then
         raises ChildDied."""
         self._end_silent_router()
-        if (heartbeat := self._heartbeat) is None:
-            return
-        losses = list(heartbeat.losses)
-        heartbeat.losses.clear()
+        losses = [] if self._pipes is None else list(self._pipes.losses)
+        if self._pipes is not None:
+            self._pipes.losses.clear()
         if self._is_socket_awaited:
             # The losses are of the shards before. The router finds the new ones by their first
             # socket, and may declare them lost while their other sockets do not exist yet.
             self._is_socket_awaited = not Path(self._sockets.paths[0]).exists()
         elif losses:
-            stopped = describe_stopped(self._shards)
-            how = f"the router has declared the shards lost: {losses[-1]}{stopped}"
-            for shard in self._shards:
-                shard.kill()
-            raise ChildDied(how, how)
+            self._end_failed(self._shards, f"the router has declared the shards lost: {losses[-1]}")
 
     def _end_silent_router(self) -> None:
         """Kills a router that no longer answers, so that its clients do not wait for ever, and
         then raises ChildDied."""
-        heartbeat, router = self._heartbeat, self._router
-        if heartbeat is None or router is None or not heartbeat.is_silent(time.monotonic()):
-            return
-        stopped = describe_stopped([router])
-        how = f"the router has not answered for {heartbeat.patience_s:g} s{stopped}"
-        router.kill()
-        raise ChildDied(how, how)
+        pipes, router = self._pipes, self._router
+        if pipes is not None and router is not None and pipes.is_silent(time.monotonic()):
+            self._end_failed([router], f"the router has not answered for {pipes.silence_s:g} s")
 
     def _pause(self, seconds: float) -> None:
         """Waits, until a signal or the end of a child at most. Raises StopRequested, ChildDied."""
@@ -405,12 +384,10 @@ class Supervisor:
     def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
         """Ends the router, then the shards, each within its timeout (`timeout_s` by default).
         False after a second signal; `run` then kills the remaining children."""
-        download = [self._download] if self._download else []
-        batch = [self._batch] if self._batch else []
+        continued = [child for child in (self._download, self._batch) if child is not None]
         router = [self._router] if self._router else []
         return (
-            self._end(download, min(timeout_s, DOWNLOAD_TERMINATION_S))
-            and self._end(batch, min(timeout_s, DOWNLOAD_TERMINATION_S))
+            self._end(continued, min(timeout_s, CONTINUED_TERMINATION_S))
             and self._end(router, timeout_s)
             and self._end(self._shards, timeout_s if shard_timeout_s is None else shard_timeout_s)
         )

@@ -1,5 +1,5 @@
-"""Flags of the router: the limits of a request, of the queue and of a batch; names, addresses, keys,
-TLS and chat templates of the HTTP server."""
+"""Flags of the router: the limits of a request, of the queue and of a batch; names, addresses,
+keys, TLS and chat templates of the HTTP server."""
 
 from text_generation_process import defaults
 

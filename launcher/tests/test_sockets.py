@@ -6,9 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_generation_launcher import address
-from text_generation_launcher.address import AddressError, SocketClaim, private_folder
-from text_generation_launcher.private_folder import PREFIX, PrivateFolder, is_private
+from text_generation_launcher import sockets
+from text_generation_launcher.ports import AddressError
+from text_generation_launcher.sockets import (
+    PREFIX,
+    PrivateFolder,
+    SocketClaim,
+    is_private,
+    private_folder,
+)
 
 NOBODY = 65534
 
@@ -38,7 +44,7 @@ def test_nobody_else_can_enter_and_nothing_is_left(tmp_path: Path):
 def test_what_a_killed_launcher_left_is_removed_by_the_next_one(tmp_path: Path):
     script = (
         "import os, socket; from pathlib import Path\n"
-        "from text_generation_launcher.private_folder import PrivateFolder\n"
+        "from text_generation_launcher.sockets import PrivateFolder\n"
         f"folder = PrivateFolder(Path({str(tmp_path)!r}))\n"
         "socket.socket(socket.AF_UNIX).bind(str(folder.path / 's-0')); os._exit(9)"
     )
@@ -63,7 +69,7 @@ def test_what_is_not_of_a_launcher_stays(tmp_path: Path):
 
 
 def test_the_folder_of_the_session_comes_first_if_it_is_private(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(address, "MAX_SOCKET_PATH_BYTES", 1000)
+    monkeypatch.setattr(sockets, "MAX_SOCKET_PATH_BYTES", 1000)
     runtime, other = tmp_path / "run", tmp_path / "tmp"
     runtime.mkdir(mode=0o700)
     other.mkdir()
@@ -120,3 +126,61 @@ def test_what_another_user_left_in_our_place(tmp_path: Path, name: str):
         SocketClaim(str(tmp_path / "s"), 1)
     assert f"{path} belongs to user {NOBODY}, and this launcher runs as user 0" in str(caught.value)
     assert os.path.lexists(path)
+
+
+def test_a_socket_path_that_is_too_long(tmp_path: Path):
+    fits = str(tmp_path / "x").ljust(sockets.MAX_SOCKET_PATH_BYTES - 2, "x")
+    SocketClaim(fits, 1).close()
+    with pytest.raises(AddressError, match="takes 108 bytes, and a unix socket path has at most"):
+        SocketClaim(fits + "x", 1)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(fits + "-0")  # the limit is the system's, not one byte less
+
+
+def test_a_folder_that_does_not_exist():
+    with pytest.raises(AddressError, match=r"cannot write /nowhere/s.lock: No such file"):
+        SocketClaim("/nowhere/s", 1)
+
+
+def test_a_stale_socket_is_removed(tmp_path: Path):
+    path = tmp_path / "s-0"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+    assert path.exists()
+    SocketClaim(str(tmp_path / "s"), 1).close()
+    assert not path.exists()
+
+
+def test_a_live_socket_is_not(tmp_path: Path):
+    path = tmp_path / "s-0"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        with pytest.raises(AddressError, match="another server uses the shard sockets"):
+            SocketClaim(str(tmp_path / "s"), 1)
+    assert path.exists()
+
+
+def test_a_file_of_someone_is_not_removed(tmp_path: Path):
+    path = tmp_path / "s-0"
+    path.write_text("precious")
+    with pytest.raises(AddressError, match="exists and is not a socket"):
+        SocketClaim(str(tmp_path / "s"), 1)
+    assert path.read_text() == "precious"
+
+
+def test_the_claim_ends_with_its_launcher(tmp_path: Path):
+    prefix = str(tmp_path / "s")
+    script = (
+        "from text_generation_launcher.sockets import SocketClaim\n"
+        f"claim = SocketClaim({prefix!r}, 1); print('claimed', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(AddressError, match="another server uses the shard sockets"):
+            SocketClaim(prefix, 1)
+        other.kill()
+    SocketClaim(prefix, 1).close()
