@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from text_generation_process import defaults
 from text_generation_process.tracing import check_tracing
@@ -99,7 +98,7 @@ def create_config(
 ) -> LauncherConfig:
     """Raises InvalidOptions for options that are not supported or contradict each other."""
     options.refuse(values)
-    attention_notes = _attention_notes(environment)
+    attention = _attention_notes(environment)
     values = {**_switched_off(environment), **values}
     if mode is Mode.SERVE:
         values = {**values, "port": values.get("aip-http-port", values["port"])}
@@ -109,12 +108,20 @@ def create_config(
     _check_tls(values)
     _check_tracing(values)
     model_id = _model_id(values)
-    num_shards = _num_shards(values, environment, count_gpus)
+    sharded, num_shard = first(values, "sharded"), first(values, "num-shard")
+    num_shards = find_num_shards(
+        sharded=None if sharded is None else sharded == "true",
+        num_shard=None if num_shard is None else int(num_shard),
+        device=first(values, "device"),
+        environment=environment,
+        count_gpus=count_gpus,
+    )
     inherited = _inherited(environment)
     logging = ("--logger-level", _PYTHON_LEVELS[log_level(environment)], "--json-output")
-    given = values.get("shard-uds-path")
-    prefix = given[0] if given else SOCKETS
+    shard_uds_path = first(values, "shard-uds-path")
+    prefix = shard_uds_path or SOCKETS
     served_id = model_id or EMBEDDED_MODEL_ID
+    runtime_folder = environment.get("XDG_RUNTIME_DIR")
     temporary = (environment.get("TMPDIR"), "/tmp", "/var/tmp")
     config = LauncherConfig(
         download=_download(values, model_id, environment, logging) if model_id else None,
@@ -126,76 +133,56 @@ def create_config(
         router=_with_router(mode, values, served_id, prefix, inherited, logging),
         mode=mode,
         model_id=served_id,
-        shard_uds_path=given[0] if given else None,
-        runtime_folder=Path(runtime) if (runtime := environment.get("XDG_RUNTIME_DIR")) else None,
+        shard_uds_path=shard_uds_path,
+        runtime_folder=Path(runtime_folder) if runtime_folder else None,
         temporary_folders=tuple(Path(folder) for folder in temporary if folder),
-        master_addr=_master_addr(values),
-        master_port=int(values["master-port"][0]) if "master-port" in values else None,
-        notes=(
-            *attention_notes,
-            *_without_effect(values, num_shards),
-            *_without_restarts(mode, values),
-        ),
+        master_addr=first(values, "master-addr") or defaults.MASTER_ADDR,
+        master_port=_number(values, "master-port"),
+        notes=(*attention, *_without_effect(mode, values, num_shards)),
     )
-    return replace(config, **_http(values, model_id)) if mode is Mode.SERVE else config
+    if mode is not Mode.SERVE:
+        return config
+    return replace(
+        config,
+        hostname=values["hostname"][0],
+        port=int(values["port"][0]),
+        prometheus_port=_number(values, "prometheus-port"),
+        example_request=_example_request(is_embedded=not model_id),
+        has_api_key=_has_api_key(values),
+        has_tls="ssl-certfile" in values,
+        restarts=_restarts(values),
+        termination_timeout_s=float(values["graceful-termination-timeout"][0]),
+    )
 
 
-def _http(values: Values, model_id: str) -> dict[str, Any]:
-    """The fields that only a launcher with an HTTP server has."""
-    prometheus_port = values.get("prometheus-port")
-    return {
-        "hostname": values["hostname"][0],
-        "port": int(values["port"][0]),
-        "prometheus_port": int(prometheus_port[0]) if prometheus_port else None,
-        "example_request": _example_request(is_embedded=not model_id),
-        "has_api_key": _has_api_key(values),
-        "has_tls": "ssl-certfile" in values,
-        "restarts": _restarts(values),
-        "termination_timeout_s": float(values["graceful-termination-timeout"][0]),
-    }
+def first(values: Values, name: str) -> str | None:
+    """The value of an option that does not repeat; None: it is not given."""
+    return values[name][0] if name in values else None
+
+
+def _number(values: Values, name: str) -> int | None:
+    return int(values[name][0]) if name in values else None
 
 
 def _restarts(values: Values) -> bool:
     return "restart" in values and "no-restart" not in values
 
 
-def _num_shards(
-    values: Values, environment: Mapping[str, str], count_gpus: Callable[[], int]
-) -> int:
-    def first(name: str) -> str | None:
-        return values[name][0] if name in values else None
-
-    sharded, num_shard = first("sharded"), first("num-shard")
-    return find_num_shards(
-        sharded=None if sharded is None else sharded == "true",
-        num_shard=None if num_shard is None else int(num_shard),
-        device=first("device"),
-        environment=environment,
-        count_gpus=count_gpus,
-    )
+def _has_api_key(values: Values) -> bool:
+    return "api-key" in values or "api-key-file" in values
 
 
-def _master_addr(values: Values) -> str:
-    return values["master-addr"][0] if "master-addr" in values else defaults.MASTER_ADDR
-
-
-def _without_effect(values: Values, num_shards: int) -> tuple[str, ...]:
+def _without_effect(mode: Mode, values: Values, num_shards: int) -> tuple[str, ...]:
     """Notes about flags that have no effect with one shard or without another flag."""
     names = ("master-addr", "master-port") if num_shards == 1 else ()
     notes = [f"--{name} has no effect with one shard" for name in names if name in values]
     if "otlp-service-name" in values and "otlp-endpoint" not in values:
         notes.append("--otlp-service-name has no effect without --otlp-endpoint")
+    if mode is Mode.SERVE and not _restarts(values) and "resume-streams" in values:
+        notes.append(
+            "--resume-streams has no effect with --no-restart: the server ends with its shards"
+        )
     return tuple(notes)
-
-
-def _without_restarts(mode: Mode, values: Values) -> tuple[str, ...]:
-    if mode is not Mode.SERVE or _restarts(values) or "resume-streams" not in values:
-        return ()
-    return ("--resume-streams has no effect with --no-restart: the server ends with its shards",)
-
-
-def _has_api_key(values: Values) -> bool:
-    return "api-key" in values or "api-key-file" in values
 
 
 def _check_files(values: Values) -> None:
@@ -224,7 +211,7 @@ def _check_tls(values: Values) -> None:
             "--ssl-certfile and --ssl-keyfile belong together: give both or neither"
         )
     for name in names:
-        path = values.get(name, ("",))[0]
+        path = first(values, name)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise InvalidOptions(
                 f"--{name} {path} is not a file that can be read: give a PEM file that this user "
@@ -235,7 +222,7 @@ def _check_tls(values: Values) -> None:
 def _check_tracing(values: Values) -> None:
     """Checks --otlp-endpoint. Raises InvalidOptions."""
     try:
-        check_tracing(*values.get("otlp-endpoint", (None,)))
+        check_tracing(first(values, "otlp-endpoint"))
     except ValueError as error:
         raise InvalidOptions(str(error)) from error
 
@@ -271,16 +258,12 @@ def _switched_off(environment: Mapping[str, str]) -> Values:
 
 def _check_limits(values: Values) -> None:
     """Checks the rules between options before a model is loaded."""
-
-    def limit(name: str) -> int | None:
-        return int(values[name][0]) if name in values else None
-
     if "max-input-tokens" in values and "max-input-length" in values:
         raise InvalidOptions(
             "--max-input-tokens and --max-input-length are the same limit: give only the first"
         )
-    longest_input = limit("max-input-tokens") or limit("max-input-length")
-    longest, batch = limit("max-total-tokens"), limit("max-batch-total-tokens")
+    longest_input = _number(values, "max-input-tokens") or _number(values, "max-input-length")
+    longest, batch = _number(values, "max-total-tokens"), _number(values, "max-batch-total-tokens")
     if longest_input and longest and longest_input >= longest:
         raise InvalidOptions(
             f"--max-input-tokens {longest_input} must be less than --max-total-tokens {longest}, "
@@ -367,14 +350,11 @@ def _shard(
     rank: int,
     num_shards: int,
 ) -> Command:
-    scaling, factor = values.get("rope-scaling"), values.get("rope-factor")
-    rope: Values = {}
-    if scaling or factor:
-        rope = {
-            "rope-scaling": scaling or ("linear",),
-            "rope-factor": factor or (str(defaults.ROPE_FACTOR),),
-        }
-    meeting = (f"--master-addr={_master_addr(values)}", f"--master-port={MEETING_PORT}")
+    if "rope-scaling" in values or "rope-factor" in values:
+        rope = {"rope-scaling": ("linear",), "rope-factor": (str(defaults.ROPE_FACTOR),)}
+        values = {**rope, **values}
+    address = first(values, "master-addr") or defaults.MASTER_ADDR
+    meeting = (f"--master-addr={address}", f"--master-port={MEETING_PORT}")
     return Command(
         name=f"shard {rank}",
         target="text_generation_shard",
@@ -386,7 +366,7 @@ def _shard(
             f"--rank={rank}",
             f"--world-size={num_shards}",
             *(meeting if num_shards > 1 else ()),
-            *options.forward({**values, **rope}, Child.SHARD),
+            *options.forward(values, Child.SHARD),
             *logging,
         ),
         # Weights and activations on huge pages, so that a step waits less for address translation.
