@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.tests.fakes import world as world
+
 SETTLED_S = 10.0
 """Longest wait; only a failing test waits this long."""
 

@@ -1,393 +1,255 @@
-import ctypes
-import json
-import os
+"""The life of a launcher with played children, in virtual time. Real ones: test_launched.py."""
+
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
-from text_generation_launcher.ports import AddressError, claim_port
-from text_generation_launcher.process import (
-    RECENT_LINES,
-    Command,
-    ManagedProcess,
-    ProcessError,
-)
-from text_generation_launcher.sockets import SocketClaim
-from text_generation_launcher.supervisor import Supervisor
+from text_generation_launcher.process import Command
 
-from launcher.tests.conftest import wait_until
+from launcher.tests.fakes import FakeChild, World
 
-DOWNLOAD = """
-pid_file("download")
-log("INFO", "downloading model.safetensors: 1.2 of 4.9 GB")
-print(json.dumps({"model_path": "/models/downloaded"}))
-"""
+DOWNLOAD = Command("the download", "download", ("download",), {})
+READY = "Ready on"
 
 
-def errors(lines: list[str]) -> list[str]:
-    return [line for line in lines if " ERROR " in line]
+def index_of(world: World, part: str) -> int:
+    """The place of the one line that contains `part`."""
+    [place] = [place for place, line in enumerate(world.log.lines) if part in line]
+    return place
 
 
-def test_starts_the_children_and_stops_them_router_first(launch, free_port):
-    launched = launch(download=DOWNLOAD)
-    ready = launched.wait_for_line("Ready on")
-    assert f"Ready on http://127.0.0.1:{free_port} after " in ready
-    assert f"try: curl http://127.0.0.1:{free_port}/generate " in ready
-    launched.process.send_signal(signal.SIGTERM)
-    code, lines = launched.end()
-    assert code == 0
-    # The router loads at the same time as the shard, so either may be first.
-    trace = launched.trace()
-    assert [*sorted(trace[:2], reverse=True), *trace[2:]] == [
-        "shard started with /models/downloaded",
-        "router started with /models/downloaded",
-        "router got SIGTERM",
-        "shard got SIGTERM",
+def test_children_are_started_and_stopped_router_first(world: World):
+    def download(child: FakeChild) -> None:
+        child.answer = {"model_path": "/models/downloaded"}
+        world.after(3.0, lambda: child.end(0))
+
+    world.behaviours["the download"] = download
+    world.stop(10.0)
+    assert world.run(download=DOWNLOAD, model_path=None, num_shards=2) == 0
+    assert world.trace == [
+        "the download started with download",
+        "shard 0 started with /models/downloaded",
+        "shard 1 started with /models/downloaded",
+        "the router started with /models/downloaded",
+        "the router got SIGTERM",
+        "shard 0 got SIGTERM",
+        "shard 1 got SIGTERM",
     ]
-    assert any("T  INFO child: downloading model.safetensors: 1.2 of 4.9 GB" in x for x in lines)
-    assert not any("model_path" in line for line in lines)
-    assert not (launched.folder / "shard-0").exists()
-    launched.assert_no_orphan()
+    ready = world.log.lines[index_of(world, READY)]
+    assert " after 3.0 s - try: curl http://127.0.0.1:" in ready
+    assert "Splitting the model over 2 shards" in world.log.lines
 
 
-def test_a_known_model_needs_no_download(launch):
-    launched = launch()
-    launched.wait_for_line("Ready on")
-    assert "shard started with /models/some" in launched.trace()[:2]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("state", ["the download", "shard 0", "the router"])
+def test_a_signal_while_starting_ends_everything_with_0(world: World, state, number):
+    world.behaviours[state] = lambda child: None  # never ready
+    world.is_healthy = False
+    world.stop(2.0, number)
+    given = {"download": DOWNLOAD, "model_path": None} if state == "the download" else {}
+    assert world.run(**given) == 0
+    assert not any(child.is_alive for child in world.children.values())
+    assert not any(READY in line for line in world.log.lines)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize(
-    "state, scripts",
-    [
-        ("download", {"download": "pid_file('download'); sleep()"}),
-        ("shard", {"shard": "begin('shard'); sleep()"}),
-        ("router", {"router": "begin('router'); sleep()"}),
-    ],
-)
-def test_a_signal_while_starting_ends_everything_with_0(launch, state, scripts, stop):
-    launched = launch(**scripts)
-    launched.wait_for_child(state)
-    launched.process.send_signal(stop)
-    code, lines = launched.end()
-    assert code == 0, lines
-    assert errors(lines) == []
-    launched.assert_no_orphan()
+def test_hangup_is_ignored_under_nohup(world: World):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    world.stop(1.0, signal.SIGHUP)
+    world.stop(5.0, signal.SIGINT)
+    try:
+        assert world.run() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert world.now >= 5.0
 
 
-def test_hangup_is_ignored_under_nohup(launch):
-    launched = launch(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    launched.wait_for_line("Ready on")
-    launched.process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launched.process.wait(0.2)
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.end()[0] == 0
-
-
-def test_a_child_that_ignores_sigterm_is_killed_after_the_timeout(launch):
-    launched = launch(shard="serve_shard(); be_stubborn(); sleep()", timeout_s=0.2)
-    launched.wait_for_line("Ready on")
-    launched.process.send_signal(signal.SIGTERM)
-    code, lines = launched.end()
-    assert code == 0
-    assert any("shard 0 did not stop within 0.2 s: killing it" in line for line in lines)
-    launched.assert_no_orphan()
-
-
-def test_a_second_signal_kills_at_once_with_1(launch):
-    launched = launch(shard="serve_shard(); be_stubborn(); sleep()", timeout_s=600)
-    launched.wait_for_line("Ready on")
-    launched.process.send_signal(signal.SIGINT)
-    launched.wait_for_line("received SIGINT: stopping")
-    launched.process.send_signal(signal.SIGINT)
-    code, lines = launched.end()
-    assert code == 1
-    assert "killing everything" in lines[-1]
-    launched.assert_no_orphan()
-
-
-@pytest.mark.parametrize(
-    "state, scripts",
-    [
-        ("download", {"download": "be_stubborn(); pid_file('download'); sleep()"}),
-        ("shard", {"shard": "be_stubborn(); pid_file('shard'); sleep()"}),
-        ("router", {"shard": "serve_shard(); be_stubborn(); sleep()"}),
-    ],
-)
-def test_no_orphan_survives_a_killed_launcher(launch, state, scripts):
-    launched = launch(**scripts)
-    launched.wait_for_child(state)
-    launched.process.kill()
-    launched.process.wait()
-    launched.assert_no_orphan()
-
-
-def test_a_sentence_of_a_child_is_the_one_error_line(launch):
-    launched = launch(shard="log('INFO', 'hello'); log('ERROR', 'no such weights'); sys.exit(1)")
-    code, lines = launched.end()
-    assert code == 1
-    assert len(errors(lines)) == 1
-    assert errors(lines)[0].endswith(
-        "text_generation_launcher: shard 0 failed with exit code 1: no such weights"
-    )
-    assert any(line.endswith("INFO child: hello") for line in lines)
-
-
-def test_an_error_that_is_not_the_last_word_is_logged_in_its_place(launch):
-    launched = launch(shard="log('ERROR', 'first'); log('INFO', 'then'); serve_shard(); sleep()")
-    launched.wait_for_line("Ready on")
-    said = [line.rsplit(": ", 1)[1] for line in launched.lines if " child: " in line]
-    assert said == ["first", "then"]
-
-
-def test_an_error_is_logged_at_once_while_serving(launch):
-    router = """
-import threading
-def fail():
-    wait_for("is_ready")
-    log("ERROR", "a step failed")
-log("ERROR", "slow start")
-threading.Thread(target=fail, daemon=True).start()
-serve_router()
-"""
-    launched = launch(router=router)
-    launched.wait_for_line("Ready on")
-    # Lines of a child and of the launcher may be in any order.
-    if not any("slow start" in line for line in launched.lines):
-        launched.wait_for_line("slow start")
-    (launched.folder / "is_ready").touch()
-    launched.wait_for_line("a step failed")
-
-
-def test_the_last_error_alone_is_reported_while_serving(launch):
-    shard = "serve_shard(); wait_for('is_ready'); log('INFO', 'a'); log('ERROR', 'b'); sys.exit(1)"
-    launched = launch(shard=shard)
-    launched.wait_for_line("Ready on")
-    (launched.folder / "is_ready").touch()
-    _, lines = launched.end()
-    assert errors(lines)[-1].endswith("shard 0 failed with exit code 1 while serving: b")
-    assert sum(line.endswith("ERROR child: b") for line in lines) == 1
-
-
-def test_plain_last_words_are_limited_and_kept_in_order(launch):
-    launched = launch(shard="for n in range(50): print('line', n)\nsys.exit(3)")
-    code, lines = launched.end()
-    assert code == 1
-    start = next(n for n, line in enumerate(lines) if " ERROR " in line)
-    assert "shard 0 failed with exit code 3; its last lines:" in lines[start]
-    assert lines[start + 1 :] == [f"  line {n}" for n in range(50 - RECENT_LINES, 50)]
-
-
-def test_a_child_that_ends_with_0_is_a_failure_as_well(launch):
-    code, lines = launch(shard="sys.exit(0)").end()
-    assert code == 1
-    assert "shard 0 ended unexpectedly with exit code 0 and printed nothing" in lines[-1]
-
-
-def test_the_router_dying_ends_the_shard(launch):
-    launched = launch()
-    launched.wait_for_line("Ready on")
-    os.kill(launched.wait_for_child("router"), signal.SIGKILL)
-    code, lines = launched.end()
-    assert code == 1
-    assert "the router was killed by signal 9" in errors(lines)[0]
-    assert "while serving" in errors(lines)[0]
-    assert launched.trace()[-1] == "shard got SIGTERM"
-    launched.assert_no_orphan()
-
-
-def test_the_child_that_died_first_is_the_one_reported(launch):
-    router = """
-import threading
-wait_for("shard.pid")
-stat = Path("/proc", (FOLDER / "shard.pid").read_text(), "stat")
-def watch():
-    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z": time.sleep(0.01)
-    log("ERROR", "lost the shard"); os._exit(1)
-threading.Thread(target=watch).start()
-serve_router()
-"""
-    shard = "serve_shard(); wait_for('is_ready'); print('out of cheese', flush=True); os._exit(7)"
-    launched = launch(shard=shard, router=router)
-    launched.wait_for_line("Ready on")
-    (launched.folder / "is_ready").touch()
-    code, lines = launched.end()
-    assert code == 1
-    reported = [line for line in errors(lines) if "text_generation_launcher" in line]
-    assert len(reported) == 1
-    assert "shard 0 failed with exit code 7 while serving: out of cheese" in reported[0]
-
-
-@pytest.mark.parametrize(
-    "script, expected",
-    [
-        ("log('ERROR', 'no such repository'); sys.exit(1)", ": no such repository"),
-        ("sys.exit(0)", "without the model's directory as its last line"),
-        ("print(json.dumps({'model_path': 3}))", "without the model's directory"),
-    ],
-)
-def test_a_failed_download(launch, script, expected):
-    code, lines = launch(download=script).end()
-    assert code == 1
-    assert len(errors(lines)) == 1
-    assert expected in errors(lines)[0]
-
-
-def test_says_what_it_is_waiting_for(launch):
-    launched = launch(shard="log('INFO', 'loading weights: 1 of 2'); sleep()")
-    launched.wait_for_line("Waiting for shard 0 to be ready: loading weights: 1 of 2")
-
-
-def test_json_output(launch):
-    launched = launch(
-        shard="log('WARNING', 'careful'); print('plain'); serve_shard(); sleep()",
-        json_output=True,
-    )
-    launched.wait_for_line("Ready on")
-    records = [json.loads(line) for line in launched.lines if "Waiting for" not in line]
-    assert records[0] == {
-        "timestamp": "T",
-        "level": "WARN",
-        "target": "child",
-        "message": "careful",
-    }
-    assert records[1]["target"] == "shard 0"
-    assert records[1]["message"] == "plain"
-
-
-def test_goes_on_when_nobody_reads_its_log(launch):
-    launched = launch(
-        shard="serve_shard()\nwhile True: print('noise', flush=True); time.sleep(0.01)"
-    )
-    launched.wait_for_line("noise")
-    launched.process.stdout.close()
-    router = launched.wait_for_child("router")
-    launched.process.stdout = None
-    with pytest.raises(subprocess.TimeoutExpired):
-        launched.process.wait(0.3)
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.process.wait(10) == 0
-    assert router
-    launched.assert_no_orphan()
-
-
-def test_a_port_in_use_is_one_line_before_anything_starts(launch, free_port):
-    with socket.create_server(("127.0.0.1", free_port)):
-        launched = launch()
-        code, lines = launched.end()
-    assert code == 1
-    assert len(lines) == 1
-    assert lines[0].endswith(
-        f"port {free_port} on 127.0.0.1 is already in use: choose another with --port"
-    )
-    assert launched.trace() == []
-
-
-def test_a_second_launcher_on_the_same_sockets_is_refused(launch, tmp_path):
-    first = launch()
-    first.wait_for_line("Ready on")
-    with pytest.raises(AddressError, match="another server uses the shard sockets"):
-        SocketClaim(str(tmp_path / "shard"), 1)
-    assert (tmp_path / "shard-0").exists()
-
-
-def test_a_signal_that_nobody_sent_stops_nothing(monkeypatch, tmp_path: Path):
+@pytest.mark.parametrize("number", [0, signal.SIGCHLD])
+def test_other_signals_stop_nothing(world: World, number):
     """After a stop that is longer than its wait CPython reports the signal 0."""
-    config = LauncherConfig(
-        download=None,
-        model_path=tmp_path,
-        shards=(),
-        router=None,
-        mode=Mode.SHARDS,
-        shard_uds_path=str(tmp_path / "shard"),
-        hostname="127.0.0.1",
-        port=0,
-        termination_timeout_s=1.0,
+    world.after(1.0, lambda: number)
+    world.stop(5.0)
+    assert world.run() == 0
+    assert world.now >= 5.0
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_timeout(world: World):
+    world.after(1.0, lambda: setattr(world.children["shard 0"], "is_stubborn", True))
+    world.stop(2.0)
+    assert world.run(termination_timeout_s=7.0) == 0
+    assert "shard 0 did not stop within 7 s: killing it" in world.log.lines
+    assert world.now >= 9.0
+    assert world.children["shard 0"].returncode == -signal.SIGKILL
+
+
+def test_a_second_signal_kills_at_once_with_1(world: World):
+    world.after(1.0, lambda: setattr(world.children["the router"], "is_stubborn", True))
+    world.stop(2.0)
+    world.stop(3.0)
+    assert world.run() == 1
+    assert "received SIGTERM again: killing everything" in world.log.lines
+    # It may send last events before it is killed.
+    assert world.trace.count("the router got SIGTERM") == 2
+    assert world.now < 6.0
+    assert not any(child.is_alive for child in world.children.values())
+
+
+@pytest.mark.parametrize(
+    "code, words, expected",
+    [
+        (1, ("no such weights",), "shard 0 failed with exit code 1: no such weights"),
+        (3, ("a", "b"), "shard 0 failed with exit code 3; its last lines:\n  a\n  b"),
+        (0, (), "shard 0 ended unexpectedly with exit code 0 and printed nothing"),
+    ],
+)
+def test_a_child_that_ends_while_it_starts_is_the_last_line(world: World, code, words, expected):
+    world.behaviours["shard 0"] = lambda child: None
+    world.end_later("shard 0", 1.0, code, *words)
+    assert world.run() == 1
+    assert world.log.lines[-1] == expected
+    assert not any(child.is_alive for child in world.children.values())
+
+
+def test_the_end_of_the_router_ends_the_shard(world: World):
+    world.end_later("the router", 1.0, -signal.SIGKILL)
+    assert world.run() == 1
+    assert "the router was killed by signal 9" in world.log.lines[-1]
+    assert "while serving" in world.log.lines[-1]
+    assert world.trace[-1] == "shard 0 got SIGTERM"
+
+
+def test_the_child_that_failed_first_is_named(world: World):
+    """Its end is noticed after the ends of the shard and the router that it caused."""
+    world.end_later("shard 0", 1.0, 3, "shard 1 did not come within 20 s in message 7")
+    world.end_later("the router", 1.0, 1, "the shards do not answer")
+    world.end_later("shard 1", 1.3, -signal.SIGSEGV, "the last step of shard 1")
+    assert world.run(num_shards=3) == 1
+    expected = "shard 1 was killed by signal 11 (Segmentation fault) while serving: the last step"
+    assert world.log.lines[-1].startswith(expected)
+    index_of(world, "shard 0 ended because another shard failed")
+
+
+def test_a_shard_that_is_stopped_is_named_and_killed(world: World):
+    world.after(0.5, lambda: setattr(world.children["shard 1"], "is_stopped", True))
+    world.end_later("shard 0", 1.0, 3, "shard 1 did not come within 20 s in message 7")
+    assert world.run(num_shards=2) == 1
+    assert world.now < 6
+    assert world.log.lines[-1] == (
+        "shard 0 ended because another shard failed (exit code 3) while serving: shard 1 did not "
+        "come within 20 s in message 7 (shard 1 is stopped, as by SIGSTOP)"
     )
-    supervisor = Supervisor(config, Log("INFO", False))
-    for number, expected in ((0, None), (signal.SIGCHLD, None), (signal.SIGTERM, signal.SIGTERM)):
-        received = SimpleNamespace(si_signo=int(number))
-        monkeypatch.setattr(signal, "sigtimedwait", lambda *_, received=received: received)
-        assert supervisor._next_stop_signal(0.0) == expected
+    assert world.children["shard 1"].returncode == -signal.SIGKILL
 
 
-def test_what_a_child_started_ends_with_it(launch):
-    grandchild = (
-        "import subprocess\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "(FOLDER / 'grandchild.pid').write_text(str(child.pid))\n"
+def test_ranks_that_report_the_same_error_are_logged_once(world: World):
+    for rank in range(3):
+        world.behaviours[f"shard {rank}"] = lambda child: None
+        world.end_later(f"shard {rank}", 1.0, 1, "num_shard 3 can not split this model")
+    assert world.run(num_shards=3) == 1
+    assert index_of(world, "can not split") == len(world.log.lines) - 1
+
+
+@pytest.mark.parametrize(
+    "code, answer, expected",
+    [
+        (1, None, "the download failed with exit code 1: no such repository"),
+        (0, None, "without the model's directory as its last line"),
+        (0, {"model_path": 3}, "without the model's directory as its last line"),
+    ],
+)
+def test_a_failed_download(world: World, code, answer, expected):
+    world.behaviours["the download"] = lambda child: setattr(child, "answer", answer)
+    world.end_later("the download", 1.0, code, *(["no such repository"] if code else []))
+    assert world.run(download=DOWNLOAD, model_path=None) == 1
+    assert expected in world.log.lines[-1]
+    assert list(world.children) == ["the download"]
+
+
+def test_an_address_in_use_is_the_one_line(world: World):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert world.run(port=port) == 1
+    expected = f"port {port} on 127.0.0.1 is already in use: choose another with --port"
+    assert (world.log.lines, world.trace) == ([expected], [])
+
+
+def test_the_log_says_what_is_waited_for(world: World):
+    for rank in (0, 2):
+        message = f"loading weights: {40 - rank} of 80 tensors"
+        world.behaviours[f"shard {rank}"] = lambda child, m=message: setattr(
+            child, "last_message", m
+        )
+    world.stop(7.0)
+    assert world.run(num_shards=3) == 0
+    index_of(
+        world,
+        "Waiting for shard 0 to be ready: loading weights: 40 of 80 tensors; "
+        "shard 2 to be ready: loading weights: 38 of 80 tensors",
     )
-    launched = launch(shard=grandchild + "serve_shard(); sleep()")
-    launched.wait_for_line("Ready on")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
-    launched.wait_for_child("grandchild")
-    launched.assert_no_orphan()
 
 
-def test_what_is_left_to_the_launcher_does_not_stay_as_a_zombie(launch):
-    """As the first process of a container it adopts all orphans."""
-    orphan = (
-        "import subprocess\n"
-        "command = ['sh', '-c', 'sleep 0.3 >/dev/null & echo $!']\n"
-        "pid = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout\n"
-        "(FOLDER / 'orphan.pid').write_text(pid)\n"
-    )
-    launched = launch(
-        shard=orphan + "serve_shard(); sleep()",
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(36, 1, 0, 0, 0),  # PR_SET_CHILD_SUBREAPER
-    )
-    launched.wait_for_line("Ready on")
-    pid = launched.wait_for_child("orphan")
-    stat = Path(f"/proc/{pid}/stat")
-    parent = stat.read_text().rsplit(")", 1)[1].split()[1] if stat.exists() else None
-    assert parent in (None, str(launched.process.pid))
-    wait_until(lambda: not stat.exists())
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
-    launched.assert_no_orphan()
+def test_processes_are_replaced_while_serving(world: World):
+    world.end_later("shard 0", 1.0, -signal.SIGKILL)
+    world.end_later("the router", 20.0, 1, "a bug")
+    world.stop(40.0)
+    assert world.run(restarts=True) == 0
+    assert [line.split(" started")[0] for line in world.trace if "started" in line] == [
+        *("shard 0", "the router", "shard 0", "the router")
+    ]
+    assert "--num-restarts=1" in world.children["the router"].command.argv
+    assert sum("Ready again after" in line for line in world.log.lines) == 2
 
 
-def test_a_second_launcher_that_starts_at_the_same_time_is_refused(launch, free_port):
-    """Without the claim its router would fail only after the model is loaded."""
-    first = launch(shard="begin('shard'); sleep()")
-    first.wait_for_child("shard")
-    with pytest.raises(AddressError, match=f"port {free_port} on 127.0.0.1 is already in use"):
-        claim_port("127.0.0.1", free_port, "--port")
-    first.process.send_signal(signal.SIGTERM)
-    assert first.end()[0] == 0
-    claim_port("127.0.0.1", free_port, "--port").close()
+def test_processes_that_do_not_serve_again_are_ended(world: World):
+    """And started again, until there were too many ends."""
+    world.end_later("the router", 1.0, -signal.SIGKILL)
+    world.after(0.5, lambda: setattr(world, "is_healthy", False))
+    assert world.run(restarts=True) == 1
+    assert world.log.lines[-1] == "the replaced processes do not serve after 60 s"
+    assert sum(line.startswith("the router started") for line in world.trace) == 6
 
 
-def test_a_closed_standard_output(tmp_path: Path):
-    """`>&-`: no pipe of a child may get the descriptor of the log."""
-    script = (
-        "import os, sys; os.close(1); os.close(0)\n"
-        "from text_generation_launcher.cli import main\n"
-        f"code = main(['--model-id', {str(tmp_path)!r}, '--quantize', 'awq'])\n"
-        "sys.stderr.write(f'{code} {os.readlink(\"/proc/self/fd/1\")}')\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stderr == "1 /dev/null"
+def test_shards_alone_say_where_they_are(world: World):
+    world.stop(5.0)
+    assert world.run(Mode.SHARDS) == 0
+    socket = f"{world.folder}/shard-0"
+    index_of(world, f"text-generation-benchmark --master-shard-uds-path {socket}")
+    [answer] = world.log.answers
+    assert answer == {
+        "model_id": "pytgi/embedded",
+        "model_path": "/models/some",
+        "master_shard_uds_path": socket,
+    }
+    assert world.trace == ["shard 0 started with /models/some", "shard 0 got SIGTERM"]
 
 
-def test_a_child_whose_launcher_is_already_dead_ends_itself():
-    script = (
-        "from text_generation_launcher import process; import ctypes\n"
-        "process._bind_to_parent(ctypes.CDLL(None).prctl, parent=-1)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_exit_code_of_a_batch_is_the_launchers(world: World, code):
+    world.end_later("the batch", 1.0, code)
+    assert world.run(Mode.BATCH) == code
+    assert world.trace == [
+        "shard 0 started with /models/some",
+        "the batch started with /models/some",
+        "shard 0 got SIGTERM",
+    ]
 
 
-def test_a_program_that_is_not_there():
-    command = Command("shard 0", "shard", ("/nowhere/program",), {})
-    with pytest.raises(ProcessError, match="cannot start shard 0: /nowhere/program: No such file"):
-        ManagedProcess(command, print)
+def test_a_batch_that_is_killed_is_a_failure(world: World):
+    world.end_later("the batch", 1.0, -signal.SIGKILL)
+    assert world.run(Mode.BATCH) == 1
+    assert "the batch was killed by signal 9" in world.log.lines[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_batch_is_a_failure(world: World, number):
+    world.stop(1.0, number)
+    assert world.run(Mode.BATCH) == 128 + number
+    assert world.trace[2:] == ["the batch got SIGTERM", "shard 0 got SIGTERM"]
+
+
+def test_a_batch_that_has_lost_its_shard_is_not_the_cause(world: World):
+    """It notices the closed socket before the process has ended."""
+    world.end_later("the batch", 1.0, 1)
+    world.end_later("shard 1", 1.2, -signal.SIGKILL)
+    assert world.run(Mode.BATCH, num_shards=2) == 1
+    assert "shard 1 was killed by signal 9" in world.log.lines[-1]
