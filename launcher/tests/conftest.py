@@ -51,7 +51,7 @@ config = LauncherConfig(
     download=command("download", given["download"]) if given["download"] else None,
     model_path=None if given["download"] else Path("/models/some"),
     shards=tuple(map(shard, range(given["num_shards"]))),
-    router=replace(command("the router", given["router"]), draws=given["mode"] == "batch"),
+    router=command("the router", given["router"]),
     mode=Mode(given["mode"]),
     shard_uds_path=given["uds"],
     hostname="127.0.0.1",
@@ -86,14 +86,12 @@ def sleep():
     time.sleep(600)
 def wait_for(name):
     while not (FOLDER / name).exists(): time.sleep(0.01)
-def open_socket():
-    global shard_socket
-    shard_socket = socket.socket(socket.AF_UNIX)
-    shard_socket.bind(f"{{UDS}}-{{RANK}}")
 def serve_shard():
+    global shard_socket
     name = "shard" if RANK == 0 else f"shard-{{RANK}}"
     begin(name)
-    open_socket()
+    shard_socket = socket.socket(socket.AF_UNIX)
+    shard_socket.bind(f"{{UDS}}-{{RANK}}")
     note(name + " started with " + sys.argv[1])
 def beat():
     [pipe] = [given for given in sys.argv if given.startswith("--launcher-fd=")]

@@ -136,7 +136,7 @@ def test_the_old_name_of_the_input_limit():
         ([], {"LOG_LEVEL": "loud"}, "LOG_LEVEL='loud' is not a level"),
     ],
 )
-def test_what_does_not_fit_together(argv, environment, expected):
+def test_options_that_contradict_each_other(argv, environment, expected):
     with pytest.raises(InvalidOptions, match=expected) as caught:
         create(*argv, **environment)
     assert "\n" not in str(caught.value)
@@ -159,7 +159,7 @@ def test_environment_variables_that_ask_for_what_is_done_anyway():
         ({"DISABLE_PREFIX_CACHING": "true"}, "--disable-prefix-caching"),
     ],
 )
-def test_what_tgis_variables_turn_off(environment: dict[str, str], flag: str) -> None:
+def test_tgis_variables_turn_features_off(environment: dict[str, str], flag: str) -> None:
     config = create(**environment)
     assert config.router.argv.count(flag) == 1
     assert create(flag, **environment).router.argv.count(flag) == 1
@@ -216,14 +216,6 @@ def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
     assert not any("api-key" in part or key in part for part in router.argv for key in keys)
 
 
-def test_a_file_of_keys_goes_by_its_name():
-    limit = "--max-concurrent-requests-per-key"
-    config = create("--api-key-file", "/run/keys", limit, "3", "--public-docs")
-    assert {"--api-key-file=/run/keys", f"{limit}=3", "--public-docs"} <= set(config.router.argv)
-    assert config.has_api_key
-    assert not any("key" in part for shard in config.shards for part in shard.argv)
-
-
 def test_tls():
     config = create("--ssl-certfile", __file__, SSL_KEYFILE=__file__)
     assert config.has_tls and not create().has_tls
@@ -270,14 +262,6 @@ def test_programs_are_those_of_this_installation(tmp_path: Path, monkeypatch):
         sys.executable,
         str(tmp_path / "some-program"),
     )
-
-
-def test_shards_alone():
-    config = create("--model-id", "a/b", "--dtype", "float32", mode=Mode.SHARDS)
-    assert config.router is None
-    assert config.model_id == "a/b"
-    assert "--dtype=float32" in config.shards[0].argv
-    assert config.download is not None
 
 
 def test_a_batch_runs_in_the_place_of_the_router(tmp_path: Path):
@@ -338,7 +322,7 @@ def test_traces_without_their_packages(monkeypatch):
 
 
 @pytest.mark.parametrize("endpoint", ["", "c:4317", "http://c:4317/v1/traces"])
-def test_what_is_no_endpoint(capfd, endpoint):
+def test_an_invalid_endpoint(capfd, endpoint):
     with pytest.raises(SystemExit) as ended:
         read_options(["--otlp-endpoint", endpoint], {})
     assert ended.value.code == 2

@@ -10,18 +10,11 @@ from text_generation_launcher.log import Log
 from text_generation_launcher.option import Mode
 from text_generation_launcher.options import read_options
 from text_generation_launcher.pipes import RouterPipes
+from text_generation_launcher.process import Command
 from text_generation_launcher.restarts import LEAST_PATIENCE_S, LIMIT, WINDOW_S, Part, Restarts
 from text_generation_launcher.supervisor import Supervisor
 
-
-class FakeLog:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def info(self, message: str) -> None:
-        self.lines.append(message)
-
-    error = info
+from launcher.tests.fakes import FakeChild, FakeLog, World
 
 
 class FakeFamily:
@@ -154,23 +147,17 @@ def test_other_modes_have_none(mode, capsys):
     assert "restart" not in read_options([], {"RESTART": "true"}, mode)
 
 
-class FakeChild:
-    def __init__(self, name: str) -> None:
-        self.is_alive, self.is_stopped, self.name = True, False, name
-
-    def kill(self) -> None:
-        self.is_alive = False
-
-
 @pytest.fixture
-def supervisor(tmp_path: Path):
+def supervisor(tmp_path: Path, world: World):
     """Two shards that do not listen yet, and the router; all have just been restarted."""
     values = read_options(["--num-shard=2", f"--shard-uds-path={tmp_path / 'shard'}"], {})
     supervisor = Supervisor(create_config(values, {}), Log("ERROR", False))
     paths = [str(tmp_path / name) for name in ("shard-0", "shard-1")]
     supervisor._addresses = SimpleNamespace(sockets=SimpleNamespace(paths=paths))  # type: ignore[assignment]
-    supervisor._shards = [FakeChild("shard 0"), FakeChild("shard 1")]  # type: ignore[list-item]
-    supervisor._router, supervisor._pipes = FakeChild("the router"), RouterPipes()  # type: ignore[assignment]
+    names = ("shard 0", "shard 1", "the router")
+    *shards, router = (FakeChild(world, Command(name, name, (), {})) for name in names)
+    supervisor._shards = shards  # type: ignore[assignment]
+    supervisor._router, supervisor._pipes = router, RouterPipes()  # type: ignore[assignment]
     supervisor._is_socket_awaited = True
     yield supervisor
     supervisor._pipes.close()
