@@ -1,5 +1,6 @@
 """What all tests share: tiny real checkpoints, and how many examples a property is tried with."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Before torch is imported: its threads give up their core where they wait for each other. Beside a
+# second process of tests, threads that spin take a test of 6 s of processor time 28.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # `--import-mode=importlib` leaves sys.path alone; the tests import `integration_tests.checkpoints`.
 sys.path.insert(0, str(Path(__file__).parent))
 
