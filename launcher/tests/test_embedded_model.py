@@ -41,6 +41,7 @@ def test_checkpoint_is_small() -> None:
     assert sum(path.stat().st_size for path in MODEL.rglob("*")) <= 12_000_000
 
 
+@pytest.mark.slow
 def test_checkpoint_is_a_llama_in_bfloat16() -> None:
     config = read_json(MODEL / "config.json")
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -102,6 +103,7 @@ def test_card_says_what_the_result_says() -> None:
     assert str(result["training"]["training_loss"]) in card
 
 
+@pytest.mark.slow
 def test_corpus_knows_the_popular_names(entries: dict[str, Any]) -> None:
     assert len(entries) > 4000
     assert entries["textwrap.dedent"].signature == "dedent(text)"
