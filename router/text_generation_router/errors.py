@@ -1,32 +1,10 @@
-"""Errors a client can see.
-
-    RouterError
-    ├── ValidationError            422 validation
-    │   └── ContextLengthError     422 validation
-    ├── AdapterNotFoundError       404 adapter_not_found
-    ├── TemplateError              422 template_error
-    ├── ToolError                  422 tool_error
-    ├── OverloadedError            429 overloaded
-    ├── GrammarsBusyError          429 overloaded
-    ├── KeyLimitError              429 overloaded
-    ├── QueueWaitError             503 overloaded
-    ├── DeadlineError              504 timeout
-    ├── GenerationError            424 generation
-    │   └── GrammarFailedError     424 generation
-    ├── IncompleteGenerationError  500 incomplete_generation
-    ├── UnhealthyError             503 healthcheck
-    └── ShuttingDownError          503 shutting_down
-
-Status codes and `error_type` words are TGI's (shared fact sheet http-api.md, "JSON error shape").
-"""
+"""Errors a client can see. Status codes and `error_type` words are TGI's."""
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-# The time until silent shards or another server answer is not known; these are guesses.
-UNHEALTHY_RETRY_S = 5
-SHUTDOWN_RETRY_S = 5
-STARTING_RETRY_S = 5
+# The time until silent shards, or another server, answer is not known: often enough for a person.
+RETRY_S = 5
 
 
 class RouterError(Exception):
@@ -171,56 +149,39 @@ class ToolError(RouterError):
 
 
 class OverloadedError(RouterError):
-    """`max_concurrent_requests` requests are running already."""
+    """There is no place for the request now: `max_concurrent_requests` are running, or another
+    bound is reached, which the sentence names."""
 
     status_code = 429
     error_type = "overloaded"
     metric_label = "overloaded"
 
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__("Model is overloaded")
+    def __init__(self, retry_after_s: int, sentence: str = "Model is overloaded") -> None:
+        super().__init__(sentence)
         self.retry_after_s = retry_after_s
 
 
-class KeyLimitError(RouterError):
-    """An API key has reached a limit; `reason` is the limit's name in the metrics."""
-
-    status_code = 429
-    error_type = "overloaded"
-    metric_label = "overloaded"
+class KeyLimitError(OverloadedError):
+    """An API key has reached a limit; `reason` is the limit's name in the metrics. `retry_after_s`:
+    when the same request will be admitted, if the key sends no other."""
 
     def __init__(self, sentence: str, reason: str, retry_after_s: int) -> None:
-        super().__init__(sentence)
+        super().__init__(retry_after_s, sentence)
         self.reason = reason
-        self.retry_after_s = retry_after_s
-        """When the same request will be admitted, if the key sends no other."""
 
 
-class GrammarsBusyError(RouterError):
-    """Too many large grammars are being compiled."""
-
-    status_code = 429
-    error_type = "overloaded"
-    metric_label = "overloaded"
-
-    def __init__(self, reason: str, retry_after_s: int) -> None:
-        super().__init__(f"Model is overloaded: {reason}")
-        self.retry_after_s = retry_after_s
-
-
-class QueueWaitError(RouterError):
+class QueueWaitError(OverloadedError):
     """The request has reached --max-queue-wait."""
 
     status_code = 503
-    error_type = "overloaded"
     metric_label = "queue_wait"
 
     def __init__(self, seconds: float, retry_after_s: int) -> None:
         super().__init__(
+            retry_after_s,
             f"Model is overloaded: the request has waited {seconds:g} s for its turn "
-            f"(--max-queue-wait); try again in {retry_after_s} s"
+            f"(--max-queue-wait); try again in {retry_after_s} s",
         )
-        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(RouterError):
@@ -289,7 +250,7 @@ class UnhealthyError(RouterError):
     status_code = 503
     error_type = "healthcheck"
     metric_label = "generation"
-    retry_after_s = UNHEALTHY_RETRY_S
+    retry_after_s = RETRY_S
 
     def __init__(self) -> None:
         super().__init__("unhealthy")
@@ -300,7 +261,7 @@ class ShuttingDownError(RouterError):
 
     status_code = 503
     error_type = "shutting_down"
-    retry_after_s = SHUTDOWN_RETRY_S
+    retry_after_s = RETRY_S
 
     def __init__(self) -> None:
         super().__init__("The server is shutting down; send the request to another")
@@ -311,7 +272,7 @@ class StartingError(RouterError):
 
     status_code = 503
     error_type = "starting"
-    retry_after_s = STARTING_RETRY_S
+    retry_after_s = RETRY_S
 
     def __init__(self, phase: str) -> None:
         super().__init__(f"The server is starting ({phase}); send the request again later")

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.errors import GrammarError, GrammarsBusyError
+from text_generation_router.errors import GrammarError, OverloadedError
 from text_generation_router.gbnf import lark_of_gbnf
 from text_generation_router.regular import RegularError, rust
 from text_generation_router.request import Grammar
@@ -96,7 +96,7 @@ class GrammarCompiler:
         self._known_bytes = 0
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError, with the reason, and GrammarsBusyError."""
+        """Raises GrammarError, with the reason, and OverloadedError."""
         if not self._is_enabled:
             raise GrammarError("grammar is not supported")
         if (known := self._known.get(grammar)) is not None:
@@ -111,7 +111,7 @@ class GrammarCompiler:
                 "make it smaller"
             ) from late
         if result.retry_after_s:
-            raise GrammarsBusyError(result.error, result.retry_after_s)
+            raise OverloadedError(result.retry_after_s, f"Model is overloaded: {result.error}")
         if result.error:
             is_schema = grammar.kind == "json_schema"
             reason = "cannot compile regex from schema" if is_schema else "grammar is not valid"

@@ -208,19 +208,34 @@ def assemble(
     grammars = GrammarCompiler(shards, not config.disable_grammar_support, tokenizer.added_ids())
     validation = Validation(limits, tokenizer, metrics, grammars)
     infer = Infer(
-        *(batcher, validation, metrics, config.max_concurrent_requests),
+        batcher,
+        validation,
+        metrics,
+        max_concurrent_requests=config.max_concurrent_requests,
         max_queue_wait_s=config.max_queue_wait,
     )
-    chat = _chat_service(config, tokenizer, infer, workers)
+    pooling, reranker = _readers(config, tokenizer)
     return Services(
-        *(config, info, limits, scheduler_limits, shards, watch, tokenizer, metrics, batcher),
-        *(infer, grammars, chat, workers),
-        Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
-        Room(_LONG_ANSWERS_BYTES),
-        int(time.time()),
-        *_readers(config, tokenizer),
-        state or ServerState(),
-        deadlines.of(config.max_batch_prefill_tokens) + STALL_ROOM_S,
+        config=config,
+        info=info,
+        limits=limits,
+        scheduler_limits=scheduler_limits,
+        shards=shards,
+        watch=watch,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        batcher=batcher,
+        infer=infer,
+        grammars=grammars,
+        chat=_chat_service(config, tokenizer, infer, workers),
+        templates=workers,
+        large_bodies=Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
+        long_answers=Room(_LONG_ANSWERS_BYTES),
+        loaded_at=int(time.time()),
+        pooling=pooling,
+        reranker=reranker,
+        state=state or ServerState(),
+        stall_s=deadlines.of(config.max_batch_prefill_tokens) + STALL_ROOM_S,
     )
 
 

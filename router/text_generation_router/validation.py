@@ -1,11 +1,11 @@
-"""Checks the parameters of a request against the limits of this server: one function per rule.
+"""Checks the parameters of a request against the limits of this server.
 
-The order of the rules and the sentences are TGI's: clients see the first rule that fails.
+The order and the sentences are TGI's: clients see the first that applies.
 Comparisons are written so that NaN fails them.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from text_generation_router.errors import AdapterNotFoundError, ContextLengthError, ValidationError
@@ -94,188 +94,81 @@ class Limits:
     is_deterministic: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens of a prompt after truncation, and of its answer at most."""
-
-    inputs: int
-    max_new_tokens: int
-    # `inputs` is a lower bound: the prompt was not tokenized.
-    is_least: bool = False
-
-
-Rule = Callable[[GenerateParameters, Limits], str | None]
-LengthRule = Callable[[Lengths, GenerateParameters, Limits], ValidationError | None]
-
-
-def _best_of_needs_sampling(asked: GenerateParameters, limits: Limits) -> str | None:
-    if (asked.best_of or 1) > 1 and not asked.wants_sampling:
-        return "you must use sampling when `best_of` is > 1"
-    return None
-
-
-def _range(name: str, is_valid: Callable[[float], bool], words: str) -> Rule:
-    def rule(asked: GenerateParameters, limits: Limits) -> str | None:
-        value = getattr(asked, name)
-        return None if value is None or is_valid(value) else f"`{name}` must be {words}"
-
-    return rule
-
-
-_POSITIVE = (lambda value: value > 0, "strictly positive")
 _PENALTY = (lambda value: -2.0 <= value <= 2.0, ">= -2.0 and <= 2.0")
+_POSITIVE = (lambda value: value > 0, "strictly positive")
 _PROBABILITY = (lambda value: 0.0 < value < 1.0, "> 0.0 and < 1.0")
 
+# Parameter → the values it may have, and the same in words; in TGI's order.
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": _POSITIVE,
+    "repetition_penalty": _POSITIVE,
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "top_p": _PROBABILITY,
+    "typical_p": _PROBABILITY,
+    "min_p": (lambda value: 0.0 < value <= 1.0, "> 0.0 and <= 1.0"),
+    "top_k": _POSITIVE,
+    "max_new_tokens": _POSITIVE,
+}
 
-def _logit_bias_in_range(asked: GenerateParameters, limits: Limits) -> str | None:
+
+def _complaints(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
+    """What is wrong with the parameters, in the order in which TGI looks for it."""
+    has_several = (asked.best_of or 1) > 1
+    if has_several and not asked.wants_sampling:
+        yield "you must use sampling when `best_of` is > 1"
+    if asked.deterministic and not limits.is_deterministic:
+        yield (
+            "`deterministic` can not be kept by this server: its operators round differently in "
+            "other batches; serve on a CPU with --dtype float32 or bfloat16, or leave it out"
+        )
+    for name, (is_valid, words) in _RANGES.items():
+        value = getattr(asked, name)
+        if value is not None and not is_valid(value):
+            yield f"`{name}` must be {words}"
+    most_stops = max(limits.max_stop_sequences, asked.most_stop_sequences)
+    if len(asked.stop) > most_stops:
+        yield f"`stop` supports up to {most_stops} stop sequences. Given: {len(asked.stop)}"
+    yield from _unknown_ids("stop_token_ids", asked.stop_token_ids, limits)
+    if asked.seed is not None and has_several:
+        yield "`seed` must not be set when `best_of` > 1"
+    most_top = max(limits.max_top_n_tokens, asked.most_top_n_tokens)
+    if (asked.top_n_tokens or 0) > most_top:
+        yield f"`top_n_tokens` must be >= 0 and <= {most_top}. Given: {asked.top_n_tokens}"
+    yield from _wrong_biases(asked, limits)
+    ids, most_ids = asked.input_ids, limits.max_input_tokens
+    if not (asked.inputs if ids is None else ids):
+        yield "`inputs` cannot be empty"
+    # Too many ids are refused for their number, later.
+    if ids and (len(ids) <= most_ids or asked.truncate is not None):
+        yield from _unknown_ids("inputs", ids, limits)
+    if asked.truncate is not None and not 0 < asked.truncate <= most_ids:
+        yield (
+            f"`truncate` must be strictly positive and less than {most_ids}. "
+            f"Given: {asked.truncate}"
+        )
+
+
+def _unknown_ids(name: str, ids: Sequence[int], limits: Limits) -> Iterator[str]:
+    """Says the first of the ids that the model does not have."""
+    size = limits.vocab_size
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        unknown = next(token_id for token_id in ids if not 0 <= token_id < size)
+        yield (
+            f"`{name}` must be token ids >= 0 and below {size}, the size of the vocabulary. "
+            f"Given: {unknown}"
+        )
+
+
+def _wrong_biases(asked: GenerateParameters, limits: Limits) -> Iterator[str]:
     for token_id, bias in asked.logit_bias:
         if token_id >= limits.vocab_size:
-            return (
+            yield (
                 f"`logit_bias` must name token ids below {limits.vocab_size}, the size of the "
                 f"vocabulary. Given: {token_id}"
             )
         if not -100.0 <= bias <= 100.0:
-            return f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
-    return None
-
-
-def _stop_token_ids(asked: GenerateParameters, limits: Limits) -> str | None:
-    unknown = [given for given in asked.stop_token_ids if not 0 <= given < limits.vocab_size]
-    if not unknown:
-        return None
-    return (
-        f"`stop_token_ids` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
-        f"vocabulary. Given: {unknown[0]}"
-    )
-
-
-def _stop_sequences(asked: GenerateParameters, limits: Limits) -> str | None:
-    most = max(limits.max_stop_sequences, asked.most_stop_sequences)
-    if len(asked.stop) <= most:
-        return None
-    return f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}"
-
-
-def _seed_with_best_of(asked: GenerateParameters, limits: Limits) -> str | None:
-    if asked.seed is not None and (asked.best_of or 1) > 1:
-        return "`seed` must not be set when `best_of` > 1"
-    return None
-
-
-def _top_n_tokens(asked: GenerateParameters, limits: Limits) -> str | None:
-    given, most = asked.top_n_tokens or 0, max(limits.max_top_n_tokens, asked.most_top_n_tokens)
-    if given <= most:
-        return None
-    return f"`top_n_tokens` must be >= 0 and <= {most}. Given: {given}"
-
-
-def _inputs_not_empty(asked: GenerateParameters, limits: Limits) -> str | None:
-    given = asked.inputs if asked.input_ids is None else asked.input_ids
-    return None if given else "`inputs` cannot be empty"
-
-
-def _input_ids_known(asked: GenerateParameters, limits: Limits) -> str | None:
-    ids = asked.input_ids
-    # Too many ids are refused for their number, by a later rule.
-    if not ids or (len(ids) > limits.max_input_tokens and asked.truncate is None):
-        return None
-    if min(ids) >= 0 and max(ids) < limits.vocab_size:
-        return None
-    unknown = next(token_id for token_id in ids if not 0 <= token_id < limits.vocab_size)
-    return (
-        f"`inputs` must be token ids >= 0 and below {limits.vocab_size}, the size of the "
-        f"vocabulary. Given: {unknown}"
-    )
-
-
-def _truncate(asked: GenerateParameters, limits: Limits) -> str | None:
-    given = asked.truncate
-    if given is None or 0 < given <= limits.max_input_tokens:
-        return None
-    return (
-        f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. "
-        f"Given: {given}"
-    )
-
-
-def _inputs_have_tokens(
-    lengths: Lengths, asked: GenerateParameters, limits: Limits
-) -> ValidationError | None:
-    if lengths.inputs > 0:
-        return None
-    return ValidationError(
-        "`inputs` must have at least one token; the tokenizer makes none of this text"
-    )
-
-
-def _context_length(
-    lengths: Lengths, asked: GenerateParameters, limits: Limits
-) -> ValidationError | None:
-    # Nothing follows the prompt: the limit of prompts leaves room for one token.
-    is_prompt_only = asked.pooling is not None or asked.score_token_ids
-    new_tokens = 0 if is_prompt_only else lengths.max_new_tokens
-    if (
-        lengths.inputs <= limits.max_input_tokens
-        and lengths.inputs + new_tokens <= limits.max_total_tokens
-    ):
-        return None
-    return ContextLengthError(
-        num_prompt_tokens=lengths.inputs,
-        max_new_tokens=new_tokens,
-        max_input_tokens=limits.max_input_tokens,
-        max_total_tokens=limits.max_total_tokens,
-        is_least=lengths.is_least,
-    )
-
-
-def _min_new_tokens(
-    lengths: Lengths, asked: GenerateParameters, limits: Limits
-) -> ValidationError | None:
-    given = asked.min_new_tokens or 0
-    if given <= lengths.max_new_tokens:
-        return None
-    return ValidationError(
-        f"`min_new_tokens` must be <= `max_new_tokens`. Given: {given} and {lengths.max_new_tokens}"
-    )
-
-
-def _deterministic(asked: GenerateParameters, limits: Limits) -> str | None:
-    if asked.deterministic and not limits.is_deterministic:
-        return (
-            "`deterministic` can not be kept by this server: its operators round differently in "
-            "other batches; serve on a CPU with --dtype float32 or bfloat16, or leave it out"
-        )
-    return None
-
-
-RULES: tuple[Rule, ...] = (
-    _best_of_needs_sampling,
-    _deterministic,
-    _range("temperature", *_POSITIVE),
-    _range("repetition_penalty", *_POSITIVE),
-    _range("frequency_penalty", *_PENALTY),
-    _range("presence_penalty", *_PENALTY),
-    _range("top_p", *_PROBABILITY),
-    _range("typical_p", *_PROBABILITY),
-    _range("min_p", lambda value: 0.0 < value <= 1.0, "> 0.0 and <= 1.0"),
-    _range("top_k", *_POSITIVE),
-    _range("max_new_tokens", *_POSITIVE),
-    _stop_sequences,
-    _stop_token_ids,
-    _seed_with_best_of,
-    _top_n_tokens,
-    _logit_bias_in_range,
-    _inputs_not_empty,
-    _input_ids_known,
-    _truncate,
-)
-
-# Rules that need the number of prompt tokens.
-LENGTH_RULES: tuple[LengthRule, ...] = (
-    _inputs_have_tokens,
-    _context_length,
-    _min_new_tokens,
-)
+            yield f"`logit_bias` must be >= -100.0 and <= 100.0. Given: {bias} for {token_id}"
 
 
 def check_stream(asked: GenerateParameters) -> None:
@@ -299,7 +192,7 @@ def check_best_of(best_of: int, limits: Limits) -> None:
 
 
 class Validation:
-    """Turns parameters into a `Request`, or raises the error of the first rule that fails."""
+    """Turns parameters into a `Request`, or raises the first error."""
 
     def __init__(
         self, limits: Limits, tokenizer: Tokenizer, metrics: Metrics, grammars: GrammarCompiler
@@ -314,26 +207,25 @@ class Validation:
         if asked.truncate == TRUNCATE_TO_FIT:
             room = self.limits.max_total_tokens - (asked.max_new_tokens or 1)
             asked = replace(asked, truncate=max(1, min(self.limits.max_input_tokens, room)))
-        for rule in RULES:
-            if complaint := rule(asked, self.limits):
-                raise ValidationError(complaint)
+        for complaint in _complaints(asked, self.limits):
+            raise ValidationError(complaint)
         if asked.input_ids is None:
             count, input_ids = await self._tokenized(asked)
         else:
             count = min(len(asked.input_ids), asked.truncate or len(asked.input_ids))
             input_ids = asked.input_ids
-        lengths = self._checked_lengths(asked, count)
+        max_new_tokens = self._checked_length(asked, count)
         input_ids = tuple(input_ids[-count:])
-        grammar = await self._compiled(asked, lengths)
+        grammar = await self._compiled(asked, max_new_tokens)
         if asked.adapter_id is not None:
             raise AdapterNotFoundError(asked.adapter_id)
-        self._metrics.request_input_length.observe(lengths.inputs)
-        self._metrics.request_max_new_tokens.observe(lengths.max_new_tokens)
+        self._metrics.request_input_length.observe(count)
+        self._metrics.request_max_new_tokens.observe(max_new_tokens)
         return Request(
             input_ids=input_ids,
             sampling=_sampling(asked),
             stopping=StoppingCriteria(
-                max_new_tokens=lengths.max_new_tokens,
+                max_new_tokens=max_new_tokens,
                 min_new_tokens=asked.min_new_tokens or 0,
                 stop_sequences=asked.stop,
                 ignore_eos_token=asked.ignore_eos_token,
@@ -367,7 +259,7 @@ class Validation:
         if asked.truncate is None and len(asked.inputs) > LONG_TEXT:
             least = self._tokenizer.least_tokens(asked.inputs)
             if least > limit:
-                self._checked_lengths(asked, least, is_least=True)
+                self._checked_length(asked, least, is_least=True)
         tokens = await self._tokenizer.token_ids(
             asked.inputs, asked.add_special_tokens, asked.truncate or limit
         )
@@ -384,28 +276,42 @@ class Validation:
                 f"Given: {largest}"
             )
 
-    def _checked_lengths(
-        self, asked: GenerateParameters, count: int, is_least: bool = False
-    ) -> Lengths:
-        """The lengths of a prompt of `count` tokens and of its answer, if they are valid."""
-        room = self.limits.max_total_tokens - count
-        asked_length = asked.max_new_tokens
-        new_tokens = max(1, room) if asked_length is None else asked_length
-        lengths = Lengths(count, new_tokens, is_least)
-        for length_rule in LENGTH_RULES:
-            if error := length_rule(lengths, asked, self.limits):
-                raise error
-        return lengths
+    def _checked_length(self, asked: GenerateParameters, count: int, is_least: bool = False) -> int:
+        """The most tokens of the answer to a prompt of `count` tokens, if both are valid.
+        `is_least`: the prompt was not tokenized, and has so many or more."""
+        limits, new_tokens = self.limits, asked.max_new_tokens
+        if new_tokens is None:
+            new_tokens = max(1, limits.max_total_tokens - count)
+        if count == 0:
+            raise ValidationError(
+                "`inputs` must have at least one token; the tokenizer makes none of this text"
+            )
+        # Nothing follows the prompt: the limit of prompts leaves room for one token.
+        is_prompt_only = asked.pooling is not None or asked.score_token_ids
+        answer = 0 if is_prompt_only else new_tokens
+        if count > limits.max_input_tokens or count + answer > limits.max_total_tokens:
+            raise ContextLengthError(
+                num_prompt_tokens=count,
+                max_new_tokens=answer,
+                max_input_tokens=limits.max_input_tokens,
+                max_total_tokens=limits.max_total_tokens,
+                is_least=is_least,
+            )
+        if (least := asked.min_new_tokens or 0) > new_tokens:
+            raise ValidationError(
+                f"`min_new_tokens` must be <= `max_new_tokens`. Given: {least} and {new_tokens}"
+            )
+        return new_tokens
 
-    async def _compiled(self, asked: GenerateParameters, lengths: Lengths) -> str:
+    async def _compiled(self, asked: GenerateParameters, max_new_tokens: int) -> str:
         """The grammar in the shards' form, compiled there; empty: none."""
         if asked.grammar is None:
             return ""
         grammar = await self._grammars.compile(asked.grammar)
-        if grammar.min_tokens > lengths.max_new_tokens:
+        if grammar.min_tokens > max_new_tokens:
             raise ValidationError(
                 f"`max_new_tokens` must be >= {grammar.min_tokens}, the tokens that the shortest "
-                f"text of this grammar needs. Given: {lengths.max_new_tokens}"
+                f"text of this grammar needs. Given: {max_new_tokens}"
             )
         return grammar.text
 

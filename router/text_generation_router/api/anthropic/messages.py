@@ -1,14 +1,17 @@
-"""POST /v1/messages and /v1/messages/count_tokens of Anthropic: the routes and the stream."""
+"""POST /v1/messages and /v1/messages/count_tokens of Anthropic, whole or as events."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from text_generation_router.api import sse
+from text_generation_router.api.answers import make_id
 from text_generation_router.api.anthropic.errors import ERRORS, error_event
-from text_generation_router.api.anthropic.events import Json, MessageRun
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import (
     CountTokensRequest,
@@ -22,7 +25,179 @@ from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.api.models import check_model
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
+from text_generation_router.chat.parser import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from text_generation_router.chat.service import ChatGeneration, ChatStep
+from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
+
+Json = dict[str, Any]
+
+# Clients drop thinking without a signature from the history. In base64, as Anthropic's are.
+_SIGNATURE = b64encode(b"not signed: this server does not check thinking").decode()
+
+
+class ContentWriter:
+    """Owns the blocks of one message, at most the last of them open.
+
+    The events spell what the blocks are in the end, so a streamed answer equals a whole one.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self._pieces: list[str] = []
+        self._is_open = False
+
+    def feed(self, event: ChatEvent) -> Iterator[Json]:
+        """The events of the next piece."""
+        match event:
+            case ContentDelta(text):
+                yield from self._open_text({"type": "text", "text": ""})
+                yield self._piece(text, {"type": "text_delta", "text": text})
+            case ReasoningDelta(text):
+                yield from self._open_text({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._piece(text, {"type": "thinking_delta", "thinking": text})
+            case ToolCallStart(_, name):
+                use = {"type": "tool_use", "id": make_id("toolu"), "name": name, "input": {}}
+                yield from self._open(use)
+            case ToolCallArguments(_, text):
+                yield self._piece(text, {"type": "input_json_delta", "partial_json": text})
+
+    def finish(self) -> Iterator[Json]:
+        """The events of the end of the last block."""
+        if not self._is_open:
+            return
+        block, text = self.blocks[-1], "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block = {**block, "input": _object(text)}
+        else:
+            block = {**block, block["type"]: text}
+        if block["type"] == "thinking":
+            block["signature"] = _SIGNATURE
+            yield self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+        self.blocks[-1] = block
+        self._pieces.clear()
+        self._is_open = False
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+    def _open_text(self, block: Json) -> Iterator[Json]:
+        if not self._is_open or self.blocks[-1]["type"] != block["type"]:
+            yield from self._open(block)
+
+    def _open(self, block: Json) -> Iterator[Json]:
+        yield from self.finish()
+        self.blocks.append(block)
+        self._is_open = True
+        index = len(self.blocks) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block}
+
+    def _piece(self, text: str, delta: Json) -> Json:
+        self._pieces.append(text)
+        return self._delta(delta)
+
+    def _delta(self, delta: Json) -> Json:
+        index = len(self.blocks) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def _object(arguments: str) -> Any:
+    """The arguments as an object; {} for a call that was cut off, whose `stop_reason` says so."""
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+_STOP_REASONS = {
+    FinishReason.EOS_TOKEN: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+}
+
+
+class MessageRun:
+    """Answers one request; `message` is complete after the last event."""
+
+    def __init__(self, body: MessagesRequest, services: Services) -> None:
+        self._chat = services.chat
+        self._conversation = conversation_of(body)
+        self._is_stream = bool(body.stream)
+        self.message: Json = {
+            "id": make_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "model": services.config.model_names[0],
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def events(self) -> AsyncGenerator[list[Json]]:
+        """The events, those together that are ready together. Raises RouterError.
+
+        message_start has the number of cached tokens, and waits up to `KEEP_ALIVE_S` for it. The
+        usage in message_delta is final.
+        """
+        writer = ContentWriter()
+        async with self._chat.start(self._conversation) as (generation,):
+            if not self._is_stream:
+                generation.hide()
+            first = asyncio.ensure_future(anext(generation))
+            try:
+                await asyncio.wait((first,), timeout=sse.KEEP_ALIVE_S)
+                if first.done():
+                    first.result()
+                message = {**self.message, "usage": _usage(generation, 0)}
+                yield [{"type": "message_start", "message": message}]
+                if new := _blocks(writer, await first):
+                    yield new
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            async for steps in generation:
+                if new := _blocks(writer, steps):
+                    yield new
+        assert generation.ending is not None
+        usage = _usage(generation, generation.ending.generated.generated_tokens)
+        delta = _stop(generation)
+        last = list(writer.finish())
+        self.message |= {"content": writer.blocks, **delta, "usage": usage}
+        yield [
+            *last,
+            {"type": "message_delta", "delta": delta, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+
+def _blocks(writer: ContentWriter, steps: Sequence[ChatStep]) -> list[Json]:
+    return [made for step in steps for event in step.events for made in writer.feed(event)]
+
+
+def _usage(generation: ChatGeneration, output_tokens: int) -> Json:
+    """`input_tokens` are the tokens that were not cached: clients add up all three kinds."""
+    return {
+        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": generation.cached_tokens,
+        "output_tokens": output_tokens,
+    }
+
+
+def _stop(generation: ChatGeneration) -> Json:
+    """Why the message ended: `tool_use` if the model ended it after a call."""
+    assert generation.ending is not None
+    generated = generation.ending.generated
+    reason = _STOP_REASONS[generated.finish_reason]
+    if generation.has_tool_calls and reason == "end_turn":
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": generated.stop_sequence}
+
 
 _PING = named_events([{"type": "ping"}])
 _EVENTS: dict[int | str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
-"""POST /v1/responses of OpenAI: the route and its stream."""
+"""POST /v1/responses of OpenAI: one response from its creation to its end, whole or as events."""
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -7,18 +8,153 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from text_generation_router.api.answers import make_id
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.api.fields import warning
+from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.logprobs import TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.models import check_model
-from text_generation_router.api.responses.events import ResponseRun
-from text_generation_router.api.responses.input import left_out
-from text_generation_router.api.responses.output import Json
+from text_generation_router.api.responses.input import conversation_of, left_out
+from text_generation_router.api.responses.output import Json, OutputWriter
 from text_generation_router.api.responses.schemas import ResponseBody, ResponsesRequest
+from text_generation_router.api.responses.tools import served_tools
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
 from text_generation_router.api.sse import named_events
 from text_generation_router.api.v1_errors import ERRORS, describe
+from text_generation_router.chat.parser import ChatEvent
+from text_generation_router.chat.service import ChatGeneration, ChatStep
 from text_generation_router.errors import ContextLengthError
+from text_generation_router.request import FinishReason
+from text_generation_router.services import Services
+
+
+class ResponseRun:
+    """Answers one request; the last event carries the whole response, streamed or not."""
+
+    def __init__(self, body: ResponsesRequest, services: Services) -> None:
+        self._services = services
+        self._conversation = conversation_of(body)
+        self._is_stream = bool(body.stream)
+        self._has_logprobs = body.wants_logprobs
+        self._tools = tuple(served_tools(body.tools or ()))
+        self._has_encrypted_reasoning = body.wants_encrypted_reasoning
+        self._num_top_logprobs = body.top_logprobs or 0
+        self._trail = TokenTrail()
+        self._response = _envelope(body, services)
+
+    async def events(self) -> AsyncGenerator[list[Json]]:
+        """The events, those together that are ready together. Raises RouterError."""
+        writer = OutputWriter(self._tools, self._has_encrypted_reasoning)
+        async with self._services.chat.start(self._conversation) as (generation,):
+            if not self._is_stream:
+                generation.hide()
+            yield self.created()
+            async for steps in generation:
+                batch = [event for step in steps for event in self._step_events(step, writer)]
+                if batch:
+                    yield batch
+        yield self._end(writer, generation)
+
+    def created(self) -> list[Json]:
+        """The first events of every stream."""
+        return [self._event("created"), self._event("in_progress")]
+
+    def failed(self, code: str, sentence: str) -> Json:
+        """The last event of a stream that failed."""
+        return self._event("failed", error={"code": code, "message": sentence})
+
+    def _step_events(self, step: ChatStep, writer: OutputWriter) -> list[Json]:
+        if self._has_logprobs:
+            for output in step.outputs:
+                self._trail.add(output.token, output.top_tokens)
+        made: list[Json] = []
+        for event in step.events:
+            made += writer.feed(event, self._logprobs(event))
+        return made
+
+    def _logprobs(self, event: ChatEvent) -> list[Json]:
+        """Those of the tokens of a piece of text, if requested."""
+        if not self._has_logprobs or not (tokens := tokens_of(event, self._trail)):
+            return []
+        found = chat_logprobs(tokens, self._num_top_logprobs, self._services.tokenizer)["content"]
+        assert isinstance(found, list)
+        return found
+
+    def _end(self, writer: OutputWriter, generation: ChatGeneration) -> list[Json]:
+        assert generation.ending is not None
+        generated = generation.ending.generated
+        is_complete = generated.finish_reason is not FinishReason.LENGTH
+        last = list(writer.finish(is_complete))
+        fields: Json = {
+            "output": writer.items,
+            "usage": {
+                "input_tokens": generation.prompt_tokens,
+                "input_tokens_details": {
+                    "cached_tokens": generation.cached_tokens,
+                    "cache_write_tokens": 0,
+                },
+                "output_tokens": generated.generated_tokens,
+                "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+                "total_tokens": generation.prompt_tokens + generated.generated_tokens,
+            },
+        }
+        if is_complete:
+            return [*last, self._event("completed", completed_at=int(time.time()), **fields)]
+        fields["incomplete_details"] = {"reason": "max_output_tokens"}
+        return [*last, self._event("incomplete", **fields)]
+
+    def _event(self, status: str, **fields: Any) -> Json:
+        """The event of that name; a response that was just created is in progress as well."""
+        self._response = {
+            **self._response,
+            "status": "in_progress" if status == "created" else status,
+            **fields,
+        }
+        return {"type": f"response.{status}", "response": self._response}
+
+
+def _envelope(body: ResponsesRequest, services: Services) -> Json:
+    """The response before the first token: the fields of the request, with defaults."""
+    choice = body.tool_choice or "auto"
+    text_format = body.text.format if body.text is not None else None
+    return {
+        "id": make_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": services.config.model_names[0],
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": None,
+        "service_tier": tier_of(body.service_tier),
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {
+            "format": {"type": "text"}
+            if text_format is None
+            else text_format.model_dump(by_alias=True)
+        },
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
 
 PATH = "/v1/responses"
 _EVENTS: dict[int | str, dict[str, Any]] = {
