@@ -27,16 +27,6 @@ from router.tests.waiting import until
 
 __all__ = ["BOS_ID", "EOS_ID", "VOCAB_SIZE", "script_of", "write_tokenizer"]
 
-# What `usage` of OpenAI's routes says where nothing was cached and the model did not reason.
-PLAIN_USAGE = {
-    "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
-    "completion_tokens_details": {
-        "reasoning_tokens": 0,
-        "accepted_prediction_tokens": 0,
-        "rejected_prediction_tokens": 0,
-        "audio_tokens": 0,
-    },
-}
 PATIENCE_S = 60.0
 """For an answer that does not come; only a failing test waits so long."""
 

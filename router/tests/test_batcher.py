@@ -165,27 +165,6 @@ async def test_cancel_while_a_step_is_under_way(method: str, alone: bool) -> Non
     assert dropped in rig.shards.calls
 
 
-async def test_cancel_during_the_filter_of_another() -> None:
-    gate = Gate("filter")
-    async with running(FakeShards(hook=gate)) as rig:
-        entries = [rig.batcher.submit(make_request((n,), 30)) for n in range(4)]
-        await entries[0].next_outputs()
-        rig.batcher.cancel(entries[0])
-        await until(lambda: gate.is_reached)
-        rig.batcher.cancel(entries[1])
-        gate.open()
-        for n in (2, 3):
-            assert (await collect(entries[n])).ids == expected_ids((n,), 30)
-
-
-async def test_cancel_after_the_end_does_nothing() -> None:
-    async with running() as rig:
-        entry = rig.batcher.submit(make_request())
-        outcome = await collect(entry)
-        rig.batcher.cancel(entry)
-        assert outcome.generated is not None
-
-
 # ---- Failures ----
 
 

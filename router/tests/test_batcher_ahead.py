@@ -65,18 +65,6 @@ async def test_an_unforeseen_end() -> None:
         assert (await rig.outcome((4, 5), 3)).text == "abc"
 
 
-async def test_one_ends_and_the_others_go_on() -> None:
-    def script(prompt: Any, place: int) -> int:
-        return writes("ab" if prompt[0] == 7 else "abcdefghijklmnopqrst")(prompt, place)
-
-    async with running(slow(script=script), runs_ahead=True) as rig:
-        outcomes = await asyncio.gather(*(rig.outcome((first, 2), 30) for first in (7, 8, 9, 7)))
-        long = "abcdefghijklmnopqrst"
-        texts = [o.generated and o.generated.text for o in outcomes]
-        assert texts == ["ab", long, long, "ab"]
-        assert num_ahead(rig.shards) > 10
-
-
 async def test_a_newcomer_is_admitted_at_the_next_step_but_one_at_the_latest() -> None:
     async with running(slow(), runs_ahead=True) as rig:
         long = asyncio.create_task(rig.outcome(PROMPT, 40))
@@ -96,15 +84,6 @@ async def test_a_client_that_leaves() -> None:
         texts = [(await collect(entry)).ids for entry in (entries[0], entries[2])]
         assert texts == [expected_ids((0, 2), 40), expected_ids((2, 2), 40)]
         assert ("filter", (entries[0].id, entries[2].id)) in rig.shards.calls
-
-
-async def test_no_block_is_left_for_it() -> None:
-    """A row that can only grow by preempting another waits for the answer."""
-    shards = slow(num_blocks=8, block_size=4)
-    async with running(shards, runs_ahead=True) as rig:
-        outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 20) for n in range(3)))
-        assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 20) for n in range(3)]
-        assert num_ahead(shards) and rig.metrics.request_preempted.value()
 
 
 @pytest.mark.parametrize("failing", range(1, 7))

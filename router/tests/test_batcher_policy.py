@@ -13,6 +13,7 @@ from text_generation_router.errors import (
 from router.tests.scheduling import (
     FakeShards,
     collect,
+    expected_ids,
     make_request,
     running,
     writes,
@@ -22,7 +23,7 @@ from router.tests.waiting import until
 # ---- Blocks ----
 
 
-async def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+async def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
     async with running(FakeShards(num_blocks=4, block_size=4)) as rig:
         with pytest.raises(ValidationError, match=r"<= 16.* 10 `inputs` tokens and 7 `max_new_t"):
             rig.batcher.submit(make_request(range(10), 7))
@@ -119,23 +120,17 @@ async def test_joining_delays_no_row(chunks_prompts: bool) -> None:
         assert before.keys() <= after.keys() or len(after) < len(before)
 
 
-async def test_rows_are_limited() -> None:
-    async with running(FakeShards(max_rows=3), max_batch_size=3) as rig:
-        outcomes = await asyncio.gather(*(rig.outcome((n,), 5) for n in range(10)))
-    assert all(outcome.error is None for outcome in outcomes)
-    assert max(map(len, prefills(rig))) == 3
-
-
-async def test_an_endless_ratio_is_no_crash() -> None:
+async def test_with_an_endless_ratio_requests_join_after_the_waiting_steps() -> None:
     limits = {"waiting_served_ratio": math.inf, "max_waiting_tokens": 5}
     async with running(chunks_prompts=False, **limits) as rig:
-        await asyncio.gather(*(rig.outcome((n,), 9) for n in range(5)))
+        outcomes = await asyncio.gather(*(rig.outcome((n,), 9) for n in range(5)))
+    assert [outcome.ids for outcome in outcomes] == [expected_ids((n,), 9) for n in range(5)]
 
 
 # ---- Metrics ----
 
 
-async def test_what_a_step_leaves_in_the_metrics() -> None:
+async def test_each_step_counts_in_the_metrics() -> None:
     async with running() as rig:
         await asyncio.gather(*(rig.outcome((n,), 5) for n in range(3)))
     metrics = rig.metrics

@@ -51,14 +51,6 @@ async def test_the_prompt_is_computed_once(length: int, num_shared: int) -> None
             assert outcome.ids == expected_ids(range(length), 5)
 
 
-async def test_shared_tokens_count_once_in_a_prefill() -> None:
-    """40 tokens, then 4 more for each sibling."""
-    async with running(max_batch_prefill_tokens=52) as rig:
-        await outcomes_of(submit(rig, 5, range(40)))
-    assert prefills(rig) == [(0, 1, 2, 3), (4,)]
-    assert rig.shards.num_computed == 40 + 4 * 4
-
-
 async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
     async with running(FakeShards(max_rows=2), max_batch_size=2) as rig:
         lengths = [3, 9, 4, 5, 3]
@@ -68,16 +60,6 @@ async def test_more_sequences_than_rows_share_with_those_that_run() -> None:
         assert outcome.ids == expected_ids(range(10), num)
     assert prefills(rig)[0] == (0, 1) and len(prefills(rig)) > 2
     assert rig.shards.num_computed == 10 + 4 * 2
-
-
-@pytest.mark.parametrize(("shares_prefixes", "num_computed"), [(True, 10 + 2 + 2), (False, 30)])
-async def test_who_comes_when_no_sibling_runs(shares_prefixes: bool, num_computed: int) -> None:
-    """Without the prefix cache a prompt without a running request is not kept."""
-    limits = {"max_batch_size": 1, "shares_prefixes": shares_prefixes}
-    async with running(FakeShards(max_rows=1), **limits) as rig:
-        for outcome in await outcomes_of(submit(rig, 3, range(10))):
-            assert outcome.ids == expected_ids(range(10), 5)
-    assert rig.shards.num_computed == num_computed
 
 
 async def test_more_sequences_than_blocks_are_preempted_and_finish() -> None:
@@ -140,30 +122,9 @@ async def test_only_the_first_tells_of_the_prompt() -> None:
     assert len(outcomes[0].prefill.tokens) == 9 and outcomes[1].prefill is None
 
 
-@pytest.mark.parametrize(
-    ("length", "max_new_tokens", "is_shared"),
-    [(9, 3, True), (9, 4, False), (12, 1, False), (13, 5, True)],
-)
-async def test_blocks_that_will_be_rewritten_are_not_shared(
-    length: int, max_new_tokens: int, is_shared: bool
-) -> None:
-    """Behind 12 tokens; a prompt that is longer is written only once."""
-    async with running(recompute_at=12) as rig:
-        for outcome in await outcomes_of(submit(rig, 2, range(length), max_new_tokens)):
-            assert outcome.ids == expected_ids(range(length), max_new_tokens)
-    own = length - (length - 1) // 4 * 4 if is_shared else length
-    assert rig.shards.num_computed == length + own
-
-
 async def test_one_that_can_never_fit_refuses_all() -> None:
     async with running(FakeShards(num_blocks=4, block_size=4)) as rig:
         requests = [make_request(range(9), 7), make_request(range(9), 8)]
         with pytest.raises(ValidationError, match="<= 16"):
             rig.batcher.submit_many(requests)
         assert rig.metrics.queue_size.value == 0
-
-
-async def test_another_prompt_is_a_bug() -> None:
-    async with running() as rig:
-        with pytest.raises(AssertionError, match="another prompt"):
-            rig.batcher.submit_many([make_request((1,)), make_request((2,))])

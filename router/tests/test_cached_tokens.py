@@ -94,10 +94,3 @@ async def test_messages_tell_apart_what_was_read_and_what_computed(server: Serve
         "/v1/messages/count_tokens", json={"model": "tgi", "messages": [message]}
     )
     assert counted.json() == {"input_tokens": num}
-
-
-async def test_without_prefix_cache_there_are_none(tmp_path: Path) -> None:
-    async with serve_chat(tmp_path, "Hi", disable_prefix_caching=True) as server:
-        for _ in range(2):
-            usage = await openai_usage(server, "/v1/completions", {"prompt": WORDS * 3})
-            assert usage["prompt_tokens_details"]["cached_tokens"] == 0

@@ -118,7 +118,7 @@ async def test_anthropic(server: Server, num_tokens: int, asked: int, sentence: 
     assert error == {"type": "invalid_request_error", "message": sentence}
 
 
-async def test_what_the_sentence_leaves_to_the_answer_fits(server: Server) -> None:
+async def test_numbers_in_the_refusal_lead_to_a_request_that_fits(server: Server) -> None:
     """As Claude Code does: it asks again for fewer tokens, and cuts the prompt only where it is
     told that the prompt is too long."""
     message = (await refusal(server, "/v1/messages", MOST_INPUT, 32_000))["message"]

@@ -9,7 +9,7 @@ from text_generation_router.scheduler.entry import EntryState
 from router.tests.planning import TWO_BLOCKS, Desk
 
 
-def test_what_a_step_writes_is_shared_in_the_same_step() -> None:
+def test_blocks_are_shared_in_the_step_that_writes_them() -> None:
     desk = Desk()
     for end in range(3):
         desk.submit([*range(8), 50 + end])
@@ -21,7 +21,7 @@ def test_what_a_step_writes_is_shared_in_the_same_step() -> None:
     assert desk.planner.blocks.allocator.num_used == 2 + 3
 
 
-def test_what_a_running_prompt_writes_is_shared_with_a_joining_entry() -> None:
+def test_a_joining_entry_shares_blocks_of_a_running_prompt() -> None:
     """Entry 1 computes its last part in the step that entry 2 joins."""
     desk = Desk(**TWO_BLOCKS)
     desk.submit((1, 2, 3))

@@ -52,7 +52,7 @@ def test_as_it_starts(tmp_path: Path) -> None:
         ("cuda_graphs", {"device_type": "cuda", "records_steps": True}, {}, "on$"),
     ],
 )
-def test_what_is_said(
+def test_each_feature_says_why_it_is_off(
     tmp_path: Path, name: str, info: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     assert re.match(said, features_of(tmp_path, info, **options)[name])

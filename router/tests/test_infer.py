@@ -113,7 +113,7 @@ async def test_permits_for_all_or_none() -> None:
     assert it.counted() == {"overloaded": 1, "dropped": 1, "success": 3}
 
 
-async def test_what_never_started_is_one_failure() -> None:
+async def test_a_request_that_never_started_counts_as_one_failure() -> None:
     async with house() as it:
         with pytest.raises(ValidationError, match="strictly positive"):
             async with it.infer.start_many(asks(top_k=0), 3):

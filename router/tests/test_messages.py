@@ -358,11 +358,6 @@ async def test_a_template_whose_roles_must_alternate(tmp_path: Path) -> None:
         assert block == {"type": "text", "text": "ok"}
 
 
-def test_no_blocks_are_no_text() -> None:
-    messages = conversation(messages=[{"role": "user", "content": []}]).messages
-    assert messages == ({"role": "user", "content": ""},)
-
-
 def test_parameters() -> None:
     asked = conversation(temperature=0, top_k=3, stop_sequences=["x"]).parameters
     assert (asked.do_sample, asked.top_k, asked.stop) == (False, None, ("x",))

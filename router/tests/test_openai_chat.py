@@ -308,7 +308,7 @@ async def test_tools_beside_a_format(server: Server) -> None:
         assert answer.status_code == 400 and "nest its values less" in answer.text
 
 
-async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
+async def test_null_and_defaults_are_accepted_without_a_warning(server: Server) -> None:
     body = {"store": False, "modalities": ["text"], "service_tier": "auto", "functions": []}
     names = ("tools", "tool_choice", "n", "stop", "stream", "logprobs", "user", "response_format")
     assert (await post(server, **body, **dict.fromkeys(names), unknown=1)).status_code == 200

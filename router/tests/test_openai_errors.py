@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,86 +33,42 @@ def server(running: Server) -> Server:
     return running.start_over("hello ")
 
 
+TOO_LONG = ContextLengthError(
+    num_prompt_tokens=6, max_new_tokens=1, max_input_tokens=5, max_total_tokens=9
+)
+TOO_LONG_SENTENCE = (
+    "This model's maximum context length is 5 tokens. However, your messages resulted in 6 tokens. "
+    "Please reduce the length of the messages."
+)
+STOPS = "`stop` supports up to 4 stop sequences. Given: 5"
+FAILED = "Request failed during generation: "
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "detail"),
+    ("error", "status", "message", "kind", "param", "code"),
     [
+        (TOO_LONG, 400, TOO_LONG_SENTENCE, None, "messages", "context_length_exceeded"),
+        (ValidationError(STOPS), 400, STOPS, None, "stop", None),
+        (TemplateError("no"), 400, "Template error: no", None, None, None),
+        (GrammarFailedError("too complex"), 400, f"{FAILED}too complex", None, None, None),
+        (GenerationError("no memory"), 500, f"{FAILED}no memory", "server_error", None, None),
+        (IncompleteGenerationError(), 500, "Incomplete generation", "server_error", None, None),
         (
-            ContextLengthError(
-                num_prompt_tokens=6, max_new_tokens=1, max_input_tokens=5, max_total_tokens=9
-            ),
-            400,
-            {
-                "message": "This model's maximum context length is 5 tokens. However, your "
-                "messages resulted in 6 tokens. Please reduce the length of the messages.",
-                "type": "invalid_request_error",
-                "param": "messages",
-                "code": "context_length_exceeded",
-            },
-        ),
-        (
-            ValidationError("`stop` supports up to 4 stop sequences. Given: 5"),
-            400,
-            {
-                "message": "`stop` supports up to 4 stop sequences. Given: 5",
-                "type": "invalid_request_error",
-                "param": "stop",
-                "code": None,
-            },
-        ),
-        (
-            TemplateError("no"),
-            400,
-            {
-                "message": "Template error: no",
-                "type": "invalid_request_error",
-                "param": None,
-                "code": None,
-            },
-        ),
-        (
-            OverloadedError(3),
-            429,
-            {
-                "message": "Model is overloaded",
-                "type": "rate_limit_error",
-                "param": None,
-                "code": "rate_limit_exceeded",
-            },
-        ),
-        (
-            GenerationError("out of memory"),
-            500,
-            {
-                "message": "Request failed during generation: out of memory",
-                "type": "server_error",
-                "param": None,
-                "code": None,
-            },
-        ),
-        (
-            GrammarFailedError("the grammar is too complex to be followed"),
-            400,
-            {
-                "message": "Request failed during generation: the grammar is too complex to be "
-                "followed",
-                "type": "invalid_request_error",
-                "param": None,
-                "code": None,
-            },
-        ),
-        (
-            IncompleteGenerationError(),
-            500,
-            {
-                "message": "Incomplete generation",
-                "type": "server_error",
-                "param": None,
-                "code": None,
-            },
+            *(OverloadedError(3), 429, "Model is overloaded", "rate_limit_error", None),
+            "rate_limit_exceeded",
         ),
     ],
 )
-def test_router_errors(error: RouterError, status: int, detail: dict[str, Any]) -> None:
+def test_errors_have_openais_form(
+    error: RouterError,
+    status: int,
+    message: str,
+    kind: str | None,
+    param: str | None,
+    code: str | None,
+) -> None:
+    kind = kind or "invalid_request_error"
+    detail = {"message": message, "type": kind, "param": param, "code": code}
     assert describe(error, CHAT) == (status, detail)
 
 
@@ -205,7 +160,7 @@ BODY = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "max_toke
 
 
 @pytest.mark.parametrize("name", ["gpt-3.5-turbo", "https://a.b/c", None])
-async def test_whatever_model_a_request_names_is_served(server: Server, name: str | None) -> None:
+async def test_any_model_name_is_served_by_default(server: Server, name: str | None) -> None:
     response = await server.client.post("/v1/completions", json={"model": name, **BODY})
     assert response.status_code == 200
     assert response.json()["model"] == server.services.config.served_model_id

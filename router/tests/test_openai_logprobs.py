@@ -23,7 +23,7 @@ def test_tokens_of_a_piece_come_with_its_beginning() -> None:
     assert texts(trail, "rld") == []
 
 
-def test_what_is_not_shown_is_left_out() -> None:
+def test_hidden_tokens_have_no_logprobs() -> None:
     trail = TokenTrail()
     for text in ("<think>", "hm", "</think>", "\n\n", "a", "", "é", "STOP"):
         trail.add(token(text), ())

@@ -95,36 +95,6 @@ def test_tokens_are_compared_and_not_only_hashed() -> None:
         assert len(found) == num
 
 
-def test_the_end_of_a_text_goes_before_its_beginning_and_the_oldest_text_first() -> None:
-    shelf = Shelf(6)
-    old, new = shelf.write([1, 2, 3, 4, 5]), shelf.write([6, 7, 8, 9, 10])
-    shelf.release(old)
-    shelf.release(new)
-    taken = shelf.write([11, 12, 13])  # two were free: the blocks that were not full
-    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (2, 2)
-    shelf.write([14])
-    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 2)
-    shelf.release(shelf.write([1, 2, 3]))  # takes the end of the other; now this one was used last
-    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 1)
-    shelf.release(taken)
-    shelf.write([15, 16, 17, 18, 19])
-    assert (len(shelf.match([1, 2, 3, 4])), len(shelf.match([6, 7, 8, 9]))) == (1, 0)
-    shelf.integrity()
-
-
-def test_what_is_in_use_is_never_given_away() -> None:
-    shelf = Shelf(4)
-    first = shelf.write([1, 2, 3])
-    shelf.write([1, 2, 4])
-    shelf.release(first)
-    table = shelf.write([5])
-    assert shelf.allocator.num_free == 1 and shelf.match([1, 2]) and not shelf.match([5, 6])
-    shelf.allocator.grow(table)
-    assert shelf.allocator.grow(table) is None
-    assert shelf.match([1, 2])
-    shelf.integrity()
-
-
 def test_two_who_write_the_same_at_once() -> None:
     """The second goes on behind the first's blocks; its own are free with it."""
     shelf = Shelf(10)
@@ -138,20 +108,7 @@ def test_two_who_write_the_same_at_once() -> None:
     shelf.integrity()
 
 
-def test_a_block_in_use_takes_the_place_of_an_idle_one() -> None:
-    shelf = Shelf(10)
-    old = shelf.write([1, 2])
-    shelf.release(old)
-    table = shelf.allocator.allocate(3)
-    shelf.tables.append(table)
-    num_free = shelf.allocator.num_free
-    shelf.cache.publish(Chain(""), blocks_of([1, 2]), table.block_ids)
-    assert shelf.match([1, 2]) == table.block_ids[:1]
-    assert shelf.allocator.num_free == num_free and shelf.allocator.num_idle(range(10)) == 0
-    shelf.integrity()
-
-
-def test_what_was_behind_a_block_goes_with_it() -> None:
+def test_evicting_a_block_evicts_its_children() -> None:
     """The second text is behind a block of the first's, which is given away: it goes on alone."""
     shelf = Shelf(5)
     first = shelf.write([1, 2])
@@ -167,20 +124,6 @@ def test_what_was_behind_a_block_goes_with_it() -> None:
     shelf.cache.publish(chain, blocks_of([5, 6]), [second.block_ids[2]])
     assert len(shelf.cache) == 0, "no request could find it"
     shelf.integrity()
-
-
-def test_the_middle_one_of_several_children_is_forgotten() -> None:
-    shelf = Shelf(7)
-    tables = [shelf.write([1, 2, number, number]) for number in (3, 4, 5)]
-    shelf.release(tables[1])
-    shelf.release(tables[0])
-    shelf.release(tables[2])
-    shelf.write([6, 7, 8, 9, 10, 11])  # three blocks are free
-    shelf.integrity()
-    assert [len(shelf.match([1, 2, n, n])) for n in (3, 4, 5)] == [2, 1, 2]
-    shelf.cache.clear()
-    shelf.cache.integrity()
-    assert len(shelf.cache) == 0 and shelf.match([1, 2]) == []
 
 
 def test_without_retention_only_what_is_in_use_is_known() -> None:

@@ -14,9 +14,7 @@ from text_generation_router.scheduler.entry import EntryState
 
 from router.tests.chats import TEMPLATE
 from router.tests.planning import Desk
-from router.tests.scheduling import FakeShards, collect, make_request, running
 from router.tests.serving import Server, serve
-from router.tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -114,25 +112,6 @@ def test_a_prompt_goes_on_where_who_goes_before_it_does_not_come() -> None:
         desk.step()
         desk.submit(range(100, 114), priority=1)
         assert desk.step().chunks == {0: 12}
-
-
-async def test_the_order_of_turns() -> None:
-    async with running(FakeShards(), max_batch_size=1) as rig:
-        ended: list[int] = []
-
-        async def ask(number: int, priority: int) -> None:
-            entry = rig.batcher.submit(make_request((number,), 3, priority=priority))
-            await collect(entry)
-            ended.append(number)
-
-        first = asyncio.create_task(ask(0, 0))
-        await until(lambda: rig.metrics.batch_current_size.value == 1)
-        others = [
-            asyncio.create_task(ask(number, priority))
-            for number, priority in enumerate([0, -5, 7, 0, 7], start=1)
-        ]
-        await asyncio.gather(first, *others)
-    assert ended == [0, 3, 5, 1, 4, 2]
 
 
 # ---- Over HTTP ----

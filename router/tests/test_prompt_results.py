@@ -1,63 +1,20 @@
 """The results of prompts have bounds, for any number and length of prompts."""
 
 import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from text_generation_router.api.openai import chat, completions, stream
 from text_generation_router.api.openai.stream import PromptEntries
 from text_generation_router.api.v1_errors import RequestError
-from text_generation_router.infer import Ending, GenerateResult, Infer
-from text_generation_router.prompts import read_prompts
-from text_generation_router.request import PrefillOutput
 from text_generation_router.validation import GenerateParameters
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve
 
 PATH = "/v1/completions"
-
-
-class Ids(tuple[int, ...]):
-    """Counts how many of its kind are held."""
-
-    num_held = 0
-
-    def __init__(self, _: object) -> None:
-        Ids.num_held += 1
-
-    def __del__(self) -> None:
-        Ids.num_held -= 1
-
-
-class PlayedInfer:
-    """Answers each prompt immediately, and counts the prompts whose ids are in memory."""
-
-    most_held = 0
-
-    def num_at_once(self, wanted: int) -> int:
-        return 1
-
-    @contextmanager
-    def holding_permits(self, num: int) -> Iterator["PlayedInfer"]:
-        yield self
-
-    async def generate(self, asked: object) -> GenerateResult:
-        ids = Ids(range(100))
-        self.most_held = max(self.most_held, Ids.num_held)
-        return GenerateResult(ids, 0, PrefillOutput(()), (), (), cast(Ending, None))
-
-
-async def test_ids_of_prompts_are_not_kept() -> None:
-    infer = PlayedInfer()
-    asked = [GenerateParameters(inputs="x")] * 50
-    results = await read_prompts(cast(Infer, infer), asked)
-    assert [result.prompt_tokens for result in results] == [100] * 50
-    # That of the one before may still be there.
-    assert infer.most_held <= 2
 
 
 def test_entries_are_counted_over_prompts_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:

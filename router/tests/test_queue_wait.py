@@ -71,7 +71,7 @@ async def test_every_route_says_so_with_a_status(tmp_path: Path) -> None:
         assert metrics.request_failure.value(err="queue_wait") == len(ROUTES)
 
 
-async def test_who_has_had_a_turn_is_not_refused(tmp_path: Path) -> None:
+async def test_a_started_request_is_not_refused_for_its_wait(tmp_path: Path) -> None:
     """The second of two sequences waits for the first, longer than any request may."""
     async with busy(tmp_path, 0.1, max_queue_wait=WAIT_S) as server:
         body = MESSAGES | {"n": 2, "max_tokens": 20}

@@ -112,11 +112,12 @@ async def test_others_are_refused(
     assert shards.is_closed
 
 
-async def test_what_a_rank_may_say_differently(place: Place) -> None:
-    place.found = [FakeShards(shard_info=replace(INFO, last_number=9, spares_core=True))]
+async def test_new_shards_may_have_another_last_number(place: Place) -> None:
+    shards = FakeShards(shard_info=replace(INFO, last_number=9, spares_core=True))
+    place.found = [shards]
     again = place.again()
     place.listen()
-    await again
+    assert await again is shards and not shards.is_closed
 
 
 async def test_limits_that_do_not_fit_any_more_are_the_end(place: Place) -> None:
@@ -161,7 +162,7 @@ async def test_an_attempt_ends_with_its_socket(place: Place) -> None:
     assert await again is second and hanging.is_closed and place.told == []
 
 
-async def test_who_is_cancelled_while_an_attempt_ends_is_over(place: Place) -> None:
+async def test_cancelling_while_an_attempt_ends_takes_effect(place: Place) -> None:
     is_closing = asyncio.Event()
 
     class Slow(FakeShards):

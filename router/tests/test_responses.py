@@ -301,7 +301,7 @@ async def test_templates_whose_roles_must_alternate(
         assert (await ask(server, input=said))["output"][0]["content"][0]["text"] == "ok"
 
 
-async def test_what_the_template_says_of_the_messages_as_they_are(tmp_path: Path) -> None:
+async def test_refusal_of_the_template_is_about_the_messages_as_sent(tmp_path: Path) -> None:
     template = (Path(__file__).parent / "chat_templates/mistral-v0.3.jinja").read_text()
     async with serve_chat(tmp_path, "ok", template) as server:
         first = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]

@@ -3,9 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from hashlib import blake2b
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,10 @@ from text_generation_proto import pb
 from text_generation_router.client import shards as client_shards
 from text_generation_router.client.shards import ShardedClient
 from text_generation_router.errors import GenerationError
-from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, Sampling, StoppingCriteria
 from text_generation_router.scheduler import watch
-from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.shards import Advance, LostStepError
 from text_generation_router.scheduler.watch import WatchedShards
 
-from benchmarks.fake_shard import BLOCK_SIZE, Columns, FakeShard
-from router.tests.scheduling import collect, make_tokenizer
 from router.tests.test_shards import CALLS, Rank, serving
 from router.tests.test_translate import make_entry
 from router.tests.waiting import until
@@ -204,7 +197,9 @@ async def test_a_step_behind_one_that_failed(tmp_path: Path) -> None:
         assert [numbers(rank)[-1] for rank in ranks] == [4, 4]
 
 
-async def test_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_silent_rank_is_named_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "PATIENCE_S", 0.05)
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     monkeypatch.setattr(client_shards, "_HEALTH_TIMEOUT_S", 0.05)
@@ -217,107 +212,6 @@ async def test_who_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         assert watched.detail == "Server error: shard 1: Deadline Exceeded"
         assert "shard 1" not in caught.value.message and "shard 1" in str(caught.value)
         assert sum(isinstance(request, pb.HealthRequest) for request in ranks[1].asked) == 2
-
-
-class Numbered(FakeShard):
-    """A rank that writes a text, takes messages in order, and proves what it wrote."""
-
-    def __init__(self, rank: int, urls: list[str]) -> None:
-        super().__init__(urls[rank], [70, 71, 72], accepted=0)
-        self._rank, self._urls = rank, urls
-        self.asked: list[Any] = []
-        self.num_answered = 0
-        # The step in which it says that it chose another token.
-        self.wrong: int | None = None
-
-    async def Info(self, request: Any, context: Any) -> Any:
-        info = await super().Info(request, context)
-        info.rank, info.world_size = self._rank, len(self._urls)
-        return info
-
-    async def ServiceDiscovery(self, request: Any, context: Any) -> Any:
-        return pb.ServiceDiscoveryResponse(urls=self._urls)
-
-    async def ClearCache(self, request: Any, context: Any) -> Any:
-        self._take(request)
-        return await super().ClearCache(request, context)
-
-    async def FilterBatch(self, request: Any, context: Any) -> Any:
-        self._take(request)
-        return await super().FilterBatch(request, context)
-
-    async def Prefill(self, request: Any, context: Any) -> Any:
-        self._take(request)
-        return await super().Prefill(request, context)
-
-    async def Decode(self, requests: Any, context: Any) -> Any:
-        async for answer in super().Decode(self._taken(requests), context):
-            yield answer
-
-    async def _taken(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in requests:
-            self._take(request)
-            yield request
-
-    def _take(self, request: Any) -> None:
-        assert request.number == len(self.asked) + 1
-        self.asked.append(request)
-
-    def _answer(self, batch_id: int, columns: Columns) -> pb.StepResponse:
-        response = super()._answer(batch_id, columns)
-        number = len(self.asked)
-        tokens = [*columns.request_ids, *columns.token_ids, number == self.wrong]
-        digest = blake2b(repr(tokens).encode(), digest_size=8).digest()
-        if self._rank:
-            response = pb.StepResponse()
-        response.forward_ns, response.digest = 1000, int.from_bytes(digest, "little")
-        return response
-
-
-@asynccontextmanager
-async def batching(client: ShardedClient, metrics: Metrics) -> AsyncIterator[Batcher]:
-    limits = SchedulerLimits(
-        num_blocks=64,
-        block_size=BLOCK_SIZE,
-        max_batch_size=8,
-        max_batch_prefill_tokens=64,
-        max_batch_total_tokens=64 * BLOCK_SIZE,
-        waiting_served_ratio=0.0,
-        max_waiting_tokens=20,
-    )
-    batcher = Batcher(WatchedShards(client), make_tokenizer(), metrics, limits)
-    task = asyncio.create_task(batcher.run())
-    try:
-        yield batcher
-    finally:
-        await batcher.close()
-        await task
-    batcher.integrity()
-
-
-async def test_a_batch_of_which_ranks_chose_differently_ends_and_the_next_begins(
-    tmp_path: Path,
-) -> None:
-    request = Request(input_ids=(1, 2, 3), sampling=Sampling(), stopping=StoppingCriteria(20))
-    metrics = Metrics(100, 200, num_shards=2)
-    async with serving(tmp_path, 2, Numbered) as (client, ranks):
-        async with batching(client, metrics) as batcher:
-            ranks[1].wrong = 5
-            outcomes = await asyncio.gather(*map(collect, batcher.submit_many([request] * 2)))
-            for outcome in outcomes:
-                assert "shard 1 chose other tokens than shard 0 in step 5" in str(outcome.error)
-                assert len(outcome.tokens) < 5
-            # Without a health check the next request is admitted and finds an empty batch.
-            after = await collect(batcher.submit(request))
-            assert after.error is None and after.ids == [70 + n % 3 for n in range(20)]
-            assert batcher.is_healthy
-        steps = metrics.batch_inference_success
-        num_steps = steps.value(method="prefill") + steps.value(method="decode")
-        for rank in ("0", "1"):
-            assert metrics.batch_shard_duration.count(rank=rank) == num_steps
-        # Both took the same messages, numbered without a gap.
-        assert ranks[0].asked == ranks[1].asked and len(ranks[0].asked) > num_steps
-        assert any(isinstance(request, pb.ClearCacheRequest) for request in ranks[0].asked)
 
 
 async def test_an_end_is_noticed_without_a_call(tmp_path: Path) -> None:

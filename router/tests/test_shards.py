@@ -147,7 +147,7 @@ async def test_every_call_goes_to_all_ranks_and_rank_0_answers(tmp_path: Path) -
     assert compiled == GrammarResult("no start", 3)
 
 
-async def test_what_is_absent_stays_absent(tmp_path: Path) -> None:
+async def test_absent_fields_are_not_sent(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         await client.prefill(3, [make_entry()], None)
         await client.prefill(4, [make_entry()], 3)

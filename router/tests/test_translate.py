@@ -177,7 +177,7 @@ def test_every_finish_reason_is_known() -> None:
     assert step.finish_reasons == tuple(expected.values())
 
 
-def test_what_fits_is_what_fits_on_every_rank() -> None:
+def test_warmup_takes_the_minimum_of_all_ranks() -> None:
     ranks = [
         pb.WarmupResponse(
             num_blocks=blocks,

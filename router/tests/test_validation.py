@@ -174,7 +174,7 @@ async def test_prompts_of_ids_that_are_refused(
     assert str(caught.value).startswith(sentence)
 
 
-async def test_what_the_answer_shows_is_passed_on(validation: Validation) -> None:
+async def test_visible_special_tokens_reach_the_request(validation: Validation) -> None:
     visible = frozenset({"</s>"})
     request = await validate(validation, keeps_stop_sequence=False, visible_special_tokens=visible)
     assert not request.stopping.keeps_stop_sequence
@@ -301,7 +301,7 @@ async def test_deterministic_is_refused_where_it_can_not_be_kept(tmp_path: Path)
                 await validate(validation, deterministic=True, max_new_tokens=1)
 
 
-async def test_what_only_vllm_has(validation: Validation) -> None:
+async def test_vllms_parameters_are_checked(validation: Validation) -> None:
     refused: list[tuple[dict[str, object], str]] = [
         ({"min_p": 1.5}, "`min_p` must be > 0.0 and <= 1.0"),
         ({"min_p": math.nan}, "`min_p` must be > 0.0 and <= 1.0"),

@@ -199,7 +199,9 @@ async def test_tokens_of_reasoning_are_counted(server: Server, stream: bool) -> 
         ("<think>hm", len("<think>hm") + 1),
     ],
 )
-async def test_which_tokens_are_reasoning(server: Server, script: str, expected: int) -> None:
+async def test_reasoning_tokens_are_counted_up_to_the_end_marker(
+    server: Server, script: str, expected: int
+) -> None:
     server.shards.script = [*script_of(script), EOS_ID]
     usage = (await ask(server, CHAT))["usage"]
     assert usage["completion_tokens"] == len(script.encode()) + 1
@@ -244,7 +246,7 @@ def plain_tokenizer(**special: str) -> Tokenizer:
         ({}, None),
     ],
 )
-async def test_what_an_empty_prompt_starts_from(
+async def test_an_empty_prompt_starts_from_bos_or_eos(
     special: dict[str, str], expected: list[int] | None
 ) -> None:
     tokenizer = plain_tokenizer(**special)

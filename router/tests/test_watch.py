@@ -107,7 +107,7 @@ async def test_a_call_that_ends_while_they_are_asked_is_not_given_up() -> None:
         (3600.0, PATIENCE_S / 2, "The shards have not finished a step within 2.5 s", 2.75),
     ],
 )
-async def test_who_hangs_is_given_up_for_good(
+async def test_hung_shards_are_given_up_for_good(
     answer_s: float, longest_s: float, verdict: str, lasted_s: float
 ) -> None:
     shards = Stub(3600.0, (answer_s,))
@@ -125,7 +125,7 @@ async def test_who_hangs_is_given_up_for_good(
             await call
 
 
-async def test_who_alone_does_not_answer_is_given_up_for_good() -> None:
+async def test_one_silent_shard_gives_up_all_for_good() -> None:
     class OneIsSilent(FakeShards):
         async def clear_cache(self, batch_id: int | None) -> None:
             raise SilentShardError("shard 1 did not answer")
