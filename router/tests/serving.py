@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
+import pytest
+import pytest_asyncio
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
 from text_generation_router.certificate import Certificate
@@ -116,9 +118,12 @@ async def serve(
     text: str = "hello ",
     limits: ConnectionLimits | None = None,
     certificate: Certificate | None = None,
+    chat_template: str | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """Runs the router in this event loop, and checks at the end that nothing was lost."""
+    if chat_template is not None:
+        (directory / "chat_template.jinja").write_text(chat_template)
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
     front = Front(app, create_refusal(services.config))
@@ -148,3 +153,20 @@ async def serve(
             connection.shutdown()
         services.templates.close()
         await asyncio.sleep(0)
+
+
+def shared_server(make: Any, text: str, *, ends: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The fixtures `running`, one server for the tests of a module, which `make` makes, and
+    `server`, the same as it came: it writes `text`, and ends if `ends`. The tests run in one event
+    loop, see `conftest.py`."""
+
+    @pytest_asyncio.fixture(scope="module", loop_scope="module", name="running")
+    async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+        async with make(tmp_path_factory.mktemp("model"), text, **options) as server:
+            yield server
+
+    @pytest.fixture(name="server")
+    def server(running: Server) -> Server:
+        return running.start_over(text, ends=ends)
+
+    return running, server

@@ -63,31 +63,6 @@ async def test_best_of_needs_a_permit_each(tmp_path: Path) -> None:
         assert response.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
 
 
-async def test_stream(server: Server) -> None:
-    parameters = {"max_new_tokens": 3, "details": True, "return_full_text": True}
-    request = {"inputs": "n", "parameters": parameters}
-    response = await server.client.post("/generate_stream", json=request)
-    assert response.status_code == 200
-    assert response.text == (
-        'data: {"index":1,"token":{"id":71,"text":"h","logprob":-0.1,"special":false},'
-        '"generated_text":null,"details":null}\n\n'
-        'data: {"index":2,"token":{"id":127,"text":"","logprob":-0.2,"special":false},'
-        '"generated_text":null,"details":null}\n\n'
-        'data: {"index":3,"token":{"id":102,"text":"é","logprob":-0.3,"special":false},'
-        '"generated_text":"nhé","details":{"finish_reason":"length","generated_tokens":3,'
-        '"seed":null,"input_length":2}}\n\n'
-    )
-    expected = {
-        "content-type": "text/event-stream",
-        "cache-control": "no-cache",
-        "x-compute-type": "1-cpu",
-        "x-compute-characters": "1",
-        "x-accel-buffering": "no",
-    }
-    assert expected.items() <= dict(response.headers).items()
-    assert "x-compute-time" not in response.headers and "connection" not in response.headers
-
-
 @pytest.mark.parametrize("traceparent", ["", "junk", "00-0-0-0", "ff-1-2-3", "00-" + "a" * 9000])
 async def test_traceparent_changes_nothing(server: Server, traceparent: str) -> None:
     request = {"inputs": "n", "parameters": {"max_new_tokens": 1}}

@@ -2,30 +2,20 @@
 whose numbers clients read."""
 
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from router.tests.chats import named_events, serve_chat
-from router.tests.serving import Server
+from router.tests.serving import Server, shared_server
 
 MOST_INPUT, MOST_TOTAL = 500, 600
 USER = len("<user><assistant>")
 SHORT, LONG = 100, MOST_INPUT + 1
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    limits = {"max_input_tokens": MOST_INPUT, "max_total_tokens": MOST_TOTAL}
-    async with serve_chat(tmp_path_factory.mktemp("model"), "yes", **limits) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("yes", ends=True)
+LIMITS = {"max_input_tokens": MOST_INPUT, "max_total_tokens": MOST_TOTAL}
+running, server = shared_server(serve_chat, "yes", ends=True, **LIMITS)
 
 
 def body_of(path: str, num_tokens: int, asked: int) -> dict[str, Any]:

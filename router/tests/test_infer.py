@@ -103,7 +103,7 @@ async def test_one_after_the_other_can_be_read() -> None:
 
 async def test_permits_for_all_or_none() -> None:
     async with house(permits=3) as it:
-        async with it.infer.start(asks()):
+        async with it.infer.start_many(asks(), 1):
             with pytest.raises(OverloadedError):
                 async with it.infer.start_many(asks(), 3):
                     raise AssertionError("there are two permits only")
@@ -191,7 +191,7 @@ async def test_best_of_takes_the_likeliest_and_tells_of_the_prompt_everywhere() 
 async def test_prompt_as_ids() -> None:
     async with house() as it:
         asked = asks(inputs="", input_ids=(5, 6, 7), decoder_input_details=True)
-        async with it.infer.start(asked) as generation:
+        async with it.infer.start_many(asked, 1) as [generation]:
             [first, *_] = await anext(generation)
             assert isinstance(first, PrefillOutput)
             assert [token.id for token in first.tokens] == [5, 6, 7]

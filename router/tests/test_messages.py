@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from pydantic import ValidationError
 from text_generation_router.api import sse
 from text_generation_router.api.anthropic.input import conversation_of
@@ -17,22 +15,14 @@ from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
-from router.tests.serving import Server, assemble_scripted
+from router.tests.serving import Server, assemble_scripted, shared_server
 
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 TEXT = f"<think>hm</think>Hé!{CALL}"
 BODY = {"model": "tgi", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path_factory.mktemp("model"), TEXT, any_model_name=False) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over(TEXT, ends=True)
+running, server = shared_server(serve_chat, TEXT, ends=True, any_model_name=False)
 
 
 async def ask(server: Server, **body: Any) -> dict[str, Any]:
@@ -83,20 +73,6 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     counted = usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
     changed = {"content": blocks, "usage": counted}
     return {key: value for key, value in message.items() if key != "id"} | changed
-
-
-async def test_thinking_text_and_tool_use(server: Server) -> None:
-    answer = await ask(server, tools=[TOOL])
-    thinking, text, use = answer["content"]
-    assert thinking.pop("signature")
-    assert thinking == {"type": "thinking", "thinking": "hm"}
-    assert text == {"type": "text", "text": "Hé!"}
-    assert use.pop("id").startswith("toolu_")
-    assert use == {"type": "tool_use", "name": "add", "input": {"x": 1}}
-    assert (answer["type"], answer["role"]) == ("message", "assistant")
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
-    assert answer["usage"]["output_tokens"] == len(server.shards.script)
-    assert answer["usage"]["input_tokens"] == len("[add]<user>hi<assistant>")
 
 
 @pytest.mark.parametrize(
@@ -342,20 +318,6 @@ def test_messages() -> None:
     }
     assert more == {"role": "user", "content": "ab"}
     assert second == {"role": "tool", "tool_call_id": "u2", "content": "Error: ab"}
-
-
-async def test_a_template_whose_roles_must_alternate(tmp_path: Path) -> None:
-    use = {"type": "tool_use", "id": "toolu_0123456789", "name": "add", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_0123456789", "content": "2"}
-    turns = [
-        *BODY["messages"],
-        {"role": "assistant", "content": [use]},
-        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
-    ]
-    template = (Path(__file__).parent / "chat_templates/mistral-v0.3.jinja").read_text()
-    async with serve_chat(tmp_path, "ok", template) as server:
-        (block,) = (await ask(server, messages=turns))["content"]
-        assert block == {"type": "text", "text": "ok"}
 
 
 def test_parameters() -> None:

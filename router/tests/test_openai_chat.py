@@ -1,15 +1,13 @@
 """POST /v1/chat/completions on a running server."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
-from router.tests.serving import EOS_ID, Server, script_of, serve
+from router.tests.serving import EOS_ID, Server, script_of, serve, shared_server
 
 PATH = "/v1/chat/completions"
 Json = dict[str, Any]
@@ -34,17 +32,7 @@ OTHER_TOOL: Json = {"type": "function", "function": {"name": "g"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    async with serve(directory, model_id="org/model") as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("hé! ")
+running, server = shared_server(serve, "hé! ", model_id="org/model", chat_template=TEMPLATE)
 
 
 async def post(server: Server, **body: Any) -> httpx.Response:

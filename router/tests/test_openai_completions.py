@@ -1,28 +1,18 @@
 """POST /v1/completions on a running server."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 
-from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
+from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve, shared_server
 
 PATH = "/v1/completions"
 Json = dict[str, Any]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve(tmp_path_factory.mktemp("model"), model_id="org/model") as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("hé! ")
+running, server = shared_server(serve, "hé! ", model_id="org/model")
 
 
 async def post(server: Server, **body: Any) -> httpx.Response:
@@ -43,27 +33,6 @@ def joined(events: list[Json]) -> dict[int, str]:
         for choice in event["choices"]:
             texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     return texts
-
-
-async def test_stream(server: Server) -> None:
-    options = {"include_usage": True}
-    response = await post(server, max_tokens=4, stream=True, stream_options=options)
-    assert response.headers["content-type"] == "text/event-stream"
-    assert response.headers["x-compute-type"] == "1-cpu"
-    events = chunks(response)
-    assert len({event["id"] for event in events}) == 1
-    assert [event["choices"] for event in events] == [
-        [{"text": "h", "index": 0, "logprobs": None, "finish_reason": None}],
-        [{"text": "é", "index": 0, "logprobs": None, "finish_reason": None}],
-        [{"text": "!", "index": 0, "logprobs": None, "finish_reason": None}],
-        [{"text": "", "index": 0, "logprobs": None, "finish_reason": "length"}],
-        [],
-    ]
-    assert [event["usage"] for event in events[:-1]] == [None] * 4
-    usage = events[-1]["usage"]
-    counted = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
-    assert counted == (3, 4, 7)
-    assert "usage" not in chunks(await post(server, stream=True))[0]
 
 
 @pytest.mark.parametrize(

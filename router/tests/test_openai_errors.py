@@ -1,10 +1,8 @@
 """Errors of OpenAI's routes: status, body, and where they must not change TGI's."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from text_generation_router.api.v1_errors import describe, shape_complaint
 from text_generation_router.errors import (
     ContextLengthError,
@@ -17,20 +15,12 @@ from text_generation_router.errors import (
     ValidationError,
 )
 
-from router.tests.serving import Server, serve
+from router.tests.serving import Server, serve, shared_server
 
 CHAT = "/v1/chat/completions"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve(tmp_path_factory.mktemp("model")) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("hello ")
+running, server = shared_server(serve, "hello ")
 
 
 TOO_LONG = ContextLengthError(
@@ -90,37 +80,6 @@ def test_the_form_that_fits_furthest_is_complained_about() -> None:
     whole = {"loc": ("body",), "type": "dict_type", "msg": "C", "input": "é" * 99}
     sentence, param = shape_complaint([whole], "é" * 99)
     assert param is None and sentence.endswith("é…")
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "content", "content_type", "status", "code"),
-    [
-        ("POST", CHAT, b"{", "application/json", 400, None),
-        ("POST", CHAT, b"{}", "application/json", 400, None),
-        ("POST", CHAT, b"{}", "text/plain", 415, None),
-        ("POST", CHAT, b'"' + b"a" * 2_000_000 + b'"', "application/json", 413, None),
-        ("POST", CHAT, b'{"temperature": 1e999}', "application/json", 400, None),
-        ("GET", "/v1/completions", b"", "application/json", 405, None),
-        ("GET", "/v1/nope", b"", "application/json", 404, "unknown_url"),
-    ],
-)
-async def test_framework_errors(
-    server: Server,
-    method: str,
-    path: str,
-    content: bytes,
-    content_type: str,
-    status: int,
-    code: str | None,
-) -> None:
-    headers = {"content-type": content_type}
-    response = await server.client.request(method, path, content=content, headers=headers)
-    assert response.status_code == status
-    error = response.json()["error"]
-    assert list(error) == ["message", "type", "param", "code"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", code)
-    assert error["message"]
-    assert status != 405 or response.headers["allow"] == "POST"
 
 
 async def test_bug(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

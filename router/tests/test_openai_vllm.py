@@ -1,20 +1,18 @@
 """vLLM's fields on /v1/chat/completions and /v1/completions of a running server."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import orjson
 import pytest
-import pytest_asyncio
 from text_generation_router.api.openai.schemas import ChatRequest, CompletionRequest
 from text_generation_router.chat.constraint import thinking_grammar
 from text_generation_router.chat.format import detect_format
 from text_generation_router.grammar import write
 from text_generation_router.request import Grammar, Request
 
-from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
+from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve, shared_server
 from router.tests.test_openai_chat import chunks
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -28,17 +26,7 @@ LOGPROBS: dict[str, Any] = {CHAT: {"logprobs": True}, TEXT: {"logprobs": 1}}
 Json = dict[str, Any]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    async with serve(directory) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("héllo ")
+running, server = shared_server(serve, "héllo ", chat_template=TEMPLATE)
 
 
 @pytest.fixture(params=[CHAT, TEXT])

@@ -1,33 +1,23 @@
 """OpenAI's /v1/responses: items, events, refusals, and that streamed and whole answers are one."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
 from text_generation_router.errors import GenerationError
 from text_generation_router.request import Grammar
 
 from router.tests.chats import CALL, named_events, serve_chat
-from router.tests.serving import Server
+from router.tests.serving import Server, shared_server
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 TEXT = f"<think>hm</think>Hé!{CALL}"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path_factory.mktemp("model"), TEXT, any_model_name=False) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over(TEXT, ends=True)
+running, server = shared_server(serve_chat, TEXT, ends=True, any_model_name=False)
 
 
 async def ask(server: Server, **body: Any) -> dict[str, Any]:
@@ -93,27 +83,6 @@ async def test_stream_and_whole_answer_are_one(server: Server) -> None:
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 
 
-async def test_events(server: Server) -> None:
-    events = await ask_stream(server, tools=[TOOL])
-    names = [event["type"].removeprefix("response.") for event in events]
-    distinct = [n for place, n in enumerate(names) if place == 0 or names[place - 1] != n]
-    assert distinct == [
-        *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta"),
-        *("reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta"),
-        *("output_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "function_call_arguments.delta"),
-        *("function_call_arguments.done", "output_item.done", "completed"),
-    ]
-    for name, field in (("output_text", "text"), ("function_call_arguments", "arguments")):
-        deltas = [e["delta"] for e in events if e["type"] == f"response.{name}.delta"]
-        (done,) = [e for e in events if e["type"] == f"response.{name}.done"]
-        assert "".join(deltas) == done[field] and len(deltas) > 1
-        item = events[-1]["response"]["output"][done["output_index"]]
-        assert item["id"] == done["item_id"]
-
-
 async def test_two_calls_are_two_items(server: Server, tmp_path: Path) -> None:
     async with serve_chat(tmp_path, f"{CALL}\n{CALL}") as other:
         output = (await ask(other, tools=[TOOL]))["output"]
@@ -149,15 +118,6 @@ async def test_failure_before_and_in_the_stream(server: Server) -> None:
     response = await server.client.post("/v1/responses", json={"input": "hi"})
     assert response.status_code == 500
     server.shards.failure = None
-
-
-async def test_penalties(server: Server) -> None:
-    asked = {"frequency_penalty": 0.5, "presence_penalty": -1.5}
-    parameters = conversation_of(ResponsesRequest(input="a", **asked)).parameters
-    assert (parameters.frequency_penalty, parameters.presence_penalty) == (0.5, -1.5)
-    assert asked.items() <= (await ask(server, **asked)).items()
-    answer = await ask(server)
-    assert (answer["frequency_penalty"], answer["presence_penalty"]) == (0, 0)
 
 
 async def test_hints_that_change_nothing_are_named(server: Server) -> None:

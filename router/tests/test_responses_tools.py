@@ -1,18 +1,16 @@
 """Tools of /v1/responses as Codex CLI sends them: in namespaces, of free text, of other types."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from text_generation_router.api.responses.fields import InputReader
 from text_generation_router.api.responses.input import conversation_of
 from text_generation_router.api.responses.schemas import ResponsesRequest
 
 from router.tests.chats import named_events, serve_chat
-from router.tests.serving import Server
+from router.tests.serving import Server, shared_server
 from router.tests.test_openai_chat import last_prompt
 from router.tests.test_responses import without_ids
 
@@ -253,12 +251,4 @@ def test_only_the_first_half_of_a_pair_waits() -> None:
     assert [reader.feed(piece) for piece in pieces] == known
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path_factory.mktemp("model"), "") as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over("<think>hm</think>Hi", ends=True)
+running, server = shared_server(serve_chat, "<think>hm</think>Hi", ends=True)

@@ -318,14 +318,3 @@ async def test_steps_that_are_sent_before_the_last_is_answered(tmp_path: Path) -
             results = await asyncio.gather(*calls)
             assert [result.batch for result in results] == [CachedBatch(i, (11,)) for i in ids]
         assert [rank.num_decode_calls for rank in ranks] == [1, 1]
-
-
-async def test_steps_behind_one_that_fails(tmp_path: Path) -> None:
-    async with serving(tmp_path, 1) as (client, [rank]):
-        rank.delay_s = 0.01
-        rank.failure = (grpc.StatusCode.INTERNAL, "out of luck")
-        calls = [client.decode([batch_id], Advance(is_ahead=True)) for batch_id in range(3)]
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
-            assert str(outcome) == "Server error: out of luck"
-        rank.failure = None
-        assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))

@@ -1,11 +1,9 @@
 """What clients of OpenAI and Anthropic send and read, each as at its vendor."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from text_generation_router.api.anthropic.input import conversation_of
 from text_generation_router.api.anthropic.schemas import MessagesRequest
 from text_generation_router.api.openai.completions import first_ids
@@ -13,7 +11,7 @@ from text_generation_router.api.v1_errors import RequestError
 from text_generation_router.tokenizer import Tokenizer
 
 from router.tests.chats import CALL, TEMPLATE, serve_chat
-from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve
+from router.tests.serving import BOS_ID, EOS_ID, Server, script_of, serve, shared_server
 from router.tests.test_openai_chat import last_prompt
 from router.tests.tiny_tokenizer import tiny_tokenizer
 
@@ -25,15 +23,7 @@ def function(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with serve_chat(tmp_path_factory.mktemp("model"), "") as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: Server) -> Server:
-    return running.start_over(f"<think>hm</think>Hé!{CALL}", ends=True)
+running, server = shared_server(serve_chat, f"<think>hm</think>Hé!{CALL}", ends=True)
 
 
 async def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
@@ -160,34 +150,6 @@ def test_redacted_thoughts_are_left_out() -> None:
     )
 
 
-@pytest.mark.parametrize("role", ["user", "assistant"])
-async def test_nothing_but_redacted_thoughts(server: Server, role: str) -> None:
-    redacted = {"role": role, "content": [{"type": "redacted_thinking", "data": "EmwKAhgB"}]}
-    await ask(server, MESSAGES, messages=[redacted])
-    await ask(server, MESSAGES, messages=[redacted], system="s")
-    assert last_prompt(server).startswith(f"<system>s<{role}>")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_of_reasoning_are_counted(server: Server, stream: bool) -> None:
-    thought, answer = "<think>hm</think>", "Hé!"
-    server.shards.script = [*script_of(thought + answer), EOS_ID]
-    body = {"stream": stream, "stream_options": {"include_usage": True}} if stream else {}
-    given = {"messages": [USER], "n": 2} | body
-    response = await server.client.post(CHAT, json=given)
-    if stream:
-        assert '"reasoning_tokens":34' in response.text
-    else:
-        usage = response.json()["usage"]
-        assert usage["completion_tokens_details"] == {
-            "reasoning_tokens": 2 * len(thought),
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-            "audio_tokens": 0,
-        }
-        assert usage["prompt_tokens_details"]["audio_tokens"] == 0
-
-
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -208,11 +170,6 @@ async def test_reasoning_tokens_are_counted_up_to_the_end_marker(
     assert usage["completion_tokens_details"]["reasoning_tokens"] == expected
     usage = (await ask(server, RESPONSES))["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": expected}
-
-
-async def test_more_than_four_stops_on_messages(server: Server) -> None:
-    stops = [f"stop{place}" for place in range(9)]
-    assert (await ask(server, MESSAGES, stop_sequences=stops))["stop_reason"] == "end_turn"
 
 
 # An empty prompt

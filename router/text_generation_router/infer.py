@@ -121,14 +121,6 @@ class Infer:
         self._permits.check_could_fit(num)
 
     @asynccontextmanager
-    async def start(
-        self, asked: GenerateParameters, is_stream: bool = False
-    ) -> AsyncIterator[Generation]:
-        """`start_many` of one."""
-        async with self.start_many(asked, 1, is_stream) as [generation]:
-            yield generation
-
-    @asynccontextmanager
     async def start_many(
         self, asked: GenerateParameters | Asking, num_sequences: int, is_stream: bool = False
     ) -> AsyncIterator[list[Generation]]:

@@ -175,15 +175,7 @@ def assemble(
     state: ServerState | None = None,
 ) -> Services:
     """The services for shards that are warm."""
-    limits = Limits(
-        max_best_of=config.max_best_of,
-        max_stop_sequences=config.max_stop_sequences,
-        max_top_n_tokens=config.max_top_n_tokens,
-        max_input_tokens=warmup.max_input_tokens,
-        max_total_tokens=warmup.max_total_tokens,
-        vocab_size=info.vocab_size,
-        is_deterministic=info.deterministic,
-    )
+    limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config)
     _log_pace(config, scheduler_limits.costs)
@@ -289,6 +281,18 @@ def _readers(config: RouterConfig, tokenizer: Tokenizer) -> tuple[Pooling, Reran
     with _start_errors():
         pooling = pooling_of(directory, config.pooling)
         return pooling, find_reranker(directory, name, tokenizer, config.reranker)
+
+
+def _limits(config: RouterConfig, info: ShardInfo, warmup: WarmupResult) -> Limits:
+    return Limits(
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=config.max_top_n_tokens,
+        max_input_tokens=warmup.max_input_tokens,
+        max_total_tokens=warmup.max_total_tokens,
+        vocab_size=info.vocab_size,
+        is_deterministic=info.deterministic,
+    )
 
 
 def _scheduler_limits(

@@ -162,7 +162,7 @@ def _passes(error: Exception) -> bool:
 async def _stream(asked: GenerateParameters, services: Services) -> AsyncGenerator[bytes]:
     """Events as they become ready, those ready together in one chunk. The first chunk is empty: it
     says that the request is admitted."""
-    async with services.infer.start(asked, is_stream=True) as generation:
+    async with services.infer.start_many(asked, 1, is_stream=True) as [generation]:
         yield b""
         writer = TokenEvents(asked, generation.prompt_tokens)
         async for outputs in generation:
