@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 import uvicorn
 from text_generation_router.app import create_app, create_refusal
-from text_generation_router.certificate import Certificate
 from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.config import RouterConfig
-from text_generation_router.connection import ConnectionLimits
-from text_generation_router.front import Front
+from text_generation_router.edge.certificate import Certificate
+from text_generation_router.edge.connection import ConnectionLimits
+from text_generation_router.edge.front import Front
 from text_generation_router.server import bind, server_config
 from text_generation_router.services import Services, assemble, load_template
 from text_generation_router.tokenizer import Tokenizer

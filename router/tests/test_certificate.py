@@ -8,9 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from text_generation_router.certificate import Certificate, CertificateError
 from text_generation_router.config import RouterConfig
-from text_generation_router.services import StartError
+from text_generation_router.edge.certificate import Certificate, CertificateError
 
 from router.tests.serving import serve
 
@@ -147,5 +146,5 @@ def test_flags(files: tuple[str, str]) -> None:
             RouterConfig(tokenizer_name="", **options)
     assert Certificate.of(RouterConfig(tokenizer_name="")) is None
     config = RouterConfig(tokenizer_name="", ssl_certfile=certfile, ssl_keyfile=certfile)
-    with pytest.raises(StartError, match="holds no private key"):
+    with pytest.raises(CertificateError, match="holds no private key"):
         Certificate.of(config)

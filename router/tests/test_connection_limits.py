@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from text_generation_router import server as server_module
-from text_generation_router.connection import ConnectionLimits
+from text_generation_router.edge.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
 from router.tests.talk import (

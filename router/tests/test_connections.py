@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from text_generation_router.api import sse
-from text_generation_router.connection import ConnectionLimits
+from text_generation_router.edge.connection import ConnectionLimits
 
 from router.tests.serving import Server, serve
 from router.tests.talk import HEALTH, POST, Talk, asking, check_refusal, of_body, said

@@ -10,7 +10,8 @@ import pytest
 from huggingface_hub import AsyncInferenceClient
 from starlette.types import Message
 from text_generation_router.api import sse
-from text_generation_router.api.sse import DIRECT_SEND, EventStream, event
+from text_generation_router.api.sse import EventStream, event
+from text_generation_router.edge.front import DIRECT_SEND
 from text_generation_router.errors import GenerationError
 
 from router.tests.serving import serve

@@ -4,8 +4,13 @@ import asyncio
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
-from text_generation_router.api.sse import DIRECT_SEND
-from text_generation_router.front import PIECE_BYTES, STARTS_PER_TURN, Front, in_pieces
+from text_generation_router.edge.front import (
+    DIRECT_SEND,
+    PIECE_BYTES,
+    STARTS_PER_TURN,
+    Front,
+    in_pieces,
+)
 
 
 class App:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from text_generation_router.api.inflate import InflateError, InflatesTooFarError, inflated
+from text_generation_router.edge.inflate import InflateError, InflatesTooFarError, inflated
 
 from router.tests.serving import Server, serve
 

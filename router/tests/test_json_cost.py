@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_generation_router.api import json_cost
+from text_generation_router.edge import json_cost
 
 VALUES = st.recursive(
     st.none() | st.integers(0, 9) | st.text(alphabet='a"\\{[,:-é', max_size=6),

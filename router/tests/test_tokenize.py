@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 import pytest
-from text_generation_router.connection import ConnectionLimits
+from text_generation_router.edge.connection import ConnectionLimits
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve

@@ -28,6 +28,7 @@ from text_generation_router.api.responses import responses
 from text_generation_router.api.sse import let_streams_finish
 from text_generation_router.api.tgi import generate, info
 from text_generation_router.config import VERSION, RouterConfig
+from text_generation_router.edge.front import PROBES
 from text_generation_router.errors import (
     RouterError,
     ShuttingDownError,
@@ -133,7 +134,7 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in probes.PATHS and scope["method"] in ("GET", "HEAD"):
+        if path in PROBES and scope["method"] in ("GET", "HEAD"):
             response = probes.answer(state, path == "/livez")
         elif path in health_paths:
             response = _respond(Request(scope), UnhealthyError(), config)

@@ -17,9 +17,9 @@ import uvloop
 from text_generation_process.descriptors import raise_file_limit
 
 from text_generation_router.app import create_app, create_refusal, create_starting
-from text_generation_router.certificate import Certificate
 from text_generation_router.config import VERSION, RouterConfig, flag, flags
-from text_generation_router.front import Front
+from text_generation_router.edge.certificate import Certificate
+from text_generation_router.edge.front import Front
 from text_generation_router.heartbeat import Heartbeat
 from text_generation_router.keys import Keys
 from text_generation_router.logs import configure_logs

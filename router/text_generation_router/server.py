@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from text_generation_process.ports import NameHeldError, bind_port, claim_port
 
-from text_generation_router.certificate import Certificate
 from text_generation_router.config import RouterConfig
-from text_generation_router.connection import ConnectionLimits, Connections
-from text_generation_router.front import Front
+from text_generation_router.edge.certificate import Certificate
+from text_generation_router.edge.connection import ConnectionLimits, Connections
+from text_generation_router.edge.front import Front
 from text_generation_router.metrics import Metrics
 from text_generation_router.services import Services, StartError
 

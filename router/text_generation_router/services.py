@@ -47,8 +47,8 @@ from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.steps import Tracing
     from text_generation_router.tracing.requests import RequestTrace
+    from text_generation_router.tracing.steps import Tracing
 
 _POLL_S = 0.02
 # The watch over the shards' steps comes first.

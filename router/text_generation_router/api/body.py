@@ -16,15 +16,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from text_generation_router.api.inflate import (
+from text_generation_router.api.keys import KeyScheme
+from text_generation_router.config import RouterConfig
+from text_generation_router.edge.inflate import (
     ENCODINGS,
     InflateError,
     InflatesTooFarError,
     inflated,
 )
-from text_generation_router.api.json_cost import MOST_TIMES, is_too_costly
-from text_generation_router.api.keys import KeyScheme
-from text_generation_router.config import RouterConfig
+from text_generation_router.edge.json_cost import MOST_TIMES, is_too_costly
 from text_generation_router.errors import OverloadedError
 from text_generation_router.terms import read_terms
 

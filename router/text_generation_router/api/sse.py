@@ -10,20 +10,13 @@ import orjson
 from sse_starlette.sse import AppStatus, EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
+from text_generation_router.edge.front import DIRECT_SEND
 from text_generation_router.errors import IncompleteGenerationError, RouterError
 from text_generation_router.line_ends import without_line_ends
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15
-DIRECT_SEND = "text_generation_router.send"
-"""The key of the server's own `send` in a scope; `Front` sets it.
-
-A stream sends its start through all middleware, and its events directly: each layer of FastAPI,
-starlette and `Front` wraps `send` in another coroutine, which does nothing with events but costs
-time at each of them.
-"""
-
 COMMENT = b":\n\n"
 """Keeps a silent stream alive: clients skip it."""
 

@@ -9,8 +9,6 @@ from pydantic import BaseModel, Field
 from text_generation_router.api.routes import ServicesDependency, get
 from text_generation_router.state import ServerState, State
 
-PATHS = frozenset({"/livez", "/readyz", "/startupz"})
-
 # As /health, without a key.
 router = APIRouter(tags=["Text Generation Inference"])
 

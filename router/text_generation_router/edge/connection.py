@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from text_generation_router.http10 import without_chunks
+from text_generation_router.edge.http10 import without_chunks
 from text_generation_router.metrics import Counter
 
 # RFC 3986: a name, an IPv4 address or an address in brackets, and a port. It may be empty.

@@ -5,12 +5,11 @@ import os
 import ssl
 
 from text_generation_router.config import RouterConfig
-from text_generation_router.services import StartError
 
 logger = logging.getLogger(__name__)
 
 
-class CertificateError(Exception):
+class CertificateError(ValueError):
     """The files hold no certificate with its key; one sentence says why."""
 
 
@@ -29,13 +28,10 @@ class Certificate:
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Certificate | None":
-        """The certificate of the flags, if they are given. Raises StartError."""
+        """The certificate of the flags, if they are given. Raises CertificateError."""
         if config.ssl_certfile is None or config.ssl_keyfile is None:
             return None
-        try:
-            return cls(config.ssl_certfile, config.ssl_keyfile)
-        except CertificateError as error:
-            raise StartError(str(error)) from error
+        return cls(config.ssl_certfile, config.ssl_keyfile)
 
     def refresh(self) -> None:
         """Reads the files if they have changed. An unusable certificate is logged once."""

@@ -5,16 +5,22 @@ from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from text_generation_router.api.platforms import probes
-from text_generation_router.api.sse import DIRECT_SEND
 from text_generation_router.request_id import named
 from text_generation_router.terms import ARRIVAL
 
 # Reading and validating a request blocks the event loop; hundreds in one turn would stop every
 # stream and /health until the last of them is read.
 STARTS_PER_TURN = 4
+PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 # These stay open during shutdown.
-ALWAYS_OPEN = {"/metrics", *probes.PATHS}
+ALWAYS_OPEN = PROBES | {"/metrics"}
+DIRECT_SEND = "text_generation_router.send"
+"""The key of the server's own `send` in a scope.
+
+A stream sends its start through all middleware, and its events directly: each layer of FastAPI,
+starlette and `Front` wraps `send` in another coroutine, which does nothing with events but costs
+time at each of them.
+"""
 # After each piece of an answer, the next waits until the client reads.
 PIECE_BYTES = 65536
 

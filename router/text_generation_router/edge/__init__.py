@@ -1,0 +1,1 @@
+"""What protects the server without a proxy: connections, bodies, admission of requests, TLS."""
