@@ -1,11 +1,54 @@
-"""Types of fields that several APIs and `LLM` share: ranges, and fields that are refused."""
+"""Types of fields that several APIs and `LLM` share: ranges, lists that are bounded, and fields
+that are refused."""
 
 import struct
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from text_generation_router.bounded import Entries, Items
+# No real request has more messages, tools, stop strings or biases.
+MAX_ITEMS = 4096
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Stands behind a list or an object: refuses more than `most` items before any is validated.
+    A list is validated up to the first mistake, because errors take a multiple of their items.
+
+    In place of pydantic's `FailFast`, which can not be hashed and so not be a part of a union.
+    """
+
+    most: int | None = MAX_ITEMS
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        schema = handler(source)
+        if schema["type"] == "list":
+            schema = {**schema, "fail_fast": True}
+        # A function of Python, in which other threads may run before each list.
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def _check(self, given: Any) -> Any:
+        if self.most is not None and isinstance(given, list | dict) and len(given) > self.most:
+            kind = "List" if isinstance(given, list) else "Dictionary"
+            raise PydanticKnownError(
+                "too_long",
+                {"field_type": kind, "max_length": self.most, "actual_length": len(given)},
+            )
+        return given
+
+
+Items = Annotated[list[Item], Bounded()]
+"""A list of at most `MAX_ITEMS`."""
+Numbers = Annotated[list[Item], Bounded(None)]
+"""A list of numbers, as many as there are."""
+Entries = Annotated[dict[str, Item], Bounded()]
+"""An object of at most `MAX_ITEMS` keys."""
 
 
 def to_float32(value: float) -> float:

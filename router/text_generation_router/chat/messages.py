@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AliasChoices, Field, model_validator
 
-from text_generation_router.bounded import Items
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.fields import Body, Refused
+from text_generation_router.fields import Body, Items, Refused
 
 _CHOICES = ("auto", "none", "required")
 # The roles that are renamed for chat templates; all others stay as they are.

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import orjson
 from pydantic import ValidationError
 
-from text_generation_router.bounded import Items
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     Body,
     Fraction,
+    Items,
     LogitBias,
     NumSequences,
     Penalty,

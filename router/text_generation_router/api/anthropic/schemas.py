@@ -20,12 +20,13 @@ from text_generation_router.api.fields import (
     TOP_P,
     Hint,
 )
-from text_generation_router.bounded import IN_SLICES, Items
 from text_generation_router.fields import (
     NOT_SUPPORTED,
     Body,
+    Bounded,
     CacheSalt,
     Float32,
+    Items,
     Refused,
     ToolName,
     refuses,
@@ -224,7 +225,7 @@ class CountTokensRequest(Body):
     """
 
     model: str = Field(description="The served model, or `tgi`.", examples=["tgi"])
-    messages: Annotated[Annotated[list[MessageParam], Field(min_length=1)], IN_SLICES] = Field(
+    messages: Annotated[Annotated[list[MessageParam], Field(min_length=1)], Bounded()] = Field(
         description="The conversation so far. If the last message is the assistant's, the answer "
         "continues it.",
         examples=[[{"role": "user", "content": "What is deep learning?"}]],

@@ -19,9 +19,8 @@ from text_generation_router.api.openai.vllm import TruncateTokens
 from text_generation_router.api.routes import ServicesDependency, unless_disconnected
 from text_generation_router.api.tokens import PieceResponse
 from text_generation_router.api.v1_errors import ERRORS, RequestError
-from text_generation_router.bounded import Items, Numbers
 from text_generation_router.errors import GenerationError
-from text_generation_router.fields import Body, CacheSalt
+from text_generation_router.fields import Body, CacheSalt, Items, Numbers
 from text_generation_router.pooling import little_endian, vector_of
 from text_generation_router.prompts import MOST_PROMPTS, PromptResult, read_prompts
 from text_generation_router.services import Services

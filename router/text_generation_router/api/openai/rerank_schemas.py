@@ -5,8 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from text_generation_router.api.openai.vllm import TruncateTokens
-from text_generation_router.bounded import Items
-from text_generation_router.fields import Body, CacheSalt, Refused
+from text_generation_router.fields import Body, CacheSalt, Items, Refused
 from text_generation_router.prompts import MOST_PROMPTS
 
 

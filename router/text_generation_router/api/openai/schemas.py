@@ -20,7 +20,6 @@ from text_generation_router.api.fields import (
 )
 from text_generation_router.api.grammars import ResponseFormatBody
 from text_generation_router.api.openai.vllm import VllmBody, VllmChatBody
-from text_generation_router.bounded import IN_SLICES, Items, Numbers
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.messages import (
     MessageBody,
@@ -34,9 +33,12 @@ from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Body,
+    Bounded,
     CacheSalt,
     Fraction,
+    Items,
     LogitBias,
+    Numbers,
     NumSequences,
     Penalty,
     Positive,
@@ -247,7 +249,7 @@ class ChatRequest(VllmChatBody, SamplingBody):
     """Body of /v1/chat/completions. OpenAI does not have `tool_prompt`, which is TGI's, nor
     `chat_template_kwargs`."""
 
-    messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], IN_SLICES] = Field(
+    messages: Annotated[Annotated[list[MessageBody], Field(min_length=1)], Bounded()] = Field(
         description="The conversation so far."
     )
     max_tokens: Uint32 | None = Field(

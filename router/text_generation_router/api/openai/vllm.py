@@ -14,8 +14,15 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from text_generation_router.api.fields import IGNORED, Hint
 from text_generation_router.api.grammars import ANY_OBJECT, JsonSchema, schema_grammar
-from text_generation_router.bounded import Items
-from text_generation_router.fields import NOT_SUPPORTED, Body, Refused, Uint32, refuses, to_float32
+from text_generation_router.fields import (
+    NOT_SUPPORTED,
+    Body,
+    Items,
+    Refused,
+    Uint32,
+    refuses,
+    to_float32,
+)
 from text_generation_router.request import Grammar
 from text_generation_router.validation import GenerateParameters
 

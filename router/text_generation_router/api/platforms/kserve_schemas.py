@@ -7,8 +7,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from text_generation_router.api.fields import IGNORED, Hint
 from text_generation_router.api.platforms.kserve_tensors import flat
 from text_generation_router.api.tgi.schemas import GenerateParametersBody
-from text_generation_router.bounded import Items, Numbers
-from text_generation_router.fields import Body, Refused, Uint64
+from text_generation_router.fields import Body, Items, Numbers, Refused, Uint64
 
 INPUT, OUTPUT = "text_input", "text_output"
 """What tensors are called that have no name of their own."""

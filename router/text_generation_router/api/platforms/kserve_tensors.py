@@ -16,7 +16,7 @@ import orjson
 from starlette.datastructures import Headers, MutableHeaders
 
 from text_generation_router.api.body import BodyError, JsonRequest, JsonRoute, Parser, parsed, short
-from text_generation_router.bounded import MAX_ITEMS
+from text_generation_router.fields import MAX_ITEMS
 
 HEADER_LENGTH = "inference-header-content-length"
 _BINARY = "application/octet-stream"

@@ -14,10 +14,9 @@ from text_generation_router.api.routes import ServicesDependency, get, unless_di
 from text_generation_router.api.tgi.generate import generate_answer
 from text_generation_router.api.tgi.info import health
 from text_generation_router.api.tgi.schemas import GenerateRequest
-from text_generation_router.bounded import IN_SLICES
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import ValidationError
-from text_generation_router.fields import Body
+from text_generation_router.fields import Body, Bounded
 from text_generation_router.infer import gather_or_cancel
 from text_generation_router.services import Services
 
@@ -38,7 +37,7 @@ Instance = Annotated[
 class VertexRequest(Body):
     """Bodies of /generate and of /v1/chat/completions, in any order."""
 
-    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], IN_SLICES] = Field(
+    instances: Annotated[Annotated[list[Instance], Field(min_length=1)], Bounded()] = Field(
         description="One request each. All are generated at the same time."
     )
 

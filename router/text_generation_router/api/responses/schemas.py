@@ -22,13 +22,14 @@ from text_generation_router.api.fields import (
     ServiceTier,
 )
 from text_generation_router.api.responses.tools import OtherType, Tool, ToolChoice
-from text_generation_router.bounded import Entries, Items
 from text_generation_router.fields import (
     MOST_TOP_LOGPROBS,
     NOT_SUPPORTED,
     Body,
     CacheSalt,
+    Entries,
     Float32,
+    Items,
     Penalty,
     refuses,
 )

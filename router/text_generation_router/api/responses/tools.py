@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from text_generation_router.bounded import Items
 from text_generation_router.chat.format import ToolSpec
-from text_generation_router.fields import Body, ToolName
+from text_generation_router.fields import Body, Items, ToolName
 
 _FREE_TEXT = {
     "type": "object",

@@ -10,8 +10,16 @@ from text_generation_router.api.fields import (
     TYPICAL_P,
 )
 from text_generation_router.api.grammars import GrammarBody
-from text_generation_router.bounded import Items
-from text_generation_router.fields import Body, CacheSalt, Float32, Int32, LogitBias, Uint32, Uint64
+from text_generation_router.fields import (
+    Body,
+    CacheSalt,
+    Float32,
+    Int32,
+    Items,
+    LogitBias,
+    Uint32,
+    Uint64,
+)
 from text_generation_router.validation import GenerateParameters
 
 
