@@ -22,9 +22,9 @@ class Certificate:
 
     def __init__(self, certfile: str, keyfile: str) -> None:
         self._files = (certfile, keyfile)
-        self._seen = _state(self._files)
+        self._seen = self._state()
         self.context = _context()
-        _load(self.context, *self._files)
+        self._load(self.context)
 
     @classmethod
     def of(cls, config: RouterConfig) -> "Certificate | None":
@@ -35,62 +35,45 @@ class Certificate:
 
     def refresh(self) -> None:
         """Reads the files if they have changed. An unusable certificate is logged once."""
-        state = _state(self._files)
+        state = self._state()
         if state == self._seen:
             return
         self._seen = state
         try:
             # Into another context first: a failure would leave half of a pair in this one.
-            _load(_context(), *self._files)
-            _load(self.context, *self._files)
+            self._load(_context())
+            self._load(self.context)
         except CertificateError as error:
             logger.error("%s; the previous certificate stays in use", error)
         else:
             logger.info("The new certificate is in use for new connections")
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        """Raises CertificateError."""
+        certfile, keyfile = self._files
+        try:
+            for path in self._files:
+                # OpenSSL's error does not name the file.
+                open(path, "rb").close()
+            # An empty password, so that OpenSSL does not prompt for one.
+            context.load_cert_chain(certfile, keyfile, password="")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            reason = (getattr(error, "reason", None) or str(error)).replace("_", " ").lower()
+            raise CertificateError(
+                f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile} can not be used "
+                f"({reason}); give a PEM certificate and the key it was made with, without a "
+                "password"
+            ) from error
+
+    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """A value that changes when one of the files is written or replaced."""
+        return tuple(map(_state_of, self._files))
 
 
 def _context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
-
-
-def _load(context: ssl.SSLContext, certfile: str, keyfile: str) -> None:
-    _check_holds("--ssl-certfile", certfile, "CERTIFICATE-----")
-    _check_holds("--ssl-keyfile", keyfile, "PRIVATE KEY-----")
-    try:
-        # An empty password, so that OpenSSL does not prompt for one.
-        context.load_cert_chain(certfile, keyfile, password="")
-    except (ssl.SSLError, OSError, ValueError) as error:
-        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-            raise CertificateError(
-                f"The key in --ssl-keyfile {keyfile} does not fit the certificate in "
-                f"--ssl-certfile {certfile}; give the key it was made with"
-            ) from error
-        raise CertificateError(
-            f"--ssl-certfile {certfile} with --ssl-keyfile {keyfile} can not be used "
-            f"({getattr(error, 'reason', None) or error}); give a PEM certificate and its key "
-            "without a password"
-        ) from error
-
-
-def _check_holds(flag: str, path: str, words: str) -> None:
-    try:
-        with open(path, encoding="latin-1") as file:
-            is_there = words in file.read()
-    except OSError as error:
-        raise CertificateError(
-            f"{flag} {path} can not be read: {error.strerror}; give a PEM file that this user may "
-            "read"
-        ) from error
-    if not is_there:
-        what = "certificate" if words.startswith("CERT") else "private key"
-        raise CertificateError(f"{flag} {path} holds no {what}; give it in PEM form")
-
-
-def _state(paths: tuple[str, ...]) -> tuple[tuple[int, int, int] | None, ...]:
-    """A value that changes when one of the files is written or replaced."""
-    return tuple(map(_state_of, paths))
 
 
 def _state_of(path: str) -> tuple[int, int, int] | None:

@@ -1,7 +1,6 @@
 """Admission of requests, between uvicorn and the application."""
 
 import asyncio
-from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +29,7 @@ class Front:
     Large answers go out in pieces, and every answer has the id of its request.
 
     Starts at most `STARTS_PER_TURN` POSTs in one turn of the event loop; a single one does not
-    wait. Owns the line of waiting POSTs. Gives streams the server's own `send` (`DIRECT_SEND`).
+    wait. Gives streams the server's own `send` (`DIRECT_SEND`).
     """
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
@@ -39,10 +38,7 @@ class Front:
         self._is_closed = False
         self.num_running = 0
         """POSTs that wait in the line or whose answer has not ended."""
-        self._line: deque[asyncio.Future[None]] = deque()
-        self._num_started = 0
-        # Whether `_turn` is scheduled.
-        self._is_turning = False
+        self._starts = asyncio.Semaphore(STARTS_PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,37 +61,13 @@ class Front:
         scope[ARRIVAL] = asyncio.get_running_loop().time()
         scope[DIRECT_SEND] = send
         try:
-            await self._enter()
+            await self._starts.acquire()
+            asyncio.get_running_loop().call_soon(self._starts.release)
             await self._app(scope, receive, in_pieces(send_named))
         finally:
             self.num_running -= 1
             # The server's `send` holds the scope: a reference cycle.
             del scope[DIRECT_SEND]
-
-    async def _enter(self) -> None:
-        loop = asyncio.get_running_loop()
-        if not self._is_turning:
-            self._is_turning = True
-            loop.call_soon(self._turn, loop)
-        if self._num_started < STARTS_PER_TURN and not self._line:
-            self._num_started += 1
-            return
-        place = loop.create_future()
-        self._line.append(place)
-        await place
-
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Starts the next few; repeats every turn until one starts none."""
-        self._num_started = 0
-        while self._line and self._num_started < STARTS_PER_TURN:
-            place = self._line.popleft()
-            # Places are cancelled during shutdown.
-            if not place.done():
-                place.set_result(None)
-                self._num_started += 1
-        self._is_turning = self._num_started > 0
-        if self._is_turning:
-            loop.call_soon(self._turn, loop)
 
 
 def in_pieces(send: Send) -> Send:
