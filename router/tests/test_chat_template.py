@@ -129,22 +129,6 @@ def test_every_template_takes_a_strict_form(name: str, order: str) -> None:
         assert message["content"].strip() in rendered
 
 
-def test_known_prompts() -> None:
-    assert render(source("llama3.1"), CHATS["system"]) == (
-        "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n"
-        "You are \"brief\" & 'kind'.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-        "Wie spät ist es in <Zürich>?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
-    assert render(source("gemma2"), [USER]) == (
-        "<s><start_of_turn>user\nWie spät ist es in <Zürich>?<end_of_turn>\n<start_of_turn>model\n"
-    )
-    assert render(source("gemma2"), [USER], add_generation_prompt=False).endswith("turn>\n")
-    calls = render(source("qwen2.5"), CHATS["calls"], tools=TOOLS)
-    call = '{"name": "get_time", "arguments": {"city": "Zürich", "n": [1, null, true]}}'
-    assert f"<|im_start|>assistant\n<tool_call>\n{call}\n</tool_call><|im_end|>\n" in calls
-    assert json.dumps(TOOLS[0], ensure_ascii=False) in calls
-
-
 def test_what_templates_say_of_messages_is_the_error() -> None:
     assert refusal(source("gemma2"), [SYSTEM, USER]) == "Template error: System role not supported"
     assert "must alternate" in refusal(source("mistral-v0.3"), [USER, USER])
