@@ -1,15 +1,12 @@
-"""The ids of one text in packed arrays: a token takes a few bytes and no Python objects."""
+"""The ids of one text in arrays: a token takes a few bytes and no Python objects."""
 
-import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# One, two or four bytes: enough for ids and for offsets in a text.
-_CODES = (("B", 1 << 8), ("H", 1 << 16), ("I", 1 << 32))
-# Number of tokens, length of the arrays, and their type codes (0: no such array).
-_HEAD = struct.Struct("<II3sx")
+# Four bytes: enough for ids and for offsets in a text.
+_CODE = "I"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +22,20 @@ class Encoding:
     def of(cls, made: Any) -> "Encoding":
         """From an `Encoding` of the tokenizers library."""
         offsets = made.offsets
-        return cls(
-            _packed(made.ids),
-            _packed([start for start, _ in offsets]),
-            _packed([stop - start for start, stop in offsets]),
-        )
+        starts = array(_CODE, [start for start, _ in offsets])
+        lengths = array(_CODE, [stop - start for start, stop in offsets])
+        return cls(array(_CODE, made.ids), starts, lengths)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Encoding":
         """From `to_bytes` of another process."""
-        _, (ids, starts, lengths) = _read(data)
-        return cls(ids, starts, lengths)
+        whole = array(_CODE, data)
+        count = len(whole) // 3
+        return cls(whole[:count], whole[count : 2 * count], whole[2 * count :])
 
     def to_bytes(self) -> bytes:
         """For another process of this machine."""
-        return _written(len(self.ids), self.ids, self.starts, self.lengths)
+        return bytes(self.ids + self.starts + self.lengths)
 
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
@@ -50,7 +46,7 @@ class Encoding:
     @property
     def num_bytes(self) -> int:
         """The size of the arrays."""
-        return sum(len(one) * one.itemsize for one in (self.ids, self.starts, self.lengths))
+        return 3 * len(self.ids) * self.ids.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +65,9 @@ class TokenIds:
     @classmethod
     def from_bytes(cls, data: bytes) -> "TokenIds":
         """From `to_bytes` of another process."""
-        count, (ids,) = _read(data)
+        count, *ids = array(_CODE, data)
         return cls(count, tuple(ids))
 
     def to_bytes(self) -> bytes:
         """For another process of this machine."""
-        return _written(self.count, _packed(self.ids))
-
-
-def _packed(values: Sequence[int]) -> "array[int]":
-    """Whole numbers >= 0 in the smallest item size."""
-    largest = max(values, default=0)
-    return array(next(code for code, end in _CODES if largest < end), values)
-
-
-def _written(count: int, *arrays: "array[int]") -> bytes:
-    codes = "".join(one.typecode for one in arrays).encode()
-    return _HEAD.pack(count, len(arrays[0]), codes) + b"".join(map(bytes, arrays))
-
-
-def _read(data: bytes) -> "tuple[int, list[array[int]]]":
-    """The number of tokens, and the arrays."""
-    count, length, codes = _HEAD.unpack_from(data)
-    arrays, start = [], _HEAD.size
-    for code in codes.rstrip(b"\0").decode("ascii"):
-        one = array(code)
-        stop = start + length * one.itemsize
-        one.frombytes(memoryview(data)[start:stop])
-        arrays.append(one)
-        start = stop
-    return count, arrays
+        return bytes(array(_CODE, (self.count, *self.ids)))
