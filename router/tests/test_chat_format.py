@@ -88,12 +88,6 @@ def test_prompts_that_end_in_reasoning() -> None:
     assert not FORMATS["hermes"].starts_in_reasoning("<think>")
 
 
-def test_markers_that_count_as_text() -> None:
-    form = replace(FORMATS["hermes"], reasoning=THINK)
-    assert form.special_tokens == {"<tool_call>", "</tool_call>", *THINK}
-    assert FORMATS["generic"].special_tokens == frozenset()
-
-
 def test_both_command_lines_have_every_format() -> None:
     [action] = [a for a in create_parser()._actions if "--chat-format" in a.option_strings]
     assert isinstance(action, argparse.Action)
