@@ -154,6 +154,6 @@ def test_ctrl_c_prints_what_was_measured(embedded_server: LauncherHandle) -> Non
         load.wait()
     assert time.monotonic() - stopped < 5
     assert (load.returncode, errors) == (130, "")
-    assert "| Time between tokens | 1 client | " in output
+    assert "| itl_ms | " in output
     assert "interrupted; running streams, not counted: 1." in output
     embedded_server.assert_idle()

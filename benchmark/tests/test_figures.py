@@ -5,7 +5,15 @@ import math
 from array import array
 
 import pytest
-from text_generation_benchmark.figures import Figures, Point, markdown, milliseconds, notes, rows
+from text_generation_benchmark.figures import (
+    Figures,
+    Point,
+    line,
+    markdown,
+    milliseconds,
+    notes,
+    rows,
+)
 from text_generation_benchmark.http import HttpClient
 from text_generation_benchmark.load import Load
 from text_generation_benchmark.report import Spread, quantile
@@ -61,11 +69,11 @@ def test_only_successful_streams_count():
     json.dumps(found)
     text = markdown({"model": "m"}, [point, figures(rate=None)])
     assert "| model | m |" in text
-    assert "| 2 requests/s | 2 | 2 | 10.0 | 0.20 | 0.80 | 0.70 | 8/8 | 4/3.5 |" in text
-    assert "| 3 clients | 0 | 2 | 10.0 | 0.00 | 0.00 | 0.00 | 8/– | 4/– |" in text
-    assert "| Time to first token, from when it was due | 2 requests/s | 1000.00 ms |" in text
+    assert "| Figure | 2 requests/s | 3 clients |" in text
+    assert "| input_tokens_got_p50 | 8 | – |" in text
+    assert "| ttft_from_due_ms | 1,000.0 / 1,000.0 / 1,000.0 | – |" in text
     assert "| HTTP 429 | 3 clients | 2 | too \\| many |" in text
-    assert point.row()[:4] == ["2 requests/s", "2", "2", "1,000.0 1,000.0 1,000.0"]
+    assert line(point).startswith("2 requests/s: requests_ok 2, requests_failed 2, ttft_from_due")
 
 
 def test_notes_say_what_limits_the_figures():

@@ -75,8 +75,8 @@ def test_a_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert (body["model"], body["temperature"], body["stream"]) == ("first", 0, True)
         assert (body["ignore_eos"], body["max_tokens"]) == (True, 4)
     said = capsys.readouterr().out
-    assert said.startswith("load 1 client, ok 6, errors 0, first token ms p50 p90 p99 ")
-    assert "| 3 clients | 6 | 0 | " in said
+    assert said.startswith("1 client: requests_ok 6, requests_failed 0, ttft_ms ")
+    assert "| Figure | 1 client | 3 clients |" in said and "| requests_ok | 6 | 6 |" in said
 
 
 def test_an_open_loop_does_not_wait(tmp_path: Path):

@@ -70,7 +70,8 @@ def test_figures_and_tables():
     assert found["decode_total"]["latency_ms"]["p50"] == pytest.approx(40)
     assert found["decode_token"]["tokens_per_s"]["p50"] == pytest.approx(100)
     assert set(second.as_dict()) == {"batch_size", "sequence_length", "decode_length", "prefill"}
-    assert second.row() == ["4", "5", "500.0", "40.0", "–", "–", "1"]
+    told = "batch size 4, sequence length 5, prefill 500.0 ms, 40.0 tokens/s"
+    assert second.line() == told
     text = markdown({"model": "m"}, [first, second])
     assert "| model | m |" in text
     assert "| Prefill | 2 | 10 | 150.00 ms | 100.00 ms | 200.00 ms |" in text

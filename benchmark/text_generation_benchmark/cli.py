@@ -28,9 +28,8 @@ from text_generation_router.request import Sampling
 from text_generation_router.tokenizer import Tokenizer
 
 from text_generation_benchmark import BenchmarkError, server
-from text_generation_benchmark.report import show_row, write_outputs
+from text_generation_benchmark.report import write_outputs
 from text_generation_benchmark.shards import (
-    COLUMNS,
     Batches,
     Choice,
     Shape,
@@ -177,7 +176,7 @@ async def _measure(options: argparse.Namespace, target: _Target) -> None:
                 for _ in range(options.warmups):
                     await bench.run(one.shape)
                 one.runs += [await bench.run(one.shape) for _ in range(options.runs)]
-            show_row(COLUMNS, one.row())
+            print(one.line(), flush=True)
     finally:
         await shards.close()
     parameters = _parameters(options, target, info)

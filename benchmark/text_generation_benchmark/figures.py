@@ -11,19 +11,11 @@ from text_generation_benchmark.load import Load
 from text_generation_benchmark.report import Spread, as_dicts, spreads, table
 from text_generation_benchmark.streams import Stream
 
-METRICS = {
-    "ttft_from_due_ms": "Time to first token, from when it was due",
-    "ttft_ms": "Time to first token",
-    "itl_ms": "Time between tokens",
-    "tpot_ms": "Time per output token",
-    "latency_ms": "Whole request",
-}
-"""vLLM's names, and the titles in the report."""
-COLUMNS = (
-    *("load", "ok", "errors", "first token ms p50 p90 p99"),
-    *("between tokens ms p50 p90 p99", "per token ms p50 p90 p99"),
-    *("requests/s", "tokens/s in", "tokens/s out", "tokens asked/got"),
+SHOWN = (
+    *("requests_ok", "requests_failed", "ttft_from_due_ms", "ttft_ms", "itl_ms", "tpot_ms"),
+    *("requests_per_s", "output_tokens_per_s", "output_tokens_got_p50"),
 )
+"""The figures of the line that is printed when a point is complete."""
 # Above this share of a core, the client itself may limit the figures.
 _BUSY_SHARE = 0.8
 
@@ -59,7 +51,7 @@ class Figures:
         return [stream for stream in self.load.ended if stream.failure is None]
 
     def spreads(self) -> dict[str, Spread]:
-        """The METRICS that have values; sorted once, because that takes seconds for millions."""
+        """Of each metric that has values; sorted once, because that takes seconds for millions."""
         if self._spreads is None:
             self._spreads = spreads(milliseconds(self.good, self.point.rate is not None))
         return self._spreads
@@ -97,22 +89,10 @@ class Figures:
             "client_cpu_share": self.load.cpu_share,
         }
 
-    def row(self) -> list[str]:
-        """The cells of COLUMNS."""
-        found, figures = self.spreads(), self.as_dict()
-        first = "ttft_ms" if self.point.rate is None else "ttft_from_due_ms"
-        return [
-            str(self.point),
-            str(figures["requests_ok"]),
-            str(figures["requests_failed"]),
-            *(_percentiles(found.get(name)) for name in (first, "itl_ms", "tpot_ms")),
-            *_rates(figures),
-            _asked_and_got(figures, "output"),
-        ]
-
 
 def milliseconds(streams: Sequence[Stream], is_open_loop: bool) -> dict[str, Iterable[float]]:
-    """All values of each of METRICS; in a closed loop no request is sent later than due."""
+    """All values of each metric, by vLLM's names. ttft_from_due_ms is that of an open loop: there
+    requests may be sent later than they are due."""
     begun = [stream for stream in streams if stream.times]
     due = {"ttft_from_due_ms": (1000 * (stream.times[0] - stream.due_s) for stream in begun)}
     per_token = (stream.time_per_token for stream in streams)
@@ -135,51 +115,41 @@ def median_tokens(streams: Sequence[Stream]) -> tuple[float | None, float | None
     )
 
 
-def _percentiles(spread: Spread | None) -> str:
-    return "–" if spread is None else f"{spread.p50:,.1f} {spread.p90:,.1f} {spread.p99:,.1f}"
+def rows(points: Sequence[Figures]) -> list[dict[str, Any]]:
+    """The figures of each point, for JSON."""
+    return [one.as_dict() | {"errors": one.errors()} | as_dicts(one.spreads()) for one in points]
 
 
-def _rates(figures: Mapping[str, Any]) -> list[str]:
-    names = ("requests_per_s", "input_tokens_per_s", "output_tokens_per_s")
-    return [f"{figures[name]:,.2f}" for name in names]
-
-
-def _asked_and_got(figures: Mapping[str, Any], which: str) -> str:
-    asked, got = figures[f"{which}_tokens_asked"], figures[f"{which}_tokens_got_p50"]
-    return f"{'–' if asked is None else asked}/{'–' if got is None else f'{got:g}'}"
+def line(one: Figures) -> str:
+    """The most important figures of a point."""
+    [found] = rows([one])
+    cells = (f"{name} {_cell(found[name])}" for name in SHOWN if name in found)
+    return f"{one.point}: {', '.join(cells)}"
 
 
 def markdown(parameters: Mapping[str, Any], points: Sequence[Figures]) -> str:
-    """Tables of parameters, throughput, times and errors."""
-    head = ["Load", "OK", "Errors", "Seconds", "Requests/s", "Tokens/s in", "Tokens/s out"]
-    head += ["Tokens in asked/got", "Tokens out asked/got"]
-    through = []
-    for one in points:
-        found = one.as_dict()
-        counts = (one.point, found["requests_ok"], found["requests_failed"])
-        got = (_asked_and_got(found, which) for which in ("input", "output"))
-        through.append((*counts, f"{found['elapsed_s']:.1f}", *_rates(found), *got))
-    times = [
-        (title, one.point, *one.spreads()[name].cells("ms"))
-        for name, title in METRICS.items()
-        for one in points
-        if name in one.spreads()
-    ]
+    """Tables of parameters, of figures by point, and of errors."""
+    found = rows(points)
+    names = dict.fromkeys(name for row in found for name in row if name != "errors")
+    figures = [(name, *(_cell(row.get(name)) for row in found)) for name in names]
+    lines = [*table(("Parameter", "Value"), parameters.items()), ""]
+    lines += table(("Figure", *(str(one.point) for one in points)), figures)
     errors = [
         (kind, one.point, found["count"], found["first"].replace("|", "\\|"))
         for one in points
         for kind, found in one.errors().items()
     ]
-    lines = [*table(("Parameter", "Value"), parameters.items()), "", *table(head, through)]
-    names = ("Time", "Load", "Average", "Lowest", "Highest", "p50", "p90", "p99")
-    lines += ["", *table(names, times)] if times else []
     lines += ["", *table(("Error", "Load", "Count", "The first one"), errors)] if errors else []
     return "\n".join(lines)
 
 
-def rows(points: Sequence[Figures]) -> list[dict[str, Any]]:
-    """The figures of each point, for JSON."""
-    return [one.as_dict() | {"errors": one.errors()} | as_dicts(one.spreads()) for one in points]
+def _cell(value: Any) -> str:
+    """Of a distribution: median, 90th and 99th percentile."""
+    if isinstance(value, Mapping):
+        return " / ".join(f"{value[name]:,.1f}" for name in ("p50", "p90", "p99"))
+    if isinstance(value, float):
+        return f"{value:,.2f}"
+    return "–" if value is None else str(value)
 
 
 def notes(one: Figures, ignore_eos: bool) -> Iterator[str]:

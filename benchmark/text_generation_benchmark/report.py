@@ -51,12 +51,6 @@ def write_outputs(paths: Sequence[Path], report: Mapping[str, Any]) -> None:
         path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
 
 
-def show_row(columns: Sequence[str], cells: Sequence[str]) -> None:
-    """One line, for a row that is complete while others are still measured."""
-    named = zip(columns, cells, strict=True)
-    print(", ".join(f"{name} {cell}" for name, cell in named), flush=True)
-
-
 def spreads(named: Mapping[str, Iterable[float]]) -> dict[str, Spread]:
     """The distribution of each that has values."""
     found = {name: list(values) for name, values in named.items()}

@@ -16,10 +16,10 @@ from rich.console import Console
 from text_generation_process.descriptors import raise_file_limit
 
 from text_generation_benchmark import BenchmarkError
-from text_generation_benchmark.figures import COLUMNS, Figures, Point, markdown, notes, rows
+from text_generation_benchmark.figures import Figures, Point, line, markdown, notes, rows
 from text_generation_benchmark.http import HttpClient, RequestError
 from text_generation_benchmark.load import Bounds, Load, send
-from text_generation_benchmark.report import show_row, write_outputs
+from text_generation_benchmark.report import write_outputs
 from text_generation_benchmark.streams import APIS, Stream
 
 # Common words: one token each in the vocabularies of most models.
@@ -200,7 +200,7 @@ class _Session:
                 await asyncio.wait([running], timeout=1)
                 status.update(f"{point}: {len(load.ended)} answers in {load.elapsed_s:.0f} s")
         running.result()
-        show_row(COLUMNS, figures.row())
+        print(line(figures), flush=True)
 
     def report(self) -> None:
         """Prints and writes the figures."""

@@ -24,10 +24,6 @@ STEPS = {
     "decode_total": "Decode (total)",
 }
 """What is timed, and the titles in the report."""
-COLUMNS = (
-    *("batch size", "sequence length", "prefill ms", "prompt tokens/s", "decode ms/step"),
-    *("tokens/s", "runs"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +181,14 @@ class Batches:
             if found
         }
 
-    def row(self) -> list[str]:
-        """The cells of COLUMNS: medians."""
-        found = self.figures()
-        cells = [str(self.shape.batch_size), str(self.shape.sequence_length)]
-        for step in ("prefill", "decode_token"):
-            for name in ("latency_ms", "tokens_per_s"):
-                cells.append(f"{found[step][name].p50:,.1f}" if step in found else "–")
-        return [*cells, str(len(self.runs))]
+    def line(self) -> str:
+        """The medians."""
+        text = f"batch size {self.shape.batch_size}, sequence length {self.shape.sequence_length}"
+        for step, unit in (("prefill", "ms"), ("decode_token", "ms/step")):
+            if found := self.figures().get(step):
+                latency, rate = found["latency_ms"].p50, found["tokens_per_s"].p50
+                text += f", {step} {latency:,.1f} {unit}, {rate:,.1f} tokens/s"
+        return text
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
