@@ -1,11 +1,12 @@
 """A server that answers the load generator from a script, in a thread."""
 
-import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Json = dict[str, Any]
@@ -60,61 +61,52 @@ def completion(num_tokens: int, prompt_tokens: int | None = 7, gap_s: float = 0.
     return Reply(pieces=[*pieces, b"data: [DONE]\n\n"])
 
 
-async def _serve(
-    server: Scripted, answer: Answer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    try:
-        while True:
-            head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
-            headers = dict(line.lower().split(": ", 1) for line in lines if line)
-            body = json.loads(
-                await reader.readexactly(int(headers.get("content-length", 0))) or "{}"
-            )
-            server.asked.append((head.split()[1], body, headers))
-            reply = answer(head.split()[1], body)
-            writer.write(b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status)
-            for piece in reply.pieces:
-                if isinstance(piece, float):
-                    await asyncio.sleep(piece)
-                else:
-                    writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            if reply.is_whole:
-                writer.write(b"0\r\n\r\n")
-            if not (reply.is_whole and reply.is_kept):
-                return
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return
-    finally:
-        writer.close()
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.stopped = answer, threading.Event()
+        self.scripted = Scripted(f"http://127.0.0.1:{self.server_port}")
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The client has left."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_POST(self) -> None:
+        """Answers from the script."""
+        size = int(self.headers.get("content-length", 0))
+        body = json.loads(self.rfile.read(size) or "{}")
+        self.server.scripted.asked.append((self.path, body, dict(self.headers.items())))
+        reply = self.server.answer(self.path, body)
+        self.wfile.write(b"HTTP/1.1 %d X\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status)
+        for piece in reply.pieces:
+            if isinstance(piece, float):
+                self.server.stopped.wait(piece)
+            else:
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        if reply.is_whole:
+            self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = not (reply.is_whole and reply.is_kept)
+
+    do_GET = do_POST
 
 
 @contextmanager
 def scripted(answer: Answer) -> Iterator[Scripted]:
     """Serves on a port of this machine inside the block."""
-    server, is_ready, stop = Scripted(""), threading.Event(), asyncio.Event()
-    loop = asyncio.new_event_loop()
-
-    async def main() -> None:
-        tasks: set[asyncio.Task[None]] = set()
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            tasks.add(asyncio.create_task(_serve(server, answer, reader, writer)))
-
-        listener = await asyncio.start_server(accept, "127.0.0.1", 0)
-        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        is_ready.set()
-        async with listener:
-            await stop.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
-    thread.start()
-    try:
-        assert is_ready.wait(5)
-        yield server
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(5)
-        loop.close()
+    with _Server(answer) as server:
+        thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        try:
+            yield server.scripted
+        finally:
+            server.stopped.set()
+            server.shutdown()
+            thread.join(5)
