@@ -1,22 +1,18 @@
-"""POST /generate and POST /: the answer's shape, what each parameter does, what the limits are."""
+"""POST /generate and /generate_stream: the bytes on the wire, what each parameter does, and that a
+stream says what a whole answer says. The transcripts have all routes.
+"""
 
+import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from integration_tests.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE
+from integration_tests.checkpoints import VOCAB_SIZE
 from integration_tests.server import LauncherHandle, token_ids
 
 PROMPT = "the cat sat on the mat and "
 LONG: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos_token": True}
-
-
-def test_answer_without_details_is_the_text_alone(server: LauncherHandle) -> None:
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 5}}
-    response = server.client.post("/generate", json=body)
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["generated_text"]
 
 
 def test_details_and_headers(server: LauncherHandle) -> None:
@@ -37,13 +33,6 @@ def test_details_and_headers(server: LauncherHandle) -> None:
     assert float(response.headers["x-compute-time"]) > 0
     for name in ("total", "validation", "queue", "inference"):
         assert int(response.headers[f"x-{name}-time"]) >= 0
-
-
-def test_root_answers_a_list_with_the_full_text(server: LauncherHandle) -> None:
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 4}}
-    (answer,) = server.client.post("/", json=body).json()
-    alone = server.generate(PROMPT, max_new_tokens=4)
-    assert answer["generated_text"] == PROMPT + alone["generated_text"]
 
 
 def test_absent_parameters_sample_and_empty_ones_do_not(server: LauncherHandle) -> None:
@@ -76,48 +65,6 @@ def test_best_of_returns_the_likelier_one_first(server: LauncherHandle) -> None:
     assert token_ids({"details": details}) != token_ids({"details": loser})
 
 
-def test_top_tokens_start_with_the_chosen_one(server: LauncherHandle) -> None:
-    details = server.generate(PROMPT, top_n_tokens=3, **LONG)["details"]
-    assert len(details["top_tokens"]) == len(details["tokens"]) == 40
-    for chosen, alternatives in zip(details["tokens"], details["top_tokens"], strict=True):
-        assert len(alternatives) >= 3
-        assert alternatives[0]["id"] == chosen["id"]
-        logprobs = [alternative["logprob"] for alternative in alternatives]
-        assert logprobs == sorted(logprobs, reverse=True)
-
-
-def test_stop_string_ends_the_text_and_stays_in_it(server: LauncherHandle) -> None:
-    whole = server.generate(PROMPT, **LONG)["generated_text"]
-    printable = [place for place in range(8, len(whole) - 2) if whole[place : place + 2].isascii()]
-    stop = whole[printable[0] : printable[0] + 2]
-    answer = server.generate(PROMPT, stop=[stop], **LONG)
-    assert answer["details"]["finish_reason"] == "stop_sequence"
-    assert answer["generated_text"] == whole[: whole.index(stop) + len(stop)]
-
-
-def test_eos_ends_the_text_and_is_not_in_it(server: LauncherHandle) -> None:
-    bias = {str(SPECIAL_TOKENS.index("<|endoftext|>")): 100.0}
-    answer = server.generate(PROMPT, max_new_tokens=10, logit_bias=bias)
-    (token,) = answer["details"]["tokens"]
-    assert answer["details"]["finish_reason"] == "eos_token"
-    assert (token["text"], token["special"]) == ("<|endoftext|>", True)
-    assert answer["generated_text"] == ""
-
-
-def test_min_new_tokens_keeps_eos_away(server: LauncherHandle) -> None:
-    bias = {str(SPECIAL_TOKENS.index(name)): 100.0 for name in ("<|endoftext|>", "<|im_end|>")}
-    answer = server.generate(PROMPT, max_new_tokens=10, min_new_tokens=4, logit_bias=bias)
-    assert [token["special"] for token in answer["details"]["tokens"]] == [False] * 4 + [True]
-
-
-def test_truncate_keeps_the_end_of_the_prompt(server: LauncherHandle) -> None:
-    asked = {"max_new_tokens": 8, "decoder_input_details": True}
-    cut = server.generate(PROMPT * 4, truncate=5, **asked)
-    prefill = cut["details"]["prefill"]
-    assert len(prefill) == 5
-    assert PROMPT.endswith("".join(token["text"] for token in prefill))
-
-
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -140,21 +87,52 @@ def test_no_parameter_is_ignored(server: LauncherHandle, parameters: dict[str, A
     assert token_ids(shaped) == token_ids(again) != token_ids(plain)
 
 
-def test_tokenize_gives_byte_offsets(server: LauncherHandle) -> None:
-    text = "naïve 🐍 cat"
-    tokens = server.client.post("/tokenize", json={"inputs": text}).json()
-    assert list(tokens[0]) == ["id", "text", "start", "stop"]
-    assert tokens[0]["start"] == 0
-    assert tokens[-1]["stop"] == len(text.encode())
-    assert tokens[-1]["text"] == text[-len(tokens[-1]["text"]) :]
+def test_bytes_of_a_stream(server: LauncherHandle) -> None:
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "ignore_eos_token": True}}
+    with server.client.stream("POST", "/generate_stream", json=body) as response:
+        content = response.read()
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/event-stream"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-compute-characters"] == str(len(PROMPT))
+    *events, end = content.split(b"\n\n")
+    assert end == b""
+    assert len(events) == 3
+    for number, event in enumerate(events, start=1):
+        assert event.startswith(b"data: {")
+        assert b"\n" not in event
+        payload = json.loads(event.removeprefix(b"data: "))
+        assert list(payload) == ["index", "token", "generated_text", "details"]
+        assert list(payload["token"]) == ["id", "text", "logprob", "special"]
+        assert payload["index"] == number
+        assert payload["details"] is None
+        assert (payload["generated_text"] is None) == (number < 3)
 
 
-def test_info_and_health(server: LauncherHandle) -> None:
-    info = server.client.get("/info").json()
-    assert info["model_dtype"] == "float32"
-    assert info["max_input_tokens"] == 300
-    assert info["max_total_tokens"] == 512
-    assert info["router"] == "text-generation-router"
-    for path in ("/health", "/ping", "/"):
-        response = server.client.get(path)
-        assert (response.status_code, response.content) == (200, b"")
+@pytest.mark.parametrize("parameters", [{}, {"do_sample": True, "seed": 11}], ids=str)
+def test_stream_equals_whole_answer(server: LauncherHandle, parameters: dict[str, Any]) -> None:
+    events = server.stream(PROMPT, **LONG, **parameters)
+    answer = server.generate(PROMPT, **LONG, **parameters)
+    assert token_ids(events) == token_ids(answer)
+    assert events[-1]["generated_text"] == answer["generated_text"]
+    details = events[-1]["details"]
+    assert details["generated_tokens"] == LONG["max_new_tokens"]
+    assert details["finish_reason"] == "length"
+    assert details["seed"] == answer["details"]["seed"]
+    assert details["input_length"] == len(
+        server.client.post("/tokenize", json={"inputs": PROMPT}).json()
+    )
+
+
+def test_texts_add_up_to_the_decoded_ids(server: LauncherHandle, tiny_model_path: Any) -> None:
+    """A random model writes bytes that are no UTF-8; nothing may be lost or said twice."""
+    tokenizer = Tokenizer.from_file(str(tiny_model_path / "tokenizer.json"))
+    for seed in range(8):
+        events = server.stream(PROMPT, do_sample=True, temperature=1.5, seed=seed, **LONG)
+        said = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+        assert said == events[-1]["generated_text"]
+        whole = tokenizer.decode(
+            tokenizer.encode(PROMPT).ids + token_ids(events), skip_special_tokens=True
+        )
+        assert PROMPT + said == whole
