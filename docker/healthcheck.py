@@ -6,8 +6,8 @@ import sys
 from http.client import HTTPException
 from pathlib import Path
 
-from text_generation_launcher.options import read_options, split_mode
 from text_generation_launcher.option import Mode
+from text_generation_launcher.options import read_options, split_mode
 from text_generation_launcher.probe import connection_to, reachable_host
 
 TIMEOUT_S = 4.0
