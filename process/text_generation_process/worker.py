@@ -9,6 +9,7 @@ in the parent.
 
 import gc
 import importlib
+import io
 import os
 import resource
 import select
@@ -196,7 +197,7 @@ def _ask(
 
 def _receive(connection: socket.socket, num_bytes: int, until: float | None = None) -> bytes:
     """Exactly `num_bytes`. Raises OSError, and EOFError if the other side has ended."""
-    pieces = []
+    received = io.BytesIO()
     while num_bytes:
         if until is not None:
             # Not 0, which would make the socket non-blocking.
@@ -204,9 +205,9 @@ def _receive(connection: socket.socket, num_bytes: int, until: float | None = No
         piece = connection.recv(min(_PIECE_BYTES, num_bytes))
         if not piece:
             raise EOFError("it has ended")
-        pieces.append(piece)
+        received.write(piece)
         num_bytes -= len(piece)
-    return b"".join(pieces)
+    return received.getvalue()  # without a copy
 
 
 def _has_ended(connection: socket.socket) -> bool:
