@@ -118,6 +118,20 @@ def test_any_text_survives(text: str, name: str) -> None:
     assert stream(name, ids) == text
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(
+        st.text(max_size=5) | st.sampled_from(["ça va", "\n\n  ", "<s>", "Hello", "▁", "ab", "😀"]),
+        max_size=20,
+    ).map("".join),
+    name=st.sampled_from(["byte_level", "byte_fallback"]),
+)
+def test_a_text_has_no_fewer_tokens_than_its_bytes_say(text: str, name: str) -> None:
+    num_tokens = len(FAST[name].encode(text, add_special_tokens=False).ids)
+    assert TOKENIZERS[name].least_tokens(text) <= num_tokens
+    assert TOKENIZERS[name].least_tokens("x" * 10_000) > 100
+
+
 def test_each_id_has_its_own_text() -> None:
     ids = FAST["byte_fallback"].encode(" a€").ids
     texts = TOKENIZERS["byte_fallback"].decode_each([*ids, 10_000])

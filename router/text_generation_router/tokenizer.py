@@ -2,6 +2,7 @@
 
 import asyncio
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,6 @@ import tokenizers
 
 from text_generation_router.encoding import Encoding, TokenIds
 from text_generation_router.long_texts import LongTexts
-from text_generation_router.token_bound import TokenBound, parts
 from text_generation_router.tokenizer_file import content_of, read_settings, read_tokenizer
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -52,13 +52,13 @@ class Tokenizer:
         # Caches with at most one entry per id.
         self._bytes_of: dict[int, bytes] = {}
         self._plain_text_of: dict[int, str | None] = {}
-        decoders = {part["type"] for part in parts(tokenizer.decoder, "decoders")}
+        decoders = set(_kinds(tokenizer.decoder))
         self._is_byte_level = "ByteLevel" in decoders
         self._has_byte_fallback = "ByteFallback" in decoders
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """The largest id + 1."""
-        self._bound = TokenBound(tokenizer, vocabulary)
+        self._longest_token = max((len(token.encode()) for token in vocabulary), default=1)
         # Any token with text: after it, decoders do not strip the space at the start of a text.
         self._anchor = next((i for i in range(self.vocab_size) if self._decode([i])), 0)
         self._anchor_len = len(self._decode([self._anchor]))
@@ -96,8 +96,11 @@ class Tokenizer:
         return await self._run(text, partial(self._token_ids, text, add_special_tokens, most))
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound on the number of tokens; 0 if none is known without encoding."""
-        return self._bound.least_tokens(text)
+        """How many tokens the text has at least, if its tokens spell all of it. (A normalizer may
+        drop most of a text, and an unknown word may be one token: no text of a user is like that.)
+        """
+        num_bytes = len(text) if text.isascii() else len(text.encode())
+        return -(-num_bytes // self._longest_token)
 
     def close(self) -> None:
         """Ends the process for long texts."""
@@ -221,6 +224,15 @@ def _decoded(spelled: bytes) -> str | None:
         return spelled.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _kinds(decoder: Any) -> Iterator[str]:
+    """The types of a decoder, or of the members of a sequence."""
+    pending = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    while pending:
+        part = pending.pop()
+        yield part["type"]
+        pending += part.get("decoders", ())
 
 
 def _byte_alphabet() -> dict[str, int]:
