@@ -92,11 +92,13 @@ def test_a_runner_that_has_grown_ends_after_its_answer(shared: Worker) -> None:
     assert pid_of(shared) != runner
 
 
-def test_an_idle_runner_that_died_is_replaced(shared: Worker) -> None:
-    runner = pid_of(shared)
-    os.kill(runner, signal.SIGKILL)
+@pytest.mark.parametrize("is_server", [False, True], ids=["runner", "server"])
+def test_an_idle_process_that_died_is_replaced(worker: Worker, is_server: bool) -> None:
+    runner, server = pid_of(worker), server_of(worker)
+    os.kill(server.pid if is_server else runner, signal.SIGKILL)
     wait_until(lambda: not is_running(runner))
-    assert pid_of(shared) != runner
+    assert pid_of(worker) != runner
+    assert (server_of(worker) == server) == (not is_server)
 
 
 def test_calls_of_several_threads_run_beside_each_other(shared: Worker) -> None:
@@ -113,13 +115,6 @@ def test_a_runner_that_ignores_its_timeout_is_ended_with_its_server(worker: Work
         worker.call("ignore_timeout", b"", 0.1)
     assert not is_running(server.pid)
     assert server_of(worker) != server
-
-
-def test_a_server_that_died_is_replaced(worker: Worker) -> None:
-    server, runner = server_of(worker), pid_of(worker)
-    server.kill()
-    wait_until(lambda: not is_running(runner))
-    assert pid_of(worker) != runner
 
 
 def test_a_runner_has_no_descriptor_of_the_server_or_of_this_process(shared: Worker) -> None:
