@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import json
 import math
 import struct
 from collections.abc import AsyncIterator
@@ -10,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.pooling import pooling_of, vector_of
-from text_generation_router.request import Pooling
+import pytest_asyncio
 
 from router.tests.serving import BOS_ID, Server, serve
 
 PATH = "/v1/embeddings"
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, max_concurrent_requests=8, max_input_tokens=200) as server:
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    async with serve(folder, max_concurrent_requests=8, max_input_tokens=200) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_server(tmp_path: Path) -> AsyncIterator[Server]:
+    """For tests that change or count something."""
+    async with serve(tmp_path, max_concurrent_requests=8) as server:
         yield server
 
 
@@ -89,18 +99,18 @@ async def test_dimensions_are_cut_and_normalised_again(server: Server) -> None:
     )
 
 
-async def test_many_texts_take_few_permits(server: Server) -> None:
+async def test_many_texts_take_few_permits(own_server: Server) -> None:
     """Of 8 permits half; the others are for those who come meanwhile."""
-    server.shards.delay_s = 0.01
+    own_server.shards.delay_s = 0.01
     held = []
 
     async def watch() -> None:
         while True:
-            held.append(8 - server.services.infer.free_permits)
+            held.append(8 - own_server.services.infer.free_permits)
             await asyncio.sleep(0.005)
 
     watcher = asyncio.create_task(watch())
-    answer = await embed(server, ["ab" * place for place in range(1, 41)], normalize=False)
+    answer = await embed(own_server, ["ab" * place for place in range(1, 41)], normalize=False)
     watcher.cancel()
     assert [one["embedding"][0] for one in answer["data"]] == [1 + 2 * n for n in range(1, 41)]
     assert max(held) == 4
@@ -120,9 +130,9 @@ async def test_a_long_answer_comes_in_pieces(tmp_path: Path) -> None:
         assert server.services.long_answers.num_taken == 0
 
 
-async def test_it_is_no_generation_in_the_metrics(server: Server) -> None:
-    metrics = server.services.metrics
-    await embed(server, ["abc", "d"])
+async def test_it_is_no_generation_in_the_metrics(own_server: Server) -> None:
+    metrics = own_server.services.metrics
+    await embed(own_server, ["abc", "d"])
     assert metrics.request_success.value() == 2
     text = metrics.render().decode()
     assert "tgi_request_generated_tokens_sum 0" in text
@@ -152,7 +162,7 @@ async def test_it_is_no_generation_in_the_metrics(server: Server) -> None:
         ),
     ],
 )
-async def test_what_is_wrong_is_said(
+async def test_a_bad_body_is_refused(
     server: Server, body: dict[str, Any], words: str, param: str
 ) -> None:
     error = await refusal(server, body)
@@ -177,20 +187,20 @@ async def test_a_server_that_is_full_says_so(tmp_path: Path) -> None:
         assert len((await first)["data"]) == 2
 
 
-async def test_a_client_that_leaves_ends_all(server: Server) -> None:
-    server.shards.delay_s = 0.05
-    call = asyncio.create_task(embed(server, ["ab"] * 200))
+async def test_a_client_that_leaves_ends_all(own_server: Server) -> None:
+    own_server.shards.delay_s = 0.05
+    call = asyncio.create_task(embed(own_server, ["ab"] * 200))
     async with asyncio.timeout(5):
-        while server.services.infer.free_permits == 8:
+        while own_server.services.infer.free_permits == 8:
             await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     async with asyncio.timeout(5):
         # The step that was under way ends behind the client.
-        while server.services.metrics.kv_blocks_used.value or server.shards.rows:
+        while own_server.services.metrics.kv_blocks_used.value or own_server.shards.rows:
             await asyncio.sleep(0.01)
-    assert server.services.infer.free_permits == 8
-    assert server.services.metrics.request_success.value() < 100
+    assert own_server.services.infer.free_permits == 8
+    assert own_server.services.metrics.request_success.value() < 100
 
 
 async def test_a_key_has_its_limits(tmp_path: Path) -> None:
@@ -204,35 +214,3 @@ async def test_a_key_has_its_limits(tmp_path: Path) -> None:
         response = await server.client.post(PATH, json={"input": "a"}, headers=headers)
         assert response.status_code == 429 and "tokens a minute" in response.text
         assert int(response.headers["retry-after"]) <= 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "asked", "found"),
-    [
-        (None, None, Pooling.LAST),
-        (None, "mean", Pooling.MEAN),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, None, Pooling.MEAN),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, None, Pooling.LAST),
-        ({"pooling_mode": "mean"}, None, Pooling.MEAN),
-        ({"pooling_mode_cls_token": True}, "last", Pooling.LAST),
-    ],
-)
-def test_pooling_is_the_models(
-    settings: dict[str, Any] | None, asked: str | None, found: Pooling, tmp_path: Path
-) -> None:
-    if settings is not None:
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    assert pooling_of(tmp_path, asked) is found
-
-
-@pytest.mark.parametrize("settings", ['{"pooling_mode_cls_token": true}', "{}", "[]", "{"])
-def test_a_pooling_that_is_not_known_is_refused(settings: str, tmp_path: Path) -> None:
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(settings)
-    with pytest.raises(ValueError, match="--pooling last or --pooling mean"):
-        pooling_of(tmp_path, None)
-
-
-def test_a_vector_of_zeros_stays_one() -> None:
-    assert list(vector_of(struct.pack("<2f", 0, 0), None, True)) == [0, 0]

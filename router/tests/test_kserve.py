@@ -1,10 +1,10 @@
 """KServe's routes: bytes in, bytes out, in the order of the inputs."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.errors import GenerationError
 
 from router.tests.serving import Server, serve
@@ -12,9 +12,13 @@ from router.tests.serving import Server, serve
 INFER = "/v2/models/any/versions/7/infer"
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, "hé!") as server:
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve(tmp_path_factory.mktemp("model"), "hé!") as server:
         yield server
 
 
@@ -91,7 +95,7 @@ async def test_one_failure_fails_all(server: Server) -> None:
     assert response.status_code == 422 and "`inputs` cannot be empty" in response.text
 
 
-async def test_what_tgi_does_not_have_is_not_passed_over(server: Server) -> None:
+async def test_a_field_that_tgi_does_not_have_is_named_or_followed(server: Server) -> None:
     response = await server.client.post(INFER, json=inference(b"n", priority=3))
     assert response.headers["warning"] == '299 - "changes nothing here: parameters.priority"'
     assert response.json()["outputs"][0]["shape"] == [1, 3]

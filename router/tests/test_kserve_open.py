@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from router.tests.serving import Server, serve
 
@@ -18,9 +19,13 @@ GREEDY = {"max_new_tokens": 4}
 JSON_LENGTH = "inference-header-content-length"
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, "hé!") as server:
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with serve(tmp_path_factory.mktemp("model"), "hé!") as server:
         yield server
 
 

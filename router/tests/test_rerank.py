@@ -1,25 +1,29 @@
 """/score and /rerank on top of shards that are played: the prompt, each form, each refusal."""
 
-import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_router.reranker import Reranker, find_reranker, score
-from text_generation_router.tokenizer import Tokenizer
+import pytest_asyncio
+from text_generation_router.reranker import Reranker
 
-from router.tests.serving import Server, serve, write_tokenizer
+from router.tests.serving import Server, serve
 
 QUERY, DOCUMENTS = "where is the cat", ["a longer text about dogs", "the cat"]
 # Where a test asks for one document by itself.
 FORMS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
-    async with serve(tmp_path, reranker=True, max_input_tokens=400) as server:
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    async with serve(folder, reranker=True, max_input_tokens=400) as server:
         yield server
 
 
@@ -36,22 +40,6 @@ async def expected(server: Server, document: str, is_raw: bool = False) -> float
     tokens = await server.services.tokenizer.token_ids(text, False)
     yes = -0.01 * tokens.count
     return yes + 1 if is_raw else math.exp(yes) / (math.exp(yes) + math.exp(-1))
-
-
-def test_the_prompt_is_the_models() -> None:
-    assert Reranker(1, 2).prompt("Q", "D", None) == (
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
-        'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-        "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that "
-        "answer the query\n<Query>: Q\n<Document>: D<|im_end|>\n<|im_start|>assistant\n<think>\n\n"
-        "</think>\n\n"
-    )
-
-
-@pytest.mark.parametrize(("yes", "no"), [(-0.1, -3.0), (-900.0, -901.0), (-700.0, -2.0)])
-def test_the_score_is_a_probability(yes: float, no: float) -> None:
-    assert score((yes, no), is_raw=True) == yes - no
-    assert score((yes, no), is_raw=False) == pytest.approx(1 / (1 + math.exp(no - yes)))
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -101,7 +89,7 @@ async def test_texts_are_answered_as_tei_does(server: Server) -> None:
     assert raw[0]["score"] == pytest.approx(await expected(server, DOCUMENTS[1], True))
 
 
-async def test_what_is_too_long_is_cut_if_that_is_asked_for(server: Server) -> None:
+async def test_a_long_text_is_cut_on_request(server: Server) -> None:
     long = "a" * 1000
     response = await server.client.post("/rerank", json={"query": QUERY, "texts": [long]})
     assert response.status_code == 422 and "must have less than 400 tokens" in response.text
@@ -139,7 +127,7 @@ async def test_what_is_too_long_is_cut_if_that_is_asked_for(server: Server) -> N
         ),
     ],
 )
-async def test_what_is_wrong_is_said(
+async def test_a_bad_body_is_refused(
     server: Server, path: str, body: dict[str, Any], words: str
 ) -> None:
     response = await server.client.post(path, json=body)
@@ -156,38 +144,3 @@ async def test_other_models_say_what_is_missing(tmp_path: Path) -> None:
         assert response.status_code == 404 and response.json()["error_type"] == "not_found"
         response = await server.client.post("/v1/embeddings", json={"input": "a"})
         assert response.status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "is_one"),
-    [
-        ({}, "some/model", False),
-        ({}, "Qwen/Qwen3-Reranker-0.6B", True),
-        ({}, "jinaai/jina-reranker-v3", False),
-        ({"_name_or_path": "/models/qwen3-reranker-mine"}, "mine", True),
-        ({"classifier_from_token": ["no", "yes"]}, "mine", True),
-        ({"classifier_from_token": ["0", "1"]}, "mine", False),
-        ({"is_original_qwen3_reranker": True}, "mine", True),
-    ],
-)
-def test_which_models_are_rerankers(
-    config: dict[str, Any], name: str, is_one: bool, tmp_path: Path
-) -> None:
-    write_tokenizer(tmp_path, ("yes", "no"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.load(tmp_path)
-    found = find_reranker(tmp_path, name, tokenizer, False)
-    assert isinstance(found, Reranker) == is_one
-    asked = find_reranker(tmp_path, name, tokenizer, True)
-    assert asked == Reranker(258, 259)
-    tokenizer.close()
-
-
-def test_a_reranker_needs_its_words(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    found = find_reranker(tmp_path, "Qwen3-Reranker", tokenizer, False)
-    assert isinstance(found, str) and "no tokens `yes` and `no`" in found
-    with pytest.raises(ValueError, match="--reranker is not possible"):
-        find_reranker(tmp_path, "any", tokenizer, True)
-    tokenizer.close()
