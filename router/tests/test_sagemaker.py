@@ -1,19 +1,23 @@
 """/invocations: one path for the bodies of three routes."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server
 
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
     # Without the cache the second answer tells the same as the first.
-    async with serve_chat(tmp_path, "hé", disable_prefix_caching=True) as server:
+    async with serve_chat(folder, "hé", disable_prefix_caching=True) as server:
         yield server
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.errors import GenerationError
 
 from router.tests.chats import CALL, serve_chat
@@ -14,10 +15,15 @@ PREDICT = "/v1/endpoints/1/deployedModels/2:predict"
 CHAT = {"messages": [{"role": "user", "content": "q"}]}
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+# One application for all tests.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
     async with serve_chat(
-        tmp_path, f"hé{CALL}", aip_predict_route=PREDICT, aip_health_route="/generate"
+        folder, f"hé{CALL}", aip_predict_route=PREDICT, aip_health_route="/generate"
     ) as server:
         yield server
 
@@ -35,10 +41,11 @@ async def test_predictions_in_order(server: Server, path: str) -> None:
         instance(return_full_text=True, max_new_tokens=1),
         instance(stop=["h"]),
     ]
+    before = server.services.metrics.request_count.value()
     response = await server.client.post(path, json={"instances": instances})
     assert response.status_code == 200
     assert response.json() == {"predictions": ["hé", f"hé{CALL}", "nh", "h"]}
-    assert server.services.metrics.request_count.value() == 4
+    assert server.services.metrics.request_count.value() == before + 4
 
 
 async def test_sampling_is_as_asked(server: Server) -> None:
@@ -61,7 +68,6 @@ async def test_health_on_a_taken_path(server: Server) -> None:
     server.shards.failure = None
 
 
-@pytest.mark.parametrize("path", ["/vertex", PREDICT])
 @pytest.mark.parametrize(
     ("instances", "words"),
     [
@@ -75,12 +81,11 @@ async def test_health_on_a_taken_path(server: Server) -> None:
         ([instance(), {"inputs": ""}], "`inputs` cannot be empty"),
     ],
 )
-async def test_refusals(
-    server: Server, path: str, instances: list[dict[str, Any]], words: str
-) -> None:
-    response = await server.client.post(path, json={"instances": instances})
-    assert response.status_code == 422
-    assert response.json()["error_type"] == "validation" and words in response.json()["error"]
+async def test_refusals(server: Server, instances: list[dict[str, Any]], words: str) -> None:
+    for path in ("/vertex", PREDICT):
+        response = await server.client.post(path, json={"instances": instances})
+        assert response.status_code == 422
+        assert response.json()["error_type"] == "validation" and words in response.json()["error"]
 
 
 async def test_a_failure_keeps_its_status(server: Server) -> None:
