@@ -9,7 +9,7 @@ import numpy as np
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.forward_batch import SampledPositions
 from text_generation_shard.engine.plan import Plan
-from text_generation_shard.engine.readings import deliver
+from text_generation_shard.engine.pooled_outputs import deliver
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, StepOutput
 from text_generation_shard.grammars.masks import StepGrammars
@@ -88,8 +88,8 @@ def write(part: Part, table: RowTable) -> StepOutput:
     plan, verified = part.plan, part.verified
     for row, values in plan.prompt_logprobs.items():
         table.prompt_logprobs[row].extend(values)
-    for row, part_reading in plan.readings:
-        table.readings[row].add(part_reading)
+    for row, pooled_part in plan.pooled_outputs:
+        table.pooled_outputs[row].add(pooled_part)
     if verified is None:
         return StepOutput([], [])
     output, samples = verified.output, plan.samples
@@ -105,7 +105,7 @@ def write(part: Part, table: RowTable) -> StepOutput:
                 if ids := found.top_token_ids:
                     tops = request_id, ids, found.top_token_logprobs
                     output.prefill_top_tokens.append(tops)
-    if table.readings:
+    if table.pooled_outputs:
         deliver(table, samples.owners.tolist(), output)
     table.drive(verified.driven)
     table.release(verified.ended)

@@ -18,9 +18,9 @@ from text_generation_shard.engine.forward_batch import (
     SampledPositions,
     sampled_positions,
 )
-from text_generation_shard.engine.readings import read_pass
+from text_generation_shard.engine.pooled_outputs import pool_pass
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PartReading, PromptLogprobs, StepOutput
+from text_generation_shard.engine.step import PooledPart, PromptLogprobs, StepOutput
 from text_generation_shard.errors import OwnError
 from text_generation_shard.grammars.masks import StepGrammars
 from text_generation_shard.sampling.sampler import (
@@ -64,7 +64,8 @@ def few_writes(runs: Sequence[slice], upload: Upload) -> Sequence[slice | Tensor
 
 
 class Plan:
-    """See `device.base.StepPlan`. Owns the prompt log-probabilities and readings of its passes."""
+    """See `device.base.StepPlan`. Owns what its passes have found in prompts: log-probabilities and
+    pooled outputs."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Plan:
         self.computed, self.new_rows = passes, new_rows
         self.rows: Rows = fixed.table
         self.passes: Sequence[ScheduledTokens] = (*recomputed, *passes)
-        self.wants_hidden = bool(fixed.table.prompt_logprobs or fixed.table.readings)
+        self.wants_hidden = bool(fixed.table.prompt_logprobs or fixed.table.pooled_outputs)
         self.wants_scores = bool(fixed.table.top_n_tokens)
         self.samples = sampled_positions(passes)
         self.sampled_rows = self.samples.rows
@@ -89,7 +90,7 @@ class Plan:
         # By row, if requested.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         # (row, part) if requested, in the order of tokens.
-        self.readings: list[tuple[int, PartReading]] = []
+        self.pooled_outputs: list[tuple[int, PooledPart]] = []
         # [R] the requests of the rows that sample.
         self.request_ids = fixed.table.ids(self.samples.owners.tolist())
         self._fixed, self._before = fixed, before
@@ -100,7 +101,7 @@ class Plan:
         inputs."""
         self._before, self.knows_tokens = None, True
         self.prompt_logprobs.clear()
-        self.readings.clear()
+        self.pooled_outputs.clear()
 
     def batch(
         self, scheduled: ScheduledTokens, tables: Callable[[Ints, int], Tensor] | None = None
@@ -124,9 +125,9 @@ class Plan:
         if self.wants_hidden:
             self._add_prompt_logprobs(scheduled, hidden)
         logits = self._fixed.model.logits(hidden if wanted is None else hidden[wanted])
-        if self._fixed.table.readings:
+        if self._fixed.table.pooled_outputs:
             rest = self._fixed.model, scheduled, hidden, logits
-            self.readings += read_pass(self._fixed.table, *rest)
+            self.pooled_outputs += pool_pass(self._fixed.table, *rest)
         return logits
 
     def _add_prompt_logprobs(self, scheduled: ScheduledTokens, hidden: Tensor) -> None:

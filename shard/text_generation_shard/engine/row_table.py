@@ -6,7 +6,7 @@ import numpy as np
 
 from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
-from text_generation_shard.engine.step import NewRequest, Pooling, PromptLogprobs, Reading
+from text_generation_shard.engine.step import NewRequest, PooledOutput, Pooling, PromptLogprobs
 from text_generation_shard.errors import BatchError
 from text_generation_shard.grammars.guard import AnyConstraint
 from text_generation_shard.sampling.table import SamplingTable
@@ -50,7 +50,7 @@ class RowTable:
         # By row, if requested, until its first token.
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         # By row, if requested, until its first token.
-        self.readings: dict[int, Reading] = {}
+        self.pooled_outputs: dict[int, PooledOutput] = {}
         self._requests: list[NewRequest | None] = [None] * capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._rows: dict[int, int] = {}
@@ -90,7 +90,7 @@ class RowTable:
         if request.prefill_logprobs:
             self.prompt_logprobs[row] = PromptLogprobs([float("nan")])
         if request.pooling or request.score_token_ids:
-            self.readings[row] = Reading(request)
+            self.pooled_outputs[row] = PooledOutput(request)
         self.running = np.append(self.running, row)
         return row
 
@@ -152,7 +152,7 @@ class RowTable:
             self.constraints.pop(row, None)
             self.driven.discard(row)
             self.prompt_logprobs.pop(row, None)
-            self.readings.pop(row, None)
+            self.pooled_outputs.pop(row, None)
             self._free.append(row)
         if len(rows):
             self.running = self.running[~np.isin(self.running, rows)]

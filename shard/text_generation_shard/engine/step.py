@@ -134,8 +134,8 @@ class PromptLogprobs:
         self.top_token_logprobs += other.top_token_logprobs
 
 
-class PartReading(NamedTuple):
-    """One pass's contribution to a Reading. Its tensors are valid after the pass has ended."""
+class PooledPart(NamedTuple):
+    """One pass's contribution to a PooledOutput. Its tensors are valid after the pass has ended."""
 
     # [hidden_size] float64: the sum of the hidden states, or the last one.
     pooled: Tensor | None
@@ -144,14 +144,14 @@ class PartReading(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reading:
+class PooledOutput:
     """The pooled hidden state and token scores of a prompt, as far as computed."""
 
     request: NewRequest
     scores: list[float] = field(default_factory=list)
     _total: Doubles | None = None
 
-    def add(self, part: PartReading) -> None:
+    def add(self, part: PooledPart) -> None:
         """Add the next pass."""
         if part.pooled is not None:
             found: Doubles = part.pooled.numpy()

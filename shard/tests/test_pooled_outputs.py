@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from text_generation_shard.arrays import Floats
-from text_generation_shard.engine import readings
+from text_generation_shard.engine import pooled_outputs
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import NewRequest, Pooling, StepInput, StepOutput
 from text_generation_shard.errors import BatchError
@@ -86,7 +86,7 @@ def test_equals_transformers_beside_generation(
             assert scores[request.id] == pytest.approx(scores_of(oracle, ids), abs=1e-4)
     driver.run()
     assert driver.tokens[200] == driver.tokens[100]
-    assert driver.engine.num_rows_taken == 0 and not driver.engine._table.readings
+    assert driver.engine.num_rows_taken == 0 and not driver.engine._table.pooled_outputs
 
 
 def test_scores_are_the_models_own(tiny_model_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         fetched.append(tuple(found.shape))
         return torch.zeros(found.shape)
 
-    monkeypatch.setattr(readings, "_fetched", fetch)
+    monkeypatch.setattr(pooled_outputs, "_fetched", fetch)
     table = RowTable(4, 600, 16, 400)
     for number, pooling in enumerate((Pooling.MEAN, Pooling.LAST)):
         blocks = range(40 * number, 40 * number + 33)
@@ -214,9 +214,9 @@ def test_the_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         )
     rows, counts = np.array([0, 1]), np.array([520, 520])
-    scheduled = readings.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
+    scheduled = pooled_outputs.ScheduledTokens(rows, 0 * counts, counts, np.array([1, 1]), counts)
     hidden = torch.empty(1040, 64, dtype=torch.bfloat16, device="meta")
     logits = torch.empty(2, 300, device="meta")
-    parts = list(readings.read_pass(table, _Norm(), scheduled, hidden, logits))  # type: ignore[arg-type]
+    parts = list(pooled_outputs.pool_pass(table, _Norm(), scheduled, hidden, logits))  # type: ignore[arg-type]
     assert [row for row, _ in parts] == [0, 1]
     assert fetched == [(64,), (2,), (64,), (2,)]

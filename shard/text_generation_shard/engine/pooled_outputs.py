@@ -7,22 +7,24 @@ from torch import Tensor
 
 from text_generation_shard.device.base import Model, ScheduledTokens
 from text_generation_shard.engine.row_table import RowTable
-from text_generation_shard.engine.step import PartReading, Pooling, StepOutput
+from text_generation_shard.engine.step import PooledPart, Pooling, StepOutput
 
 # Hidden states summed at once, which bounds the memory.
 _SUM_ROWS = 256
 
 
-def read_pass(
+def pool_pass(
     table: RowTable, model: Model, scheduled: ScheduledTokens, hidden: Tensor, logits: Tensor
-) -> Iterator[tuple[int, PartReading]]:
-    """(row, part) of the inputs of a pass whose requests have a Reading. hidden [T, hidden_size]:
-    of all tokens; logits [S, vocab_size]: of the sampling positions. Does not wait for the
-    device."""
+) -> Iterator[tuple[int, PooledPart]]:
+    """(row, part) of the inputs of a pass whose requests have a PooledOutput.
+
+    hidden [T, hidden_size]: of all tokens; logits [S, vocab_size]: of the sampling positions. Does
+    not wait for the device.
+    """
     first = num_sampled = 0
     columns = scheduled.rows, scheduled.counts, scheduled.ends, scheduled.num_sampled
     for row, count, end, sampled in zip(*(column.tolist() for column in columns), strict=True):
-        wanted, known = table.readings.get(row), int(table.input_lens[row])
+        wanted, known = table.pooled_outputs.get(row), int(table.input_lens[row])
         # `end` exceeds the input if this step runs behind the one that completes it.
         if wanted is not None and end <= known:
             request, is_complete = wanted.request, end == known
@@ -34,19 +36,19 @@ def read_pass(
                 pooled = _fetched(_total(model, part[-1:]))
             if request.score_token_ids and is_complete and sampled:
                 scores = _fetched(_logprobs(logits[num_sampled], request.score_token_ids))
-            yield row, PartReading(pooled, scores)
+            yield row, PooledPart(pooled, scores)
         first += count
         num_sampled += sampled
 
 
 def deliver(table: RowTable, rows: Sequence[int], output: StepOutput) -> None:
-    """Move the readings of `rows`, which have their first token now, into the output."""
+    """Move the pooled outputs of `rows`, which have their first token now, into the output."""
     for row, request_id in zip(rows, output.request_ids, strict=True):
-        if (reading := table.readings.pop(row, None)) is not None:
-            if pooled := reading.pooled():
+        if (pooled_output := table.pooled_outputs.pop(row, None)) is not None:
+            if pooled := pooled_output.pooled():
                 output.pooled_prompts.append((request_id, pooled))
-            if reading.scores:
-                output.token_scores.append((request_id, reading.scores))
+            if pooled_output.scores:
+                output.token_scores.append((request_id, pooled_output.scores))
 
 
 def _total(model: Model, hidden: Tensor) -> Tensor:
