@@ -11,7 +11,7 @@ import torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
-from text_generation_shard.device.cpu.sampler import sample
+from text_generation_shard.device.cpu.runner import sample
 from text_generation_shard.device.reference.device import TorchDevice
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.plan import StepHandle

@@ -13,7 +13,7 @@ from text_generation_shard.device.cuda.device import check_cache_dtype
 from text_generation_shard.device.cuda.kernels import launch, pointwise
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.forward import Angles, CacheShape
-from text_generation_shard.device.reference.kv_cache import KVCache
+from text_generation_shard.device.reference.attention import KVCache
 from text_generation_shard.engine import engine as own_engine
 from text_generation_shard.engine.warmup import Costs
 from text_generation_shard.errors import ModelError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_generation_shard.device.cpu import sampler as compiled_sampling
+from text_generation_shard.device.cpu import runner as compiled_sampling
 from text_generation_shard.device.cpu.kernels.choice import draw
 from text_generation_shard.sampling import sampler as sampling
 from text_generation_shard.sampling.sampler import (

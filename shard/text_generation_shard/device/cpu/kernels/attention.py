@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import int32, int64, njit, prange
 
-from text_generation_shard.device.cpu.kernels import MAX_HEAD_DIM
+from text_generation_shard.device.cpu.kernels import MAX_HEAD_DIM, Address, Count, struct_type
 from text_generation_shard.device.cpu.kernels.llvm import (
     LANES,
     VECTOR_BYTES,
@@ -29,7 +29,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     widened,
 )
 from text_generation_shard.device.cpu.kernels.softmax import CHUNK, NOTHING, softmax_step
-from text_generation_shard.device.cpu.kernels.structs import Address, Count, struct_type
 from text_generation_shard.device.cpu.kernels.tile import Pages, paged_tile, tile
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS, FLOAT32, STEP_BYTES, inlined
 

@@ -18,7 +18,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from text_generation_shard.device.cpu.kernels import vector_code
+from text_generation_shard.device.cpu.kernels import Address, Count, struct_type, vector_code
 from text_generation_shard.device.cpu.kernels.llvm import (
     INTS,
     LANES,
@@ -33,7 +33,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     scratch,
     store,
 )
-from text_generation_shard.device.cpu.kernels.structs import Address, Count, struct_type
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
     BFLOAT16,

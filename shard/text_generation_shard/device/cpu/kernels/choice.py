@@ -9,6 +9,14 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numba import float32, int64, njit, prange, types
 
+from text_generation_shard.device.cpu.kernels import (
+    FlagRows,
+    Ints,
+    RealRows,
+    Reals,
+    ShortRows,
+    struct_type,
+)
 from text_generation_shard.device.cpu.kernels.cutoff import reached_at
 from text_generation_shard.device.cpu.kernels.llvm import (
     Vector,
@@ -20,14 +28,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     reinterpreted,
     scratch,
     store,
-)
-from text_generation_shard.device.cpu.kernels.structs import (
-    FlagRows,
-    Ints,
-    RealRows,
-    Reals,
-    ShortRows,
-    struct_type,
 )
 from text_generation_shard.device.cpu.kernels.vector import FLOAT32, INTERNAL, inlined
 from text_generation_shard.device.cpu.kernels.vector_code import (

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import float32, from_dtype, int64, njit, uint8
 
-from text_generation_shard.device.cpu.kernels import attention, exchange, pointwise
+from text_generation_shard.device.cpu.kernels import (
+    Address,
+    Count,
+    IntRows,
+    Ints,
+    RealRows,
+    attention,
+    exchange,
+    pointwise,
+    struct_type,
+)
 from text_generation_shard.device.cpu.kernels.grouped_linear import (
     GROUP,
     multiply_grouped_item,
@@ -27,14 +37,6 @@ from text_generation_shard.device.cpu.kernels.rank_steps import (
     write_rank_phases,
 )
 from text_generation_shard.device.cpu.kernels.steps import compute_item, num_phases, write_phases
-from text_generation_shard.device.cpu.kernels.structs import (
-    Address,
-    Count,
-    IntRows,
-    Ints,
-    RealRows,
-    struct_type,
-)
 from text_generation_shard.device.cpu.kernels.thread_pool import PHASE, PHASES, run_phases
 
 FIELDS: Final = {

@@ -11,6 +11,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from text_generation_shard.device.cpu.kernels import Address, Count, Real, struct_type
 from text_generation_shard.device.cpu.kernels.llvm import (
     FLOATS,
     LANES,
@@ -20,7 +21,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     rounded,
     widened,
 )
-from text_generation_shard.device.cpu.kernels.structs import Address, Count, Real, struct_type
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
     FLOAT32,

@@ -6,7 +6,13 @@ from typing import Any, Final, NamedTuple
 
 from numba import njit, types
 
-from text_generation_shard.device.cpu.kernels import are_vectors_wide
+from text_generation_shard.device.cpu.kernels import (
+    Address,
+    Count,
+    Flag,
+    are_vectors_wide,
+    struct_type,
+)
 from text_generation_shard.device.cpu.kernels.llvm import (
     FLOATS,
     INTS,
@@ -20,7 +26,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     reinterpreted,
     scratch,
 )
-from text_generation_shard.device.cpu.kernels.structs import Address, Count, Flag, struct_type
 from text_generation_shard.device.cpu.kernels.vector import (
     FLOAT32,
     exponential,

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, prange
 
-from text_generation_shard.device.cpu.kernels import llvm
-from text_generation_shard.device.cpu.kernels.structs import Address, Count
+from text_generation_shard.device.cpu.kernels import Address, Count, llvm
 from text_generation_shard.device.cpu.kernels.vector import ADDRESS
 
 PHASE: Final = np.dtype(

@@ -13,7 +13,13 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from text_generation_shard.device.cpu.kernels import bfloat12, processor, vector_code
+from text_generation_shard.device.cpu.kernels import (
+    Address,
+    Count,
+    bfloat12,
+    processor,
+    vector_code,
+)
 from text_generation_shard.device.cpu.kernels.llvm import (
     BYTES,
     INTS,
@@ -28,7 +34,6 @@ from text_generation_shard.device.cpu.kernels.llvm import (
     reinterpreted,
     store,
 )
-from text_generation_shard.device.cpu.kernels.structs import Address, Count
 from text_generation_shard.device.cpu.kernels.vector import (
     ADDRESS,
     INT8,
