@@ -8,7 +8,7 @@ import struct
 
 from text_generation_router.errors import GenerationError
 
-_POLL_S = 0.02
+_POLL_S = 0.02  # a start takes seconds, so that this delays it by nothing
 # struct ucred: process, user, group.
 _CREDENTIALS = struct.Struct("3i")
 

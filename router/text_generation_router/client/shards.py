@@ -35,7 +35,7 @@ _CHANNEL_OPTIONS = [
     # The descriptor in an address is reused by another socket once this one is closed.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-_HEALTH_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0  # a healthy shard answers in milliseconds, also during a step
 # How often the channels are checked.
 _GONE_POLL_S = 0.25
 _READY = grpc.ChannelConnectivity.READY

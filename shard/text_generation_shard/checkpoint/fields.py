@@ -12,7 +12,7 @@ from text_generation_shard.errors import ModelError
 
 # No size of a model is larger, nor a vocabulary; positions are words of 32 bits.
 LARGEST_SIZE, LARGEST_POSITION = 1 << 24, (1 << 31) - 1
-_LARGEST_NUMBER = 1e38
+_LARGEST_NUMBER = 1e38  # float32 holds it
 # More of a wrong value is not shown.
 _SHOWN = 60
 

@@ -35,6 +35,7 @@ from text_generation_shard.sampling.table import Watermark
 
 # Rows of prompt logits computed at once, which bounds their memory.
 LOGPROB_ROWS = 256
+# One copy for each run of consecutive rows up to this number; beyond it a gather takes less.
 _MOST_RUNS = 8
 
 

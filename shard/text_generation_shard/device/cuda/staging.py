@@ -185,7 +185,7 @@ _ALIGNMENT = 16
 # A copy waits in the stream for the kernels before it. There are more buffers than two steps have
 # uploads, so that the host does not wait for a step while it launches the next one.
 _NUM_UPLOADS = 32
-_LEAST_BYTES = 1 << 16
+_LEAST_BYTES = 1 << 16  # the arrays of a usual step fit, so that few buffers ever grow
 
 
 class Uploads:
