@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.options import OPTIONS
 from text_generation_process import defaults
+from text_generation_process.flags import OPTIONS
 from text_generation_router.cli import create_parser
 from text_generation_shard.cli import build_parser
 

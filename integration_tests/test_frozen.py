@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from text_generation_launcher.option import Child
-from text_generation_launcher.options import OPTIONS
+from text_generation_process.flags import OPTIONS
+from text_generation_process.option import Child
 from text_generation_proto import pb
 from text_generation_router.cli import create_parser
 from text_generation_shard.cli import build_parser

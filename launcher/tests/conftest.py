@@ -25,7 +25,7 @@ from pathlib import Path
 from text_generation_launcher import pipes, restarts, supervisor
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.log import Log
-from text_generation_launcher.option import Mode
+from text_generation_process.option import Mode
 from text_generation_launcher.process import Command, block_signals, end_with_stdin
 
 given = json.loads(sys.argv[1])

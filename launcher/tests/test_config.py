@@ -9,9 +9,9 @@ from text_generation_launcher.config import (
     create_config,
     log_level,
 )
-from text_generation_launcher.option import InvalidOptions, Mode
 from text_generation_launcher.options import read_options
 from text_generation_process import tracing
+from text_generation_process.option import InvalidOptions, Mode
 
 
 def create(*argv: str, mode: Mode = Mode.SERVE, **environment: str) -> LauncherConfig:

@@ -2,8 +2,8 @@
 
 import pytest
 from text_generation_launcher.config import LauncherConfig, create_config
-from text_generation_launcher.option import InvalidOptions
 from text_generation_launcher.options import notes, read_options
+from text_generation_process.option import InvalidOptions
 
 from launcher.tests.test_options import TGI_FLAGS
 

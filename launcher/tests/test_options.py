@@ -1,5 +1,4 @@
 import pytest
-from text_generation_launcher.option import Child, Mode
 from text_generation_launcher.options import (
     OPTIONS,
     describe,
@@ -9,6 +8,7 @@ from text_generation_launcher.options import (
     refuse,
     split_mode,
 )
+from text_generation_process.option import Child, Mode
 
 # fmt: off
 TGI_FLAGS = [

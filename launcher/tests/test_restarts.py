@@ -7,12 +7,12 @@ import pytest
 from text_generation_launcher.config import create_config
 from text_generation_launcher.failures import ChildDied
 from text_generation_launcher.log import Log
-from text_generation_launcher.option import Mode
 from text_generation_launcher.options import read_options
 from text_generation_launcher.pipes import RouterPipes
 from text_generation_launcher.process import Command
 from text_generation_launcher.restarts import LEAST_PATIENCE_S, LIMIT, WINDOW_S, Part, Restarts
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_process.option import Mode
 
 from launcher.tests.fakes import FakeChild, FakeLog, World
 

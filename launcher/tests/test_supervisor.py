@@ -4,8 +4,8 @@ import signal
 import socket
 
 import pytest
-from text_generation_launcher.option import Mode
 from text_generation_launcher.process import Command
+from text_generation_process.option import Mode
 
 from launcher.tests.fakes import FakeChild, World
 

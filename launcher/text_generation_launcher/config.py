@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from text_generation_process import defaults
+from text_generation_process.option import Child, InvalidOptions, Mode, Values
 from text_generation_process.tracing import check_tracing
 
 from text_generation_launcher import options
 from text_generation_launcher.log import LEVELS, normalize_level
 from text_generation_launcher.num_shards import count_gpus, find_num_shards
-from text_generation_launcher.option import Child, InvalidOptions, Mode, Values
 from text_generation_launcher.process import Command
 
 EMBEDDED_MODEL_ID = "pytgi/embedded"

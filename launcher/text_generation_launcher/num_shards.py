@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from text_generation_launcher.option import InvalidOptions
+from text_generation_process.option import InvalidOptions
 
 # Values of NVIDIA_VISIBLE_DEVICES that list no GPU, although a container may have some.
 _NO_LIST = ("", "all", "void", "none")

@@ -11,10 +11,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from text_generation_launcher.flags.model import MODEL
-from text_generation_launcher.flags.processes import PROCESS, SHARDS
-from text_generation_launcher.flags.router import HTTP_SIDE, LIMITS
-from text_generation_launcher.option import (
+from text_generation_process.flags import OPTIONS
+from text_generation_process.option import (
     Child,
     InvalidOptions,
     Mode,
@@ -22,8 +20,6 @@ from text_generation_launcher.option import (
     Values,
     true_or_false,
 )
-
-OPTIONS: tuple[Option, ...] = (*MODEL, *SHARDS, *LIMITS, *HTTP_SIDE, *PROCESS)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,9 +10,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from text_generation_process.defaults import SOCKET_NAME
+from text_generation_process.option import Mode
 
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.option import Mode
 from text_generation_launcher.ports import AddressError, MeetingPort, claim_port
 
 MAX_SOCKET_PATH_BYTES = 107

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from text_generation_process.option import Mode
+
 from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
 from text_generation_launcher.failures import (
     CAUSE_S,
@@ -28,7 +30,6 @@ from text_generation_launcher.failures import (
     grouped,
 )
 from text_generation_launcher.log import Log
-from text_generation_launcher.option import Mode
 from text_generation_launcher.pipes import TOLD, RouterPipes
 from text_generation_launcher.ports import AddressError
 from text_generation_launcher.probe import how_to_ask, is_healthy

@@ -25,11 +25,6 @@ LEAST_STEP_DEADLINE_ON_GPU_S = 20.0
 """Longer, because compiling a new kernel or recording a graph takes seconds."""
 STEP_DEADLINE_FACTOR = 20.0
 """A step may take this many times what warm-up expects of it, and not less than the two above."""
-STEP_DEADLINE = (
-    f"{LEAST_STEP_DEADLINE_S:g} (on a GPU {LEAST_STEP_DEADLINE_ON_GPU_S:g}), or "
-    f"{STEP_DEADLINE_FACTOR:g} times what warm-up expects of such a step"
-)
-"""--step-deadline, for its help."""
 
 # What warm-up measures
 WARMUP_ROWS = 32

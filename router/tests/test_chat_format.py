@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.options import OPTIONS
+from text_generation_process.flags import OPTIONS
 from text_generation_router.chat.format import AUTO, FORMATS, ToolSpec, detect_format
 from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
 from text_generation_router.cli import create_parser

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.option import Mode
 from text_generation_launcher.options import read_options
+from text_generation_process.option import Mode
 from text_generation_router.config import RouterConfig
 from text_generation_router.offline import session
 from text_generation_router.offline.session import router_config, running_services, sort_options

@@ -8,17 +8,21 @@ from importlib.metadata import version
 from typing import Any
 
 from text_generation_process import defaults
+from text_generation_process.flags import OPTIONS
+from text_generation_process.option import Child
 from text_generation_process.tracing import check_tracing
 
 from text_generation_router.chat.format import AUTO, FORMATS
 
 VERSION = version("pytgi")
 LOGGER_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_HELP = {option.name: option.help for option in OPTIONS if Child.ROUTER in option.to}
 
 
-def _option(default: Any, text: str, minimum: int | None = None, **argparse: Any) -> Any:
-    """A field with its help text, its smallest legal value and other arguments of argparse."""
-    metadata = {"help": text, "minimum": minimum, "argparse": argparse}
+def _option(default: Any, minimum: int | None = None, help: str = "", **argparse: Any) -> Any:
+    """A field with its smallest legal value, its help unless the launcher's table of flags has it,
+    and other arguments of argparse."""
+    metadata = {"help": help, "minimum": minimum, "argparse": argparse}
     return field(default=default, metadata=metadata)
 
 
@@ -38,167 +42,77 @@ class RouterConfig:
     tokenizer_name: str = field(
         metadata={"help": "Directory that holds the model's tokenizer.json.", "argparse": {}}
     )
-    model_id: str | None = _option(None, "Name shown by /info; default: the tokenizer name.")
-    served_model_name: tuple[str, ...] = _option(
-        (),
-        "Name of the model on OpenAI's and Anthropic's routes; repeatable, answers have the first; "
-        "default: its id.",
-    )
-    any_model_name: bool = _option(
-        True,
-        "true: OpenAI's and Anthropic's routes accept any model name; false: they answer 404 to "
-        "other names.",
-        action="store",
-        type=_true_or_false,
-    )
-    revision: str | None = _option(None, "Revision of the model, shown by /info as model_sha.")
+    model_id: str | None = _option(None, help="Name shown by /info; default: the tokenizer name.")
+    served_model_name: tuple[str, ...] = _option(())
+    any_model_name: bool = _option(True, action="store", type=_true_or_false)
+    revision: str | None = _option(None)
     master_shard_uds_path: str = _option(
-        f"{defaults.SHARD_UDS_PATH}-0", "Unix socket of the shard with rank 0."
+        f"{defaults.SHARD_UDS_PATH}-0", help="Unix socket of the shard with rank 0."
     )
     await_shards: bool = _option(
-        False, "Wait for that socket without limit: the launcher starts and watches the shard."
+        False, help="Wait for that socket without limit: the launcher starts and watches the shard."
     )
-    step_deadline: float | None = _option(
-        None,
-        "Seconds after which a step has failed and the shards are declared lost; also how long a "
-        "shard may answer later than another; "
-        f"default: {defaults.STEP_DEADLINE}, if that is more.",
-        0,
-    )
-    hostname: str = _option(defaults.HOSTNAME, "Address to listen on.")
-    port: int = _option(defaults.PORT, "Port to listen on; 0 takes a free one.", 0)
-    prometheus_port: int | None = _option(None, "Serve /metrics on this port as well.", 0)
-    max_concurrent_requests: int = _option(
-        128, "Maximum concurrent requests; further ones are answered with 429.", 1
-    )
-    request_timeout: float | None = _option(
-        None,
-        "Seconds from the arrival of a request to the end of its answer, then it is answered with "
-        "504; default: no limit.",
-    )
-    max_queue_wait: float | None = _option(
-        None,
-        "Seconds that a request may wait in the queue, then it is answered with 503; default: no "
-        "limit.",
-    )
-    max_best_of: int = _option(2, "Largest `best_of` of a request.", 1)
-    max_stop_sequences: int = _option(4, "Most `stop` strings of a request.", 0)
-    max_top_n_tokens: int = _option(5, "Largest `top_n_tokens` of a request.", 0)
-    max_input_tokens: int | None = _option(
-        None, "Longest prompt in tokens; default: the shard decides.", 1
-    )
-    max_total_tokens: int | None = _option(
-        None, "Longest prompt plus answer in tokens; default: the shard decides.", 2
-    )
-    waiting_served_ratio: float = _option(
-        1.2,
-        "Waiting requests join the running ones when they are this many times as many; only "
-        "without prefill chunking.",
-        0,
-    )
-    max_batch_prefill_tokens: int = _option(4096, "Most prompt tokens in one step.", 1)
-    max_batch_total_tokens: int | None = _option(
-        None, "Tokens of KV cache for all running requests; default: as many as fit.", 1
-    )
-    max_waiting_tokens: int = _option(
-        20, "Steps after which they join at any ratio; only without prefill chunking.", 0
-    )
-    max_batch_size: int | None = _option(
-        None, "Most requests in one step; default: --max-concurrent-requests.", 1
-    )
-    disable_prefix_caching: bool = _option(False, "Compute every prompt in full: no prefix cache.")
-    disable_prefill_chunking: bool = _option(
-        False, "Compute a prompt in one step where it fits; other requests wait meanwhile."
-    )
-    inter_token_latency_target_ms: int | None = _option(
-        None,
-        "Target in milliseconds from one token to the next while prompts are computed; default: "
-        "twice a step without prompts.",
-        1,
-    )
-    speculate: int = _option(0, "Tokens guessed per request and step; 0: none.", 0)
-    validation_workers: int = _option(2, "Threads that tokenize prompts.", 1)
-    max_client_batch_size: int = _option(
-        4, "Maximum prompts in one request, as /info reports it; limits no request.", 1
-    )
-    payload_limit: int = _option(2_000_000, "Largest request body in bytes.", 1)
-    api_key: tuple[str, ...] = _option(
-        (),
-        "API key that all routes but health and metrics require; repeatable; default: the keys in "
-        "the variable API_KEY, one per line.",
-    )
-    api_key_file: str | None = _option(
-        None, "File with more API keys, one per line; it is read again when it changes."
-    )
-    max_concurrent_requests_per_key: int | None = _option(
-        None, "Maximum concurrent requests of each key; default: no limit per key.", 1
-    )
-    max_tokens_per_minute_per_key: int | None = _option(
-        None, "Prompt and generated tokens of each key per minute; default: no limit.", 1
-    )
-    public_docs: bool = _option(False, "Show /docs and the OpenAPI file without a key.")
-    graceful_termination_timeout: float = _option(
-        defaults.TERMINATION_TIMEOUT_S,
-        "Seconds that running requests have to end after SIGTERM.",
-        0,
-    )
-    ssl_certfile: str | None = _option(
-        None, "PEM file with the TLS certificate; it is read again when it changes."
-    )
-    ssl_keyfile: str | None = _option(None, "PEM file with the certificate's private key.")
-    cors_allow_origin: tuple[str, ...] = _option(
-        (), "Origin that browsers may send requests from; repeatable; default: any."
-    )
-    aip_predict_route: str | None = _option(None, "Path that answers as /vertex does.")
-    aip_health_route: str | None = _option(None, "Path that answers as /health does.")
-    tokenizer_config_path: str | None = _option(
-        None, "A tokenizer_config.json or .jinja file to take the chat template from."
-    )
-    chat_format: str = _option(
-        AUTO,
-        "How the model writes tool calls; default: found from the chat template.",
-        choices=(AUTO, *FORMATS),
-    )
-    pooling: str | None = _option(
-        None,
-        "Hidden state that /v1/embeddings returns: of the last token, or the mean of all; default: "
-        "as in the model's 1_Pooling/config.json, else last.",
-        choices=("last", "mean"),
-    )
-    reranker: bool = _option(
-        False,
-        "Serve /score and /rerank in the form of Qwen3-Reranker; default: if the model is one, by "
-        "its config.json or its name.",
-    )
-    otlp_endpoint: str | None = _option(
-        None, "gRPC address of an OpenTelemetry collector for traces, like http://127.0.0.1:4317."
-    )
-    otlp_service_name: str = _option(
-        defaults.ROUTER_SERVICE_NAME, "Name of this service in its traces."
-    )
-    disable_grammar_support: bool = _option(False, "Refuse requests with a `grammar`.")
-    json_output: bool = _option(False, "Write log lines as JSON objects.")
+    step_deadline: float | None = _option(None, 0)
+    hostname: str = _option(defaults.HOSTNAME)
+    port: int = _option(defaults.PORT, 0)
+    prometheus_port: int | None = _option(None, 0)
+    max_concurrent_requests: int = _option(128, 1)
+    request_timeout: float | None = _option(None)
+    max_queue_wait: float | None = _option(None)
+    max_best_of: int = _option(2, 1)
+    max_stop_sequences: int = _option(4, 0)
+    max_top_n_tokens: int = _option(5, 0)
+    max_input_tokens: int | None = _option(None, 1)
+    max_total_tokens: int | None = _option(None, 2)
+    waiting_served_ratio: float = _option(1.2, 0)
+    max_batch_prefill_tokens: int = _option(4096, 1)
+    max_batch_total_tokens: int | None = _option(None, 1)
+    max_waiting_tokens: int = _option(20, 0)
+    max_batch_size: int | None = _option(None, 1)
+    disable_prefix_caching: bool = _option(False)
+    disable_prefill_chunking: bool = _option(False)
+    inter_token_latency_target_ms: int | None = _option(None, 1)
+    speculate: int = _option(0, 0)
+    validation_workers: int = _option(2, 1)
+    max_client_batch_size: int = _option(4, 1)
+    payload_limit: int = _option(2_000_000, 1)
+    api_key: tuple[str, ...] = _option(())
+    api_key_file: str | None = _option(None)
+    max_concurrent_requests_per_key: int | None = _option(None, 1)
+    max_tokens_per_minute_per_key: int | None = _option(None, 1)
+    public_docs: bool = _option(False)
+    graceful_termination_timeout: float = _option(defaults.TERMINATION_TIMEOUT_S, 0)
+    ssl_certfile: str | None = _option(None)
+    ssl_keyfile: str | None = _option(None)
+    cors_allow_origin: tuple[str, ...] = _option(())
+    aip_predict_route: str | None = _option(None)
+    aip_health_route: str | None = _option(None)
+    tokenizer_config_path: str | None = _option(None)
+    chat_format: str = _option(AUTO, choices=(AUTO, *FORMATS))
+    pooling: str | None = _option(None, choices=("last", "mean"))
+    reranker: bool = _option(False)
+    otlp_endpoint: str | None = _option(None)
+    otlp_service_name: str = _option(defaults.ROUTER_SERVICE_NAME)
+    disable_grammar_support: bool = _option(False)
+    json_output: bool = _option(False, help="Write log lines as JSON objects.")
     logger_level: str = _option(
         defaults.LOGGER_LEVEL,
-        "Least severe log lines shown.",
         type=str.upper,
         choices=LOGGER_LEVELS,
+        help="Least severe log lines shown.",
     )
     restart: bool = _option(
-        False, "Wait for new shards when shards are lost; the launcher starts them."
+        False, help="Wait for new shards when shards are lost; the launcher starts them."
     )
-    resume_streams: bool = _option(
-        True,
-        "With --restart: streams that have begun continue on new shards; false: they end.",
-        action="store",
-        type=_true_or_false,
+    resume_streams: bool = _option(True, action="store", type=_true_or_false)
+    num_restarts: int = _option(
+        0, 0, help="How often the launcher has replaced this router already."
     )
-    num_restarts: int = _option(0, "How often the launcher has replaced this router already.", 0)
     launcher_fd: int | None = _option(
-        None, "Pipe on which the router reports to the launcher, which opens it.", 0
+        None, 0, help="Pipe on which the router reports to the launcher, which opens it."
     )
     progress_fd: int | None = _option(
-        None, "Pipe on which the launcher, which opens it, reports what the shards do.", 0
+        None, 0, help="Pipe on which the launcher, which opens it, reports what the shards do."
     )
 
     def __post_init__(self) -> None:
@@ -284,4 +198,5 @@ def flag(name: str) -> str:
 def flags() -> Iterable[tuple[str, Any, str, dict[str, Any]]]:
     """(field name, default, help, argparse keywords) of every option, in order."""
     for option in fields(RouterConfig):
-        yield option.name, option.default, option.metadata["help"], option.metadata["argparse"]
+        text = option.metadata["help"] or _HELP[flag(option.name).removeprefix("--")]
+        yield option.name, option.default, text, option.metadata["argparse"]

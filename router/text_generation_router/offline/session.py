@@ -10,6 +10,8 @@ from typing import Any
 
 import uvloop
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from text_generation_process.flags import OPTIONS
+from text_generation_process.option import Child, Mode
 
 from text_generation_router.config import RouterConfig, flag
 from text_generation_router.offline.shards_process import ShardsAddress
@@ -42,9 +44,6 @@ def sort_options(
     Raises TypeError for an unknown option, ValueError for one that has no effect without HTTP or
     has an invalid value.
     """
-    from text_generation_launcher.option import Child, Mode
-    from text_generation_launcher.options import OPTIONS
-
     options = {option.name.replace("-", "_"): option for option in OPTIONS}
     known = {name for name, one in options.items() if one.applies_in(Mode.BATCH)} - _NOT_OFFLINE
     shard_flags: list[str] = []

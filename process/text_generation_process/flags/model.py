@@ -1,8 +1,7 @@
 """Flags of the model: which one, and how it is computed."""
 
 from text_generation_process import defaults
-
-from text_generation_launcher.option import (
+from text_generation_process.option import (
     DOWNLOAD,
     ROUTER,
     SHARD,

@@ -2,8 +2,7 @@
 keys, TLS and chat templates of the HTTP server."""
 
 from text_generation_process import defaults
-
-from text_generation_launcher.option import (
+from text_generation_process.option import (
     HTTP,
     PORT,
     ROUTER,

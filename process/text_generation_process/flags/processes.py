@@ -2,9 +2,7 @@
 launcher's own process: its other modes, its log, traces, its end."""
 
 from text_generation_process import defaults
-from text_generation_process.tracing import collector
-
-from text_generation_launcher.option import (
+from text_generation_process.option import (
     HTTP,
     PORT,
     ROUTER,
@@ -19,7 +17,12 @@ from text_generation_launcher.option import (
     true_or_false,
     whole,
 )
+from text_generation_process.tracing import collector
 
+_STEP_DEADLINE = (
+    f"{defaults.LEAST_STEP_DEADLINE_S:g} (on a GPU {defaults.LEAST_STEP_DEADLINE_ON_GPU_S:g}), or "
+    f"{defaults.STEP_DEADLINE_FACTOR:g} times what warm-up expects of such a step"
+)
 _OWN_KERNELS = "pytgi computes every model with its own kernels, and has no other implementation"
 
 SHARDS = (
@@ -43,7 +46,7 @@ SHARDS = (
     Option(
         "step-deadline",
         "seconds that a step may take, and that one shard waits for another in it, before they are "
-        f"declared lost; by default {defaults.STEP_DEADLINE}",
+        f"declared lost; by default {_STEP_DEADLINE}",
         number(0),
         (Child.SHARD, Child.ROUTER),
     ),

@@ -1,1 +1,0 @@
-"""The flags of the launcher by subject, in the order of --help."""
