@@ -29,7 +29,7 @@ from text_generation_router.services import StartError, start
 from text_generation_router.state import ServerState
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.steps import Tracing
+    from text_generation_router.tracing.requests import TracedRequests
 
 logger = logging.getLogger("text_generation_router")
 
@@ -99,11 +99,11 @@ def keys_from(environment: Mapping[str, str]) -> tuple[str, ...]:
     return () if given is None else tuple(given.splitlines() or [""])
 
 
-def _open_tracing(config: RouterConfig, stack: ExitStack) -> "Tracing | None":
+def _open_tracing(config: RouterConfig, stack: ExitStack) -> "TracedRequests | None":
     """Imports OpenTelemetry only if traces are on."""
     if (endpoint := config.otlp_endpoint) is None:
         return None
-    from text_generation_router.tracing.steps import open_tracing
+    from text_generation_router.tracing.requests import open_tracing
 
     name, model = config.otlp_service_name, config.model_names[0]
     return stack.enter_context(open_tracing(endpoint, name, VERSION, model))
@@ -112,7 +112,7 @@ def _open_tracing(config: RouterConfig, stack: ExitStack) -> "Tracing | None":
 async def serve(
     config: RouterConfig,
     num_lines_dropped: Callable[[], int] = int,
-    tracing: "Tracing | None" = None,
+    tracing: "TracedRequests | None" = None,
 ) -> int:
     """Takes the port, starts the services, listens, and shuts down in order on SIGTERM.
 

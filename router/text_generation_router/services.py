@@ -47,8 +47,7 @@ from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
 if TYPE_CHECKING:
-    from text_generation_router.tracing.requests import RequestTrace
-    from text_generation_router.tracing.steps import Tracing
+    from text_generation_router.tracing.requests import RequestTrace, TracedRequests
 
 _POLL_S = 0.02
 # The watch over the shards' steps comes first.
@@ -110,7 +109,7 @@ class Services:
 
 @asynccontextmanager
 async def start(
-    config: RouterConfig, tracing: "Tracing | None" = None, state: ServerState | None = None
+    config: RouterConfig, tracing: "TracedRequests | None" = None, state: ServerState | None = None
 ) -> AsyncIterator[Services]:
     """Connects, warms the shards up and checks the limits. Raises StartError.
 
@@ -171,7 +170,7 @@ def assemble(
     info: ShardInfo,
     warmup: WarmupResult,
     workers: TemplateWorkers,
-    tracing: "Tracing | None" = None,
+    tracing: "TracedRequests | None" = None,
     state: ServerState | None = None,
 ) -> Services:
     """The services for shards that are warm."""
@@ -185,7 +184,9 @@ def assemble(
 
     def watched(client: Shards) -> WatchedShards:
         if tracing is not None and isinstance(client, ShardedClient):
-            client = tracing.over(client)
+            from text_generation_router.tracing.steps import TracedShards
+
+            client = TracedShards(client, tracing)
         return WatchedShards(client, deadlines, num_questions)
 
     watch: WatchedShards | ReplacedShards

@@ -6,7 +6,8 @@ scheduler takes in any case.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry.context import Context
@@ -20,7 +21,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from text_generation_process.tracing import mark_failed
+from text_generation_process.tracing import mark_failed, open_tracer
 
 from text_generation_router.request import GeneratedText
 from text_generation_router.request_id import TRACE, current
@@ -49,31 +50,38 @@ class TracedRequests:
         span = self.tracer.start_span(scope["method"], parent, SpanKind.SERVER)
         return RequestTrace(self, span) if span.is_recording() else None
 
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application with its POSTs traced; other methods serve monitoring and have no
+        trace."""
 
-class TracedApp:
-    """The application with its POSTs traced; other methods serve monitoring and have no trace."""
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            trace = None
+            if scope["type"] == "http" and scope["method"] == "POST":
+                trace = self.begin(scope)
+            if trace is None:
+                await app(scope, receive, send)
+                return
+            scope[TRACE] = trace
+            try:
+                await app(scope, receive, trace.watch(send))
+            except BaseException as error:
+                trace.fail(type(error).__name__)
+                raise
+            finally:
+                # The trace may refer to the scope: this breaks the cycle.
+                del scope[TRACE]
+                trace.close(scope)
 
-    def __init__(self, app: ASGIApp, requests: TracedRequests) -> None:
-        self._app = app
-        self._requests = requests
+        return traced
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        trace = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            trace = self._requests.begin(scope)
-        if trace is None:
-            await self._app(scope, receive, send)
-            return
-        scope[TRACE] = trace
-        try:
-            await self._app(scope, receive, trace.watch(send))
-        except BaseException as error:
-            trace.fail(type(error).__name__)
-            raise
-        finally:
-            # The trace may refer to the scope: this breaks the cycle.
-            del scope[TRACE]
-            trace.close(scope)
+
+@contextmanager
+def open_tracing(
+    endpoint: str, service_name: str, version: str, model: str
+) -> Iterator[TracedRequests]:
+    """Sends spans to the collector until the end of the block; see `open_tracer`."""
+    with open_tracer(endpoint, service_name, version, {}) as tracer:
+        yield TracedRequests(tracer, model)
 
 
 class RequestTrace:

@@ -1,51 +1,30 @@
-"""The spans of steps, the parents of the shards' own spans; opens the traces of a router."""
+"""The spans of steps, the parents of the shards' own spans."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, set_span_in_context
-from starlette.types import ASGIApp
-from text_generation_process.tracing import SERVICE, end_span, open_tracer, traceparent
+from text_generation_process.tracing import SERVICE, end_span, traceparent
 
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.shards import (
     Advance,
     CachedBatch,
     GrammarResult,
-    Shards,
     StepResult,
 )
-from text_generation_router.tracing.requests import SequenceTrace, TracedApp, TracedRequests
+from text_generation_router.tracing.requests import SequenceTrace, TracedRequests
+
+if TYPE_CHECKING:
+    from text_generation_router.client.shards import ShardedClient
 
 # A step has a span if it is the first of a sequence's phase, or if the last span of a step began
 # longer ago than this: the number of spans grows with the seconds of a request, not its tokens.
 EVERY_S = 1.0
 # Sequences that the span of a step links to.
 MOST_LINKS = 16
-
-
-class TraceableShards(Shards, Protocol):
-    """`Shards` whose steps take the parent of their spans (a `traceparent`)."""
-
-    async def prefill(
-        self,
-        batch_id: int,
-        entries: Sequence[Entry],
-        cached_batch_id: int | None,
-        advance: Advance | None = None,
-        trace_context: str = "",
-    ) -> StepResult:
-        """See `Shards.prefill`."""
-        ...
-
-    async def decode(
-        self, batch_ids: Sequence[int], advance: Advance, trace_context: str = ""
-    ) -> StepResult:
-        """See `Shards.decode`."""
-        ...
 
 
 class TracedShards:
@@ -55,7 +34,7 @@ class TracedShards:
     Owns which of the traced sequences have rows.
     """
 
-    def __init__(self, shards: TraceableShards, requests: TracedRequests) -> None:
+    def __init__(self, shards: "ShardedClient", requests: TracedRequests) -> None:
         self._shards = shards
         self._requests = requests
         self._batch_id: int | None = None
@@ -169,25 +148,3 @@ class TracedShards:
     def _forget(self, entry_ids: Iterable[int]) -> None:
         for i in entry_ids:
             self._rows.pop(i, None)
-
-
-class Tracing:
-    """Wraps the application and the shards of a router, so that requests and steps are traced."""
-
-    def __init__(self, requests: TracedRequests) -> None:
-        self._requests = requests
-
-    def around(self, app: ASGIApp) -> TracedApp:
-        """The application, whose requests are traced."""
-        return TracedApp(app, self._requests)
-
-    def over(self, shards: TraceableShards) -> TracedShards:
-        """The shards, whose steps are traced."""
-        return TracedShards(shards, self._requests)
-
-
-@contextmanager
-def open_tracing(endpoint: str, service_name: str, version: str, model: str) -> Iterator[Tracing]:
-    """Sends spans to the collector until the end of the block; see `open_tracer`."""
-    with open_tracer(endpoint, service_name, version, {}) as tracer:
-        yield Tracing(TracedRequests(tracer, model))
