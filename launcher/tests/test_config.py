@@ -328,3 +328,44 @@ def test_an_invalid_endpoint(capfd, endpoint):
     assert ended.value.code == 2
     said = "argument --otlp-endpoint: expected the gRPC address of a collector, like http://"
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["paged", "flashdecoding", "flashdecoding-ipex", "flashinfer"])
+def test_a_kernel_of_tgi_is_named_and_not_refused(name: str):
+    assert [note.split()[0] for note in create(ATTENTION=name).notes] == [f"ATTENTION={name}"]
+
+
+@pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"])
+def test_what_children_read_themselves_is_inherited(variable: str):
+    config = create("--model-id", "a/b", **{variable: "1"})
+    assert config.router is not None and config.download is not None
+    for command in (config.download, config.router, *config.shards):
+        assert command.environment[variable] == "1"
+
+
+def test_the_number_of_shards_and_where_they_meet():
+    meeting = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29501"}
+    config = create(NUM_SHARD="3", **meeting, STEP_DEADLINE="7.5")
+    assert (config.master_addr, config.master_port, config.notes) == ("127.0.0.2", 29501, ())
+    for rank, shard in enumerate(config.shards):
+        expected = {f"--rank={rank}", "--world-size=3", "--step-deadline=7.5"}
+        assert expected | {"--master-addr=127.0.0.2"} <= set(shard.argv)
+    assert len(config.shards) == 3
+    assert len(create(SHARDED="true", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 2
+    assert len(create(SHARDED="0", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 1
+    alone = create(**meeting, STEP_DEADLINE="7.5")
+    assert [note.split()[0] for note in alone.notes] == [
+        "--master-addr",
+        "--master-port",
+    ]
+
+
+@pytest.mark.parametrize("name", ["REQUEST_TIMEOUT", "MAX_QUEUE_WAIT"])
+def test_how_long_a_request_may_take(name: str, capsys: pytest.CaptureFixture[str]):
+    router = create(**{name: "2.5"}).router
+    assert router is not None
+    assert f"--{name.lower().replace('_', '-')}=2.5" in router.argv
+    for bad in ("0", "-1", "nan", "inf", "long"):
+        with pytest.raises(SystemExit):
+            create(**{name: bad})
+        assert f"{name}: expected a number above 0, got '{bad}'" in capsys.readouterr().err
