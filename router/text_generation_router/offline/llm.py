@@ -4,7 +4,7 @@ import os
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _T = TypeVar("_T")
 _DRAW_EVERY_S = 0.1
+_CLOSED_MEANWHILE = "the LLM was closed while it was generating"
 _MESSAGES = TypeAdapter(list[MessageBody])
 _TOOLS = TypeAdapter(list[ToolBody])
 
@@ -63,6 +64,7 @@ class LLM:
         """Returns when the model is ready. Raises TypeError for an unknown option, ValueError for
         an invalid one, and LLMError if the model can not be started."""
         shard_flags, router_options = sort_options(model, options)
+        self._calls: set[Future[Any]] = set()
         with ExitStack() as stack:
             self._process = stack.enter_context(closing(ShardsProcess(shard_flags)))
             try:
@@ -72,7 +74,7 @@ class LLM:
             except (ShardsProcessError, StartError) as error:
                 raise LLMError(str(error)) from error
             self.model_id = address.model_id
-            self._end = weakref.finalize(self, _close, stack.pop_all(), os.getpid())
+            self._end = weakref.finalize(self, _close, stack.pop_all(), self._calls, os.getpid())
 
     def generate(
         self,
@@ -195,23 +197,34 @@ class LLM:
     def _wait_for(
         self, work: Callable[[], Awaitable[_T]], draw: Callable[[], None] | None = None
     ) -> _T:
-        running = self._portal.start_task_soon(work)
+        try:
+            running = self._portal.start_task_soon(work)
+        except RuntimeError as error:  # it was closed a moment ago
+            raise LLMError("this LLM is closed: create another") from error
+        self._calls.add(running)
         try:
             while draw is not None and not running.done():
                 draw()
                 wait([running], _DRAW_EVERY_S)
             results = running.result()
+        except CancelledError as error:
+            raise LLMError(_CLOSED_MEANWHILE) from error
         except BaseException:  # for example Ctrl-C: the work must not continue
             running.cancel()
             raise
+        finally:
+            self._calls.discard(running)
         if not self._end.alive:
-            raise LLMError("the LLM was closed while it was generating")
+            raise LLMError(_CLOSED_MEANWHILE)
         return results
 
 
-def _close(running: ExitStack, owner: int) -> None:
-    if os.getpid() == owner:  # a fork does not own the model
-        running.close()
+def _close(running: ExitStack, calls: set[Future[Any]], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork does not own the model
+    for call in list(calls):
+        call.cancel()
+    running.close()
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
