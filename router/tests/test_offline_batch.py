@@ -13,10 +13,9 @@ from text_generation_router.app import create_app
 from text_generation_router.errors import GenerationError
 from text_generation_router.offline.batch import (
     Batch,
-    BatchFileError,
+    BatchError,
     LineError,
     ResultsFile,
-    ShardsLostError,
     error_line,
     main,
     post,
@@ -160,7 +159,7 @@ async def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path):
 async def test_a_step_that_fails_is_one_result_shards_that_are_gone_are_none(tmp_path: Path):
     async with rig(tmp_path) as the:
         the.services.shards.failure = GenerationError("Server error: gone")
-        with pytest.raises(ShardsLostError, match="run the batch again to continue"):
+        with pytest.raises(BatchError, match="run the batch again to continue"):
             await the.run(completion("a"), completion("b"))
         assert the.results() == []
         await the.services.batcher.probe()
@@ -211,7 +210,7 @@ def test_results_of_other_requests_are_not_continued(tmp_path: Path, there, is_s
     if is_same:
         assert results.check_same(source) == 2
     else:
-        with pytest.raises(BatchFileError, match="results of other requests"):
+        with pytest.raises(BatchError, match="results of other requests"):
             results.check_same(source)
     results.close()
 
@@ -320,19 +319,19 @@ def test_a_torn_last_line_is_cut_wherever_it_is_torn(tmp_path: Path):
 def test_another_file_is_left_alone(tmp_path: Path, content):
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
-    with pytest.raises(BatchFileError, match="is not a result of a batch"):
+    with pytest.raises(BatchError, match="is not a result of a batch"):
         ResultsFile(path)
     assert path.read_bytes() == content
 
 
 def test_two_batches_on_one_file(tmp_path: Path):
     first = ResultsFile(tmp_path / "out.jsonl")
-    with pytest.raises(BatchFileError, match="is being written by another batch"):
+    with pytest.raises(BatchError, match="is being written by another batch"):
         ResultsFile(tmp_path / "out.jsonl")
     first.close()
     ResultsFile(tmp_path / "out.jsonl").close()
 
 
 def test_a_file_that_can_not_be_written(tmp_path: Path):
-    with pytest.raises(BatchFileError, match="can not be written: Is a directory"):
+    with pytest.raises(BatchError, match="can not be written: Is a directory"):
         ResultsFile(tmp_path)

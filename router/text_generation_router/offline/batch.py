@@ -49,8 +49,8 @@ logger = logging.getLogger("text_generation_router.offline.batch")
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
-class BatchFileError(Exception):
-    """A file can not be used; the message says why and what to do."""
+class BatchError(Exception):
+    """A file can not be used, or the shards are lost; the message says why and what to do."""
 
 
 class LineError(Exception):
@@ -100,21 +100,17 @@ def response_line(custom_id: str, status_code: int, body: bytes) -> bytes:
     """The result of a request that was answered, with any status; `body` is JSON."""
     request_id = f"req_{uuid.uuid4().hex}"
     response = {"status_code": status_code, "request_id": request_id, "body": orjson.Fragment(body)}
-    return _line(custom_id, response, None)
+    return _line(custom_id=custom_id, response=response, error=None)
 
 
 def error_line(error: LineError) -> bytes:
     """The result of a line that is not a valid request."""
-    return _line(error.custom_id, None, {"code": error.code, "message": str(error)})
+    reason = {"code": error.code, "message": str(error)}
+    return _line(custom_id=error.custom_id, response=None, error=reason)
 
 
-def _line(custom_id: str | None, response: Any, error: Any) -> bytes:
-    record = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+def _line(**fields: Any) -> bytes:
+    record = {"id": f"batch_req_{uuid.uuid4().hex}", **fields}
     return without_line_ends(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
 
@@ -125,7 +121,7 @@ class ResultsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises BatchFileError if the file is in use or has other content."""
+        """Raises BatchError if the file is in use or has other content."""
         self.path = path
         self.custom_ids: list[str | None] = []
         """Of the results in the file."""
@@ -136,10 +132,10 @@ class ResultsFile:
                 self._file = stack.enter_context(path.open("a+b"))
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BatchFileError(f"--output {path} is being written by another batch") from None
+                raise BatchError(f"--output {path} is being written by another batch") from None
             except OSError as error:
                 reason = error.strerror
-                raise BatchFileError(f"--output {path} can not be written: {reason}") from error
+                raise BatchError(f"--output {path} can not be written: {reason}") from error
             self._read()
             stack.pop_all()
 
@@ -153,7 +149,7 @@ class ResultsFile:
         self._file.close()
 
     def check_same(self, source: Path) -> int:
-        """The number of requests in `source`. Raises BatchFileError if the results are of other
+        """The number of requests in `source`. Raises BatchError if the results are of other
         requests."""
         total, is_same = 0, True
         for line in read_lines(source):
@@ -165,7 +161,7 @@ class ResultsFile:
                     is_same = is_same and error.custom_id == self.custom_ids[total]
             total += 1
         if not is_same or total < len(self.custom_ids):
-            raise BatchFileError(
+            raise BatchError(
                 f"--output {self.path} has results of other requests than those in --input "
                 f"{source}: choose another file, or remove this one"
             )
@@ -185,7 +181,7 @@ class ResultsFile:
                 is_answer = response is not None and response["status_code"] == 200
             except (ValueError, TypeError, KeyError) as error:
                 number = len(self.custom_ids) + 1
-                raise BatchFileError(
+                raise BatchError(
                     f"line {number} of --output {self.path} is not a result of a batch: choose "
                     "another file, or remove this one"
                 ) from error
@@ -193,13 +189,6 @@ class ResultsFile:
             self.num_failed += not is_answer
             end += len(line)
         self._file.truncate(end)
-
-
-class ShardsLostError(Exception):
-    """The shards do not answer any more; another run can continue."""
-
-    def __init__(self) -> None:
-        super().__init__("the shards do not answer any more; run the batch again to continue")
 
 
 class Batch:
@@ -223,7 +212,7 @@ class Batch:
         self._running: set[asyncio.Task[bytes]] = set()
 
     async def run(self, tally: Tally) -> None:
-        """Returns when every line has its result. Raises ShardsLostError."""
+        """Returns when every line has its result. Raises BatchError if the shards are lost."""
         window = _WINDOW * self._services.config.batch_rows
         lines = islice(read_lines(self._source), len(self._results.custom_ids), None)
         try:
@@ -249,7 +238,7 @@ class Batch:
             self._results.append(self._held.popleft().result())
 
     async def _answer(self, line: bytes, tally: Tally) -> bytes:
-        """The result of one line. Raises ShardsLostError."""
+        """The result of one line. Raises BatchError if the shards are lost."""
         is_answer = False
         try:
             custom_id, url, body = read_request(line)
@@ -265,7 +254,9 @@ class Batch:
             if is_answer:
                 tally.tokens += _num_tokens(answer)
             elif status_code >= 500 and not await self._services.batcher.probe():
-                raise ShardsLostError
+                raise BatchError(
+                    "the shards do not answer any more; run the batch again to continue"
+                )
             result = response_line(custom_id, status_code, answer)
         except LineError as error:
             result = error_line(error)
@@ -338,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
         return uvloop.run(_run(RouterConfig(**(options | rows)), source, target))
     except asyncio.CancelledError:
         logger.info("Interrupted: run the batch again to continue")
-    except (StartError, BatchFileError, ShardsLostError, ValueError, OSError) as error:
+    except (StartError, BatchError, ValueError, OSError) as error:
         logger.error("%s", error)
     return 1
 
@@ -377,21 +368,21 @@ async def _run(config: RouterConfig, source: Path, target: Path) -> int:
 
 async def _answer(batch: Batch, tally: Tally) -> None:
     """Runs the batch and shows its progress."""
+
+    async def show(draw: Callable[[], None] | None) -> None:
+        while True:
+            if draw is not None:
+                draw()
+            else:
+                logger.info("%d of %d requests, %s", tally.done, tally.total, tally.rate)
+            await asyncio.sleep(_LOG_EVERY_S if draw is None else _DRAW_EVERY_S)
+
     with bar(tally, sys.stderr) as draw:
-        showing = asyncio.create_task(_show(tally, draw))
+        showing = asyncio.create_task(show(draw))
         try:
             await batch.run(tally)
         finally:
             showing.cancel()
-
-
-async def _show(tally: Tally, draw: Callable[[], None] | None) -> None:
-    while True:
-        if draw is not None:
-            draw()
-        else:
-            logger.info("%d of %d requests, %s", tally.done, tally.total, tally.rate)
-        await asyncio.sleep(_LOG_EVERY_S if draw is None else _DRAW_EVERY_S)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,11 @@ class ShardsProcess:
             self._ready.set_exception(ShardsProcessError(self.last_words()))
 
     def _take(self, line: str) -> None:
-        record = _parse(line)
+        record: Any = None
+        with suppress(ValueError):
+            record = json.loads(line)
+        if not isinstance(record, dict):
+            record = {"message": line}
         if "model_path" in record:
             names = ShardsAddress.__dataclass_fields__
             self._ready.set_result(ShardsAddress(**{name: str(record[name]) for name in names}))
@@ -112,12 +118,3 @@ def _launcher() -> tuple[str, ...]:
     from text_generation_launcher.config import console_script
 
     return console_script("text-generation-launcher", "text_generation_launcher.cli")
-
-
-def _parse(line: str) -> Mapping[str, object]:
-    """The JSON object in a line, else an empty one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
