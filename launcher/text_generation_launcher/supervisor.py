@@ -49,7 +49,7 @@ WATCH_POLL_S = 1.0
 LISTEN_POLL_S = 0.25
 """How often the router's heartbeat is read."""
 WAITING_NOTICE_S = 5.0
-CONTINUED_TERMINATION_S = 10.0
+TASK_TERMINATION_S = 10.0
 """Short, because a download or a batch continues later where it stopped."""
 FAILURE_TERMINATION_S = 10.0
 """Short, because after a failure running requests can't finish."""
@@ -77,10 +77,10 @@ class Supervisor:
         self._config = config
         self._log = log
         self._started_at = time.monotonic()
-        self._download: ManagedProcess | None = None
+        self._task: ManagedProcess | None = None
+        """The download or the batch, which end by themselves."""
         self._shards: list[ManagedProcess] = []
         self._router: ManagedProcess | None = None
-        self._batch: ManagedProcess | None = None
         self._addresses: Addresses | None = None
         self._pipes: RouterPipes | None = None
         self._is_socket_awaited = False
@@ -145,21 +145,26 @@ class Supervisor:
         if self._config.model_path is not None:
             return self._config.model_path
         assert self._config.download is not None
-        self._download = download = ManagedProcess(self._config.download, self._log.write)
-        while download.is_alive:
-            self._pause(STARTUP_POLL_S)
-        download.drain()
-        if download.returncode != 0:
+        download = ManagedProcess(self._config.download, self._log.write)
+        if self._complete(download) != 0:
             raise death_of(download)
         download.settle()
+        self._task = None
         path = (download.answer or {}).get("model_path")
         if not isinstance(path, str):
             raise ProcessError(
                 "the download ended without the model's directory as its last line: "
                 "check that the installed packages are of one version"
             )
-        self._download = None
         return Path(path)
+
+    def _complete(self, task: ManagedProcess) -> int:
+        """The exit code of a child that ends by itself."""
+        self._task = task
+        while task.is_alive:
+            self._pause(WATCH_POLL_S)
+        task.drain()
+        return task.returncode or 0
 
     @property
     def _sockets(self) -> SocketClaim:
@@ -197,12 +202,9 @@ class Supervisor:
         """Returns the exit code of the batch, after it and the shards have ended."""
         assert self._config.router is not None
         self._is_ready = True
-        self._batch = batch = self._start(self._config.router, model_path)
+        batch = self._start(self._config.router, model_path)
         batch.settle()
-        while batch.is_alive:
-            self._pause(WATCH_POLL_S)
-        batch.drain()
-        code = batch.returncode or 0
+        code = self._complete(batch)
         if code < 0:
             raise death_of(batch)
         if code:
@@ -379,16 +381,16 @@ class Supervisor:
 
     def _children(self) -> list[ManagedProcess]:
         """The started children, in the order in which they are stopped."""
-        children = (self._download, self._batch, self._router, *self._shards)
+        children = (self._task, self._router, *self._shards)
         return [child for child in children if child is not None]
 
     def _shut_down(self, timeout_s: float, shard_timeout_s: float | None = None) -> bool:
         """Ends the router, then the shards, each within its timeout (`timeout_s` by default).
         False after a second signal; `run` then kills the remaining children."""
-        continued = [child for child in (self._download, self._batch) if child is not None]
+        task = [self._task] if self._task else []
         router = [self._router] if self._router else []
         return (
-            self._end(continued, min(timeout_s, CONTINUED_TERMINATION_S))
+            self._end(task, min(timeout_s, TASK_TERMINATION_S))
             and self._end(router, timeout_s)
             and self._end(self._shards, timeout_s if shard_timeout_s is None else shard_timeout_s)
         )
