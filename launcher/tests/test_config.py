@@ -336,7 +336,7 @@ def test_a_kernel_of_tgi_is_named_and_not_refused(name: str):
 
 
 @pytest.mark.parametrize("variable", ["HF_ENDPOINT", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES"])
-def test_what_children_read_themselves_is_inherited(variable: str):
+def test_children_inherit_the_variables_that_they_read(variable: str):
     config = create("--model-id", "a/b", **{variable: "1"})
     assert config.router is not None and config.download is not None
     for command in (config.download, config.router, *config.shards):

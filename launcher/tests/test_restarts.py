@@ -90,7 +90,7 @@ def test_a_part_that_ends_again_waits():
     assert family.log.lines[-1] == "Ready again after 1.6 s"
 
 
-def test_what_was_started_again_must_serve_in_time():
+def test_replaced_processes_must_serve_in_time():
     family = FakeFamily()
     late = family.restarts
     assert not late.is_late(1000.0)

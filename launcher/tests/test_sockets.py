@@ -41,7 +41,7 @@ def test_nobody_else_can_enter_and_nothing_is_left(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_is_removed_by_the_next_one(tmp_path: Path):
+def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(tmp_path: Path):
     script = (
         "import os, socket; from pathlib import Path\n"
         "from text_generation_launcher.sockets import PrivateFolder\n"
@@ -57,7 +57,7 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next_one(tmp_path: Path):
     mine.close()
 
 
-def test_what_is_not_of_a_launcher_stays(tmp_path: Path):
+def test_other_files_and_folders_stay(tmp_path: Path):
     (tmp_path / f"{PREFIX}file").write_text("precious")
     (tmp_path / f"{PREFIX}folder" / "inner").mkdir(parents=True)
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path)
@@ -115,7 +115,7 @@ def test_a_folder_of_another_user(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["s-0", "s.lock"])
-def test_what_another_user_left_in_our_place(tmp_path: Path, name: str):
+def test_files_of_another_user_are_refused(tmp_path: Path, name: str):
     """A stale socket, and a lock of another user."""
     tmp_path.chmod(0o1777)
     for parent in tmp_path.parents[:-1]:

@@ -46,7 +46,7 @@ def test_order_is_kept_and_nothing_lost_while_there_is_room(pipe):
     assert output.flush() and output.num_dropped == 0
 
 
-def test_what_is_too_much_is_dropped_and_counted_in_its_place(pipe):
+def test_lines_that_have_no_room_are_dropped_and_counted_in_their_place(pipe):
     output = Output(pipe[1], describe)
     num_lines = 3 * MAX_LINES
     for number in range(num_lines):
@@ -161,7 +161,7 @@ def test_names_of_files_keep_their_bytes(pipe):
     assert read_until(pipe[0], b"half a character: ?")[0] == b"/models/\xff"
 
 
-def test_what_is_printed(pipe):
+def test_print_writes_whole_lines(pipe):
     output = Output(pipe[1], describe)
     stream = LineStream(output, pipe[1])
     print("a", "b", file=stream)

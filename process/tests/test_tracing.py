@@ -33,7 +33,7 @@ def test_endpoints(given: str, canonical: str) -> None:
         *("http://h:4317?a", "http://h h:4317", "http://h:4317/#a", "http://h\n:4317"),
     ],
 )
-def test_what_is_no_endpoint(given: str) -> None:
+def test_an_invalid_endpoint(given: str) -> None:
     with pytest.raises(ValueError, match=r"must be the gRPC address of a collector, like http://"):
         check_tracing(given)
 

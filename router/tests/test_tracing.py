@@ -194,7 +194,7 @@ async def test_a_step_names_only_some(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(span.links for span in traced.kept.named("prefill", "decode"))
 
 
-async def test_what_is_not_sampled_costs_no_step() -> None:
+async def test_no_step_is_traced_without_sampling() -> None:
     traced = Traced(ratio=0.0)
     async with running(over=traced.over) as rig:
         await traced.ask(rig, make_request())
