@@ -63,7 +63,9 @@ async def test_steps_that_end_badly(tracing: StepTracing, exporter: InMemorySpan
     assert {span.status.status_code for span in spans} == {StatusCode.ERROR}
 
 
-async def test_no_span_without_sampling(tracing: StepTracing, exporter: InMemorySpanExporter) -> None:
+async def test_no_span_without_sampling(
+    tracing: StepTracing, exporter: InMemorySpanExporter
+) -> None:
     step: asyncio.Future[pb.StepResponse] = asyncio.get_running_loop().create_future()
     tracing.follow(step, "Decode", CONTEXT.removesuffix("01") + "00")
     step.set_result(pb.StepResponse())
