@@ -1,6 +1,5 @@
 """What is on, what is off and why; and what is said of settings that do nothing."""
 
-import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -82,29 +81,14 @@ def test_settings_without_effect(
     assert ("have no effect with prefill chunking" in caplog.text) is is_warned
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "a step takes about 20 ms"),
-        ({"inter_token_latency_target_ms": 50}, "a step takes about 50 ms"),
-        ({"disable_prefill_chunking": True}, None),
-    ],
-)
-def test_how_prompts_are_cut_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], said: str | None
-) -> None:
-    services = assemble_scripted(tmp_path, **options)
-    measured = WarmupResult(1024, 100, 200, 0, 0, 10_000_000, 100_000)
-    with caplog.at_level(logging.INFO):
-        again = assemble(
-            services.config,
-            services.shards,
-            services.tokenizer,
-            services.info,
-            measured,
-            services.templates,
-        )
-    assert (said is None) == ("each prompt token" not in caplog.text)
-    assert said is None or said in caplog.text
-    costs = again.scheduler_limits.costs
+def test_costs_of_steps_are_those_of_the_warmup(tmp_path: Path) -> None:
+    services = assemble_scripted(tmp_path)
+    costs = assemble(
+        services.config,
+        services.shards,
+        services.tokenizer,
+        services.info,
+        WarmupResult(1024, 100, 200, 0, 0, 10_000_000, 100_000),
+        services.templates,
+    ).scheduler_limits.costs
     assert (costs.decode_step_ns, costs.num_rows, costs.prefill_token_ns) == (10**7, 32, 10**5)

@@ -31,7 +31,7 @@ from text_generation_router.pooling import pooling_of
 from text_generation_router.request import Pooling
 from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
-from text_generation_router.scheduler.chunked_prefill import DEFAULT_STRETCH, StepCosts
+from text_generation_router.scheduler.chunked_prefill import StepCosts
 from text_generation_router.scheduler.deadline import StepDeadlines
 from text_generation_router.scheduler.recovery import Recovery
 from text_generation_router.scheduler.replaced_shards import ReplacedShards
@@ -177,7 +177,6 @@ def assemble(
     limits = _limits(config, info, warmup)
     scheduler_limits = _scheduler_limits(config, info, warmup)
     _warn_of_no_effect(config)
-    _log_pace(config, scheduler_limits.costs)
     metrics = Metrics(limits.max_input_tokens, limits.max_total_tokens, info.world_size)
     deadlines = _step_deadlines(config, info, warmup, scheduler_limits.costs)
     num_questions = NUM_QUESTIONS if info.world_size == 1 else NUM_QUESTIONS_TO_SEVERAL
@@ -321,23 +320,6 @@ def _scheduler_limits(
             warmup.prefill_context_ns,
         ),
         target_ns=None if target_ms is None else target_ms * 1e6,
-    )
-
-
-def _log_pace(config: RouterConfig, costs: StepCosts) -> None:
-    """Logs how prompts are divided into parts, if they are."""
-    if config.disable_prefill_chunking or not costs.decode_step_ns:
-        return
-    target_ms = config.inter_token_latency_target_ms
-    if target_ms is None:
-        target_ms = round(costs.decode_step_ns * DEFAULT_STRETCH / 1e6)
-    logger.info(
-        "A step of %d decoding requests takes %.1f ms, and each prompt token %.3f ms more: while "
-        "requests decode, prompts are computed in parts, so that a step takes about %d ms",
-        costs.num_rows,
-        costs.decode_step_ns / 1e6,
-        costs.prefill_token_ns / 1e6,
-        target_ms,
     )
 
 

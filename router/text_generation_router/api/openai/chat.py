@@ -1,32 +1,212 @@
 """POST /v1/chat/completions, the next message of a conversation, and /chat_tokenize, its prompt."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import secrets
+import string
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
+from text_generation_router.api import sse
 from text_generation_router.api.answers import timing_headers
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.errors import ERRORS as TGI_ERRORS
 from text_generation_router.api.fields import tier_of, warning
 from text_generation_router.api.keys import NEEDS_KEY
+from text_generation_router.api.logprobs import ScoredToken, TokenTrail, chat_logprobs, tokens_of
 from text_generation_router.api.models import check_model
 from text_generation_router.api.openai import stream
 from text_generation_router.api.openai.answers import ChatCompletion, ChatCompletionChunk, stream_of
-from text_generation_router.api.openai.chat_choice import ChoiceStream, choice
 from text_generation_router.api.openai.schemas import ChatRequest
-from text_generation_router.api.openai.stream import PromptEntries, prompt_logprobs
+from text_generation_router.api.openai.stream import (
+    Chunk,
+    Json,
+    PromptEntries,
+    prompt_logprobs,
+    usage,
+)
 from text_generation_router.api.routes import ServicesDependency, open_stream, unless_disconnected
-from text_generation_router.api.sse import event
 from text_generation_router.api.tokens import TokenizedToken, encoded, render_tokens, token_answer
 from text_generation_router.api.v1_errors import ERRORS
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.service import ChatGeneration, ChatStep
+from text_generation_router.chat.parser import (
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from text_generation_router.chat.service import ChatGeneration, ChatStep, message_of
 from text_generation_router.encoding import Encoding
+from text_generation_router.infer import Ending
+from text_generation_router.request import FinishReason
 from text_generation_router.services import Services
+from text_generation_router.tokenizer import Tokenizer
+
+# Templates of Mistral's models refuse ids of another length or with other characters.
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+
+
+def new_call_id() -> str:
+    """An id for a tool call that every chat template takes."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+
+
+def choice(
+    index: int, steps: Sequence[ChatStep], ending: Ending, body: ChatRequest, tokenizer: Tokenizer
+) -> Json:
+    """The choice of a generation that has ended."""
+    message = message_of(list(steps))
+    answer: Json = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning is not None and body.include_reasoning is not False:
+        answer |= _reasoning(message.reasoning)
+    if message.tool_calls:
+        answer["tool_calls"] = [
+            {
+                "id": new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    logprobs: Json | None = None
+    if body.logprobs:
+        trail = TokenTrail(body.shows_special_tokens)
+        scored = [one for step in steps for _, tokens in _scored(step, trail) for one in tokens]
+        logprobs = _logprobs(scored, body, tokenizer)
+    made: Json = {
+        "index": index,
+        "message": answer,
+        "logprobs": logprobs,
+        "finish_reason": _finish_reason(ending, bool(message.tool_calls)),
+    }
+    if body.tells_stop_reason:
+        made["stop_reason"] = ending.generated.stop_reason
+    if body.return_token_ids:
+        made["token_ids"] = [output.token.id for output in message.outputs]
+    return made
+
+
+def _logprobs(scored: Sequence[ScoredToken], body: ChatRequest, tokenizer: Tokenizer) -> Json:
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return chat_logprobs(scored, body.top_logprobs or 0, tokenizer, as_ids)
+
+
+class ChoiceStream:
+    """The chunks of one choice: the role, then an event each, then the reason to finish."""
+
+    def __init__(
+        self, index: int, body: ChatRequest, generation: ChatGeneration, tokenizer: Tokenizer
+    ) -> None:
+        self._index = index
+        self._body = body
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._trail = TokenTrail(body.shows_special_tokens)
+        self._has_role = False
+        self._num_tokens = 0
+        # Ids of the tokens since the last chunk.
+        self._new_ids: list[int] = []
+
+    def chunks(self, steps: Sequence[ChatStep]) -> list[Chunk]:
+        """What is new with the steps; nothing if all of it is reasoning that was not asked for."""
+        chunks: list[Chunk] = []
+        body = self._body
+        if not self._has_role:
+            self._has_role = True
+            # With tools there may never be any content.
+            content = None if body.tools else ""
+            chunks.append(self._first({"role": "assistant", "content": content}))
+        for step in steps:
+            self._num_tokens += len(step.outputs)
+            if body.return_token_ids:
+                self._new_ids += [output.token.id for output in step.outputs]
+            for event, scored in self._events(step):
+                if body.include_reasoning is not False or not isinstance(event, ReasoningDelta):
+                    chunks.append(self._chunk(self._choice(_delta(event), scored)))
+        if (ending := self._generation.ending) is not None:
+            reason = _finish_reason(ending, self._generation.has_tool_calls)
+            last = self._choice({}, finish_reason=reason)
+            if body.tells_stop_reason:
+                last["stop_reason"] = ending.generated.stop_reason
+            chunks.append(self._chunk(last))
+        return chunks
+
+    def _events(self, step: ChatStep) -> Iterable[tuple[ChatEvent, Sequence[ScoredToken]]]:
+        if self._body.logprobs:
+            return _scored(step, self._trail)
+        return ((event, ()) for event in step.events)
+
+    def _first(self, delta: Json) -> Chunk:
+        """The chunk in front of all tokens."""
+        more: Json = {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._generation.prompt_ids
+        return Chunk(self._choice(delta), more | self._usage())
+
+    def _chunk(self, choice: Json) -> Chunk:
+        """A chunk with the ids of all tokens since the previous chunk."""
+        if self._body.return_token_ids:
+            choice["token_ids"], self._new_ids = self._new_ids, []
+        return Chunk(choice, self._usage())
+
+    def _usage(self) -> Json:
+        """That of this choice so far, if each chunk has it."""
+        if not self._body.tells_usage:
+            return {}
+        made = self._generation
+        return {"usage": usage(made.prompt_tokens, made.cached_tokens, self._num_tokens)}
+
+    def _choice(
+        self, delta: Json, scored: Sequence[ScoredToken] = (), finish_reason: str | None = None
+    ) -> Json:
+        logprobs: Json | None = None
+        if self._body.logprobs and "content" in delta:
+            logprobs = _logprobs(scored, self._body, self._tokenizer)
+        return {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+def _scored(step: ChatStep, trail: TokenTrail) -> Iterator[tuple[ChatEvent, list[ScoredToken]]]:
+    """The events of a step, those with content with the tokens that spell it."""
+    for output in step.outputs:
+        trail.add(output.token, output.top_tokens)
+    for event in step.events:
+        yield event, tokens_of(event, trail)
+
+
+def _delta(event: ChatEvent) -> Json:
+    match event:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return _reasoning(text)
+        case ToolCallStart(index, name):
+            function = {"name": name, "arguments": ""}
+            call = {"index": index, "id": new_call_id(), "type": "function", "function": function}
+        case ToolCallArguments(index, text):
+            call = {"index": index, "function": {"arguments": text}}
+    return {"tool_calls": [call]}
+
+
+def _reasoning(text: str) -> Json:
+    """In both spellings that clients read: DeepSeek's, and vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _finish_reason(ending: Ending, has_tool_calls: bool) -> str:
+    if ending.generated.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if has_tool_calls else "stop"
+
 
 # Characters of a prompt that /chat_tokenize writes in one go, in less than a millisecond.
 _SLICE = 16 * 1024
@@ -89,18 +269,12 @@ def _whole(
     """The answer of generations that have ended."""
     endings = [generation.ending for generation in generations if generation.ending is not None]
     prompt_tokens = generations[0].prompt_tokens
-    cached_tokens = generations[0].cached_tokens
     answer = _head("chat.completion", body, services) | {
         "choices": [
             choice(index, steps[index], endings[index], body, services.tokenizer)
             for index in range(len(generations))
         ],
-        "usage": stream.usage(
-            prompt_tokens,
-            cached_tokens,
-            stream.generated_tokens(generations),
-            _reasoning_tokens(generations),
-        ),
+        "usage": _totals(generations),
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = generations[0].prompt_ids
@@ -133,18 +307,11 @@ async def _stream(
                     yield chunk_writer.chunks(chunks)
         last = b""
         if body.includes_usage:
-            first = generations[0]
-            totals = stream.usage(
-                first.prompt_tokens,
-                first.cached_tokens,
-                stream.generated_tokens(generations),
-                _reasoning_tokens(generations),
-            )
-            last = event(head | {"choices": [], "usage": totals})
+            last = sse.event(head | {"choices": [], "usage": _totals(generations)})
     yield last + stream.DONE
 
 
-def _head(kind: str, body: ChatRequest, services: Services) -> stream.Json:
+def _head(kind: str, body: ChatRequest, services: Services) -> Json:
     """The first fields of an answer and of every chunk; the tier only if requested."""
     head = stream.envelope("chatcmpl", kind, services, body.request_id)
     return (
@@ -152,8 +319,14 @@ def _head(kind: str, body: ChatRequest, services: Services) -> stream.Json:
     )
 
 
-def _reasoning_tokens(generations: Sequence[ChatGeneration]) -> int:
-    return sum(generation.reasoning_tokens for generation in generations)
+def _totals(generations: Sequence[ChatGeneration]) -> Json:
+    """The usage of all generations, which have ended; they have one prompt."""
+    return stream.usage(
+        generations[0].prompt_tokens,
+        generations[0].cached_tokens,
+        stream.generated_tokens(generations),
+        sum(generation.reasoning_tokens for generation in generations),
+    )
 
 
 def _characters(conversation: Conversation) -> int:
