@@ -16,6 +16,7 @@ async def numbers(*pauses: float, failure: Exception | None = None) -> AsyncIter
         raise failure
 
 
+@pytest.mark.usefixtures("clock")
 async def test_none_waits_for_another() -> None:
     streams = [numbers(0.2, 0.0), numbers(0.0, 0.0, 0.0)]
     items = [item async for item in merged(streams)]

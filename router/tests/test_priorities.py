@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from text_generation_router.scheduler.entry import EntryState
 from router.tests.chats import TEMPLATE
 from router.tests.planning import Desk
 from router.tests.serving import Server, serve
+from router.tests.waiting import until
 
 Json = dict[str, Any]
 
@@ -127,6 +129,10 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
         yield server
 
 
+def _is_queued(server: Server, num: int) -> bool:
+    return bool(server.services.metrics.queue_size.value >= num)
+
+
 async def order_of(server: Server, asked: list[tuple[str, Json, dict[str, str]]]) -> list[int]:
     """The places of the requests in the order in which they end, when all come while one runs."""
     await server.client.post(CHAT, json=MESSAGES)  # starts the process for templates
@@ -141,13 +147,11 @@ async def order_of(server: Server, asked: list[tuple[str, Json, dict[str, str]]]
 
     body = {"inputs": "n", "parameters": {"max_new_tokens": 40}}
     first = asyncio.create_task(server.client.post("/generate", json=body))
-    while not server.services.metrics.batch_current_size.value:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.services.metrics.batch_current_size.value > 0)
     tasks = []
     for place in range(len(asked)):
         tasks.append(asyncio.create_task(ask(place)))
-        while server.services.metrics.queue_size.value <= place:
-            await asyncio.sleep(0.005)
+        await until(partial(_is_queued, server, place + 1))
     await asyncio.gather(first, *tasks)
     return ended
 

@@ -44,13 +44,11 @@ async def busy(directory: Path, seconds: float = 30, **options: Any) -> AsyncIte
         server.shards.delay_s = STEP_S
         body = {"inputs": "n", "parameters": {"max_new_tokens": int(seconds / STEP_S)}}
         first = asyncio.create_task(server.client.post("/generate", json=body))
-        while not server.services.metrics.batch_current_size.value:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.services.metrics.batch_current_size.value > 0)
         yield server
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        while server.services.metrics.kv_blocks_used.value:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.services.metrics.kv_blocks_used.value == 0)
 
 
 async def test_every_route_says_so_with_a_status(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ async def test_nothing_is_left_of_what_was_known_of_lost_blocks() -> None:
         assert w.shards.num_restarts == 1 and old() is None
 
 
+@pytest.mark.usefixtures("clock")
 async def test_grammars_wait() -> None:
     async with world() as w:
         w.may_come.clear()

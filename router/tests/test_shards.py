@@ -22,6 +22,7 @@ from text_generation_router.scheduler.shards import (
 )
 
 from router.tests.test_translate import make_entry
+from router.tests.waiting import until
 
 
 class Rank(pb_grpc.TextGenerationServiceServicer):
@@ -222,8 +223,7 @@ async def test_a_call_under_way_when_the_client_closes(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 5
         call = asyncio.create_task(client.decode([3], Advance()))
-        while not rank.asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(rank.asked))
         await client.close()
         with pytest.raises(GenerationError, match="Could not connect"):
             await asyncio.wait_for(call, 1)
@@ -292,8 +292,7 @@ async def test_a_cancelled_step(tmp_path: Path) -> None:
     async with serving(tmp_path, 1) as (client, [rank]):
         rank.delay_s = 0.05
         call = asyncio.create_task(client.decode([3], Advance()))
-        while not rank.asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(rank.asked))
         call.cancel()
         await asyncio.wait({call})
         assert (await client.decode([4], Advance())).batch == CachedBatch(4, (11,))

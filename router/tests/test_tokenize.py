@@ -12,6 +12,7 @@ from text_generation_router.edge.connection import ConnectionLimits
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve
+from router.tests.waiting import until
 
 TEXT = "naïve 日本語 😀 \x00 cafe! " * 300
 
@@ -92,8 +93,7 @@ async def test_clients_that_do_not_read(tmp_path: Path, monkeypatch: pytest.Monk
         response = await server.client.post("/tokenize", json={"inputs": "x" * 50_000})
         assert response.status_code == 429
         assert (await server.client.post("/tokenize", json={"inputs": "x"})).status_code == 200
-        while room.num_taken:
-            await asyncio.sleep(0.01)
+        await until(lambda: room.num_taken == 0)
         client.close()
 
 
@@ -102,8 +102,7 @@ async def test_a_client_that_leaves_its_long_answer(tmp_path: Path) -> None:
         leaver = await _asked(server)
         assert server.services.long_answers.num_taken
         leaver.close()
-        while server.services.long_answers.num_taken:
-            await asyncio.sleep(0.01)
+        await until(lambda: server.services.long_answers.num_taken == 0)
 
 
 async def test_a_chat_without_a_template_has_no_prompt(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class Validation:
         if asked.truncate == TRUNCATE_TO_FIT:
             room = self.limits.max_total_tokens - (asked.max_new_tokens or 1)
             asked = replace(asked, truncate=max(1, min(self.limits.max_input_tokens, room)))
-        for complaint in _complaints(asked, self.limits):
+        if (complaint := next(_complaints(asked, self.limits), None)) is not None:
             raise ValidationError(complaint)
         if asked.input_ids is None:
             count, input_ids = await self._tokenized(asked)
