@@ -103,12 +103,7 @@ def test_files_that_can_not_be_used(tmp_path: Path) -> None:
     cases = {
         ("--ssl-certfile", str(certificate)): "belong together: give both or neither",
         ("--ssl-certfile", "/none", "--ssl-keyfile", str(key)): "is not a file that can be read",
-        (
-            "--ssl-certfile",
-            str(certificate),
-            "--ssl-keyfile",
-            str(other_key),
-        ): "(key values mismatch)",
+        ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(other_key)): "key values",
         ("--ssl-certfile", str(key), "--ssl-keyfile", str(key)): "give a PEM certificate",
     }
     for flags, sentence in cases.items():

@@ -1,4 +1,4 @@
-"""What a connection may send, how long it may take, and what it must read: with raw bytes."""
+"""Limits of a connection: sizes, times, and what must be read. With raw bytes."""
 
 import asyncio
 import json
@@ -31,7 +31,6 @@ LIMITS = ConnectionLimits(
     all_bodies_bytes=400_000,
     unread_s=0.3,
     leftover_s=0.3,
-    leftover_bytes=1_000_000,
     tick_s=0.02,
 )
 
@@ -46,9 +45,8 @@ def refused(server: Server, reason: str) -> int:
     return server.services.metrics.connections_refused.value(reason=reason)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
+async def test_heads_that_are_too_large(server: Server) -> None:
+    heads = [
         HEALTH + b"a: b\r\n" * 101 + b"\r\n",
         HEALTH + b"a: " + b"b" * 70_000 + b"\r\n\r\n",
         HEALTH + (b"a: " + b"b" * 1000 + b"\r\n") * 66 + b"\r\n",
@@ -57,46 +55,38 @@ def refused(server: Server, reason: str) -> int:
         HEALTH + b"b" * 70_000,
         b"GET /" + b"b" * 70_000,
         b"\r\n" * 40_000,
-    ],
-)
-async def test_heads_that_are_too_large(server: Server, head: bytes) -> None:
-    sentence = check_refusal(await said(server, head), 431)
-    assert "at most 65536 bytes and 100 headers" in sentence
-    assert refused(server, "head_size") == 1
+    ]
+    for head in heads:
+        sentence = check_refusal(await said(server, head), 431)
+        assert "at most 65536 bytes and 100 headers" in sentence
+    assert refused(server, "head_size") == len(heads)
 
 
-@pytest.mark.parametrize(
-    "more", [b"a: b\r\n" * 99, (b"a: " + b"b" * 1000 + b"\r\n") * 60, b"a: " + b"b" * 60_000]
-)
-async def test_heads_that_are_not(server: Server, more: bytes) -> None:
-    talk = await Talk.to(server)
-    for end in (b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"):
-        head = HEALTH + more.removesuffix(b"\r\n")
-        if b"close" in end and more.startswith(b"a: b\r\n"):
-            head = head.removesuffix(b"\r\na: b")
-        # Neither where a piece ends nor what follows in it counts.
-        talk.writer.write(head[:50_000])
-        await asyncio.sleep(0)
-        talk.writer.write(head[50_000:] + end)
-        assert (await talk.answer())[0] == 200
-    assert await talk.rest() == b""
+async def test_heads_within_the_limits(server: Server) -> None:
+    """Neither where a piece ends nor what follows in it counts."""
+    for more in (b"a: b\r\n" * 98, (b"a: " + b"b" * 1000 + b"\r\n") * 60, b"a: " + b"b" * 60_000):
+        talk = await Talk.to(server)
+        for end in (b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"):
+            head = HEALTH + more.removesuffix(b"\r\n")
+            talk.writer.write(head[:50_000])
+            await asyncio.sleep(0)
+            talk.writer.write(head[50_000:] + end)
+            assert (await talk.answer())[0] == 200
+        assert await talk.rest() == b""
 
 
 async def is_cut_off(talk: Talk) -> None:
-    """What goes on sending is closed before long."""
-    sent = 0
+    """A client that keeps sending is disconnected."""
     with pytest.raises(ConnectionError):
-        while sent < 50_000_000:
-            talk.writer.write(b" " * 100_000)
-            await talk.writer.drain()
-            sent += 100_000
-            await asyncio.sleep(0)
-    assert sent < 20_000_000
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                talk.writer.write(b" " * 100_000)
+                await talk.writer.drain()
+                await asyncio.sleep(0)
     talk.writer.close()
 
 
-async def test_a_header_without_end_is_not_kept(server: Server) -> None:
-    """The client keeps sending after the error; the server reads no further than the limit."""
+async def test_a_client_that_sends_on_after_a_refusal_is_cut_off(server: Server) -> None:
     await is_cut_off(await Talk.to(server, HEALTH + b"a: "))
 
 
@@ -105,9 +95,7 @@ async def test_trailers_are_no_headers_and_have_the_same_limit(server: Server) -
     chunks = b"%x\r\n%b\r\n0\r\n" % (len(asking(1)), asking(1))
     talk = await Talk.to(server, POST + key + chunks + b"Content-Type: text/plain\r\n\r\n")
     assert (await talk.answer())[0] == 200
-    talk.writer.write(POST + key + b"5\r\n{    \r\n0\r\na: ")
-    await asyncio.sleep(0.05)
-    talk.writer.write(b"b" * 70_000)
+    talk.writer.write(POST + key + b"5\r\n{    \r\n0\r\na: " + b"b" * 400_000)
     check_refusal(await talk.rest(), 431)
 
 
@@ -129,14 +117,14 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("head", "status"), HOSTS)
-async def test_hosts(server: Server, head: bytes, status: int) -> None:
-    answer = await said(server, head + b"Connection: close\r\n\r\n")
-    if status == 200:
-        assert answer.startswith(b"HTTP/1.1 200 "), answer
-    else:
-        check_refusal(answer, status)
-        assert refused(server, "malformed") == 1
+async def test_hosts_and_versions(server: Server) -> None:
+    for head, status in HOSTS:
+        answer = await said(server, head + b"Connection: close\r\n\r\n")
+        if status == 200:
+            assert answer.startswith(b"HTTP/1.1 200 "), answer
+        else:
+            check_refusal(answer, status)
+    assert refused(server, "malformed") == sum(status == 400 for _, status in HOSTS)
 
 
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
@@ -169,30 +157,21 @@ SMUGGLED = {
 }
 
 
-@pytest.mark.parametrize("rest", SMUGGLED.values(), ids=SMUGGLED.keys())
-async def test_smuggled_requests(
-    server: Server, rest: bytes, caplog: pytest.LogCaptureFixture
+async def test_smuggled_requests_are_not_answered(
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the first request is answered, none after it."""
+    """Only the first request is, with a refusal."""
     caplog.set_level(logging.WARNING)
-    answer = await said(server, POST + rest + HEALTH + b"\r\n")
-    check_refusal(answer, 400)
-    assert answer.count(b"HTTP/1.1 ") == 1
-    assert refused(server, "malformed") == 1
+    for name, rest in SMUGGLED.items():
+        answer = await said(server, POST + rest + HEALTH + b"\r\n")
+        assert answer.count(b"HTTP/1.1 ") == 1, name
+        check_refusal(answer, 400)
+    assert refused(server, "malformed") == len(SMUGGLED)
     assert not caplog.text
 
 
 async def test_silent_connections_are_closed(server: Server) -> None:
-    assert await said(server, b"") == b""
-    assert refused(server, "silent") == 1
-    talk = await Talk.to(server)
-    with pytest.raises(ConnectionError):
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                talk.writer.write(b"\r\n")
-                await talk.writer.drain()
-                await asyncio.sleep(0.02)
-    talk.writer.close()
+    assert await said(server, b"") == await said(server, b"\r\n") == b""
     assert refused(server, "silent") == 2
 
 
@@ -216,22 +195,17 @@ async def drip(talk: Talk, piece: bytes) -> None:
 
 
 async def test_an_idle_connection_is_kept_after_an_answer(server: Server) -> None:
-    talk = await Talk.to(server)
-    for _ in range(2):
-        talk.writer.write(HEALTH + b"\r\n")
-        assert (await talk.answer())[0] == 200
-        await asyncio.sleep(LIMITS.head_s * 2)
-    talk.writer.close()
-    assert refused(server, "silent") == refused(server, "head_time") == 0
-
-
-async def test_a_line_too_many_behind_a_body_does_no_harm(server: Server) -> None:
-    server.shards.delay_s = 0.05
+    """Also one with a line too many behind its body, which must not count as a head."""
+    server.shards.delay_s = 0.03
     talk = await Talk.to(server, of_body(asking(12)) + b"\r\n")
-    assert (await talk.answer())[0] == 200
-    talk.writer.write(HEALTH + b"\r\n")
+    for _ in range(2):
+        assert (await talk.answer())[0] == 200
+        # Until one that began later is closed for its silence.
+        assert await said(server, b"") == b""
+        talk.writer.write(HEALTH + b"\r\n")
     assert (await talk.answer())[0] == 200
     talk.writer.close()
+    assert refused(server, "head_time") == 0
 
 
 async def test_a_head_that_waits_behind_an_answer_has_its_time(
@@ -314,7 +288,7 @@ async def test_without_a_key_the_body_is_thrown_away(tmp_path: Path) -> None:
         hanging = await Talk.to(server, POST + b"Content-Length: 1000000\r\n\r\n" + b" " * 90_000)
         assert (await hanging.answer())[0] == 401
         assert await hanging.rest() == b""
-        await is_cut_off(await Talk.to(server, POST + b"Content-Length: 1000000000\r\n\r\n"))
+        await is_cut_off(await Talk.to(server, POST + b"Content-Length: 1000000000000\r\n\r\n"))
         assert refused(server, "leftover") == 2
         assert refused(server, "bodies") == 0
 
@@ -392,8 +366,7 @@ async def test_pipelined_requests_end_with_their_client(
 
 def test_limits_follow_the_payload_limit() -> None:
     assert ConnectionLimits.of(1) == ConnectionLimits()
-    large = ConnectionLimits.of(100_000_000)
-    assert (large.all_bodies_bytes, large.leftover_bytes) == (1_600_000_000, 800_000_000)
+    assert ConnectionLimits.of(100_000_000).all_bodies_bytes == 1_600_000_000
 
 
 async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: Server) -> None:

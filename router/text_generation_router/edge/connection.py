@@ -7,13 +7,14 @@ Nothing here is called for a streamed token.
 import asyncio
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
 
 import httptools
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -21,13 +22,11 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from text_generation_router.edge.http10 import without_chunks
 from text_generation_router.metrics import Counter
 
 # RFC 3986: a name, an IPv4 address or an address in brackets, and a port. It may be empty.
 _HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?")
 _MIB = 1 << 20
-_ERROR_TYPES = {503: "overloaded"}
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,7 @@ class ConnectionLimits:
     unread_s: float = 30.0
     """In which a client must read what was written for it."""
     leftover_s: float = 10.0
-    leftover_bytes: int = 16 * _MIB
-    """The rest of an answered request that is read and dropped, so that the client can finish."""
+    """In which the rest of an answered request is read and dropped, so that its client can end."""
     num_pipelined: int = 16
     """Requests that wait for another one on the same connection."""
     tick_s: float = 1.0
@@ -58,22 +56,16 @@ class ConnectionLimits:
     @classmethod
     def of(cls, payload_limit: int) -> "ConnectionLimits":
         """The limits of a server with this limit for one body."""
-        least = cls()
-        return replace(
-            least,
-            all_bodies_bytes=max(least.all_bodies_bytes, 16 * payload_limit),
-            leftover_bytes=max(least.leftover_bytes, 8 * payload_limit),
-        )
+        return cls(all_bodies_bytes=max(cls().all_bodies_bytes, 16 * payload_limit))
 
 
 class Refusal(Exception):
     """Why a connection is not read any further: a status, a reason of the metric, a sentence."""
 
-    def __init__(self, status: int, reason: str, sentence: str, *headers: bytes) -> None:
+    def __init__(self, status: int, reason: str, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
         self.reason = reason
-        self.headers = headers
 
 
 class Phase(Enum):
@@ -127,7 +119,7 @@ class Connections:
             oldest = next(iter(self._bodies))
             self.release(oldest)
             sentence = "Too many incomplete request bodies; send the request again"
-            oldest.refuse(Refusal(503, "bodies", sentence, b"retry-after: 1\r\n"))
+            oldest.refuse(Refusal(503, "bodies", sentence))
 
     def release(self, connection: "Connection") -> None:
         """The connection's body is complete or not needed any more."""
@@ -141,8 +133,9 @@ class Connections:
         self.now = loop.time()
         for connection in tuple(self._open):
             connection.check(self.now)
-        again = loop.call_later(self.limits.tick_s, self._check_all, loop) if self._open else None
-        self._timer = again
+        self._timer = None
+        if self._open:
+            self._timer = loop.call_later(self.limits.tick_s, self._check_all, loop)
 
 
 class Connection(HttpToolsProtocol):
@@ -188,8 +181,6 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_unparsed += len(data)
         if self._phase is Phase.OVER:
-            if self._num_unparsed > self._limits.leftover_bytes:
-                self.transport.abort()
             return
         try:
             self._parse(data)
@@ -200,7 +191,9 @@ class Connection(HttpToolsProtocol):
             self.refuse(reason)
             return
         if self._phase is Phase.BODY:
-            self._count_body(len(data))
+            self._num_body_bytes += len(data)
+            if not self.cycle.response_complete:
+                self._shared.hold(self, len(data))
         if self._num_unparsed > self._limits.head_bytes:
             self.refuse(self._too_large())
 
@@ -216,16 +209,13 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as pause:
-                head = [b"%b %b HTTP/%b\r\n" % self._request_line()]
+                version = self.parser.get_http_version().encode()
+                head = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
                 head += [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] != b"upgrade"]
                 data = b"".join((*head, b"\r\n", data[pause.args[0] :]))
                 self.parser = httptools.HttpRequestParser(self)
                 # As uvicorn does: what follows the last request of a connection is dropped.
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-
-    def _request_line(self) -> tuple[bytes, bytes, bytes]:
-        method, version = self.parser.get_method(), self.parser.get_http_version()
-        return method, self.url, version.encode()
 
     def on_message_begin(self) -> None:
         self._unset_keepalive_if_required()
@@ -252,7 +242,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = without_chunks(app, cycle)
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -275,7 +265,6 @@ class Connection(HttpToolsProtocol):
             if self._phase is Phase.BODY:
                 self._shared.release(self)
                 self._since = self._shared.now
-                self._num_body_bytes = 0
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -362,10 +351,11 @@ class Connection(HttpToolsProtocol):
             self._answer(refusal)
 
     def _answer(self, refusal: Refusal) -> None:
-        error_type = _ERROR_TYPES.get(refusal.status, "validation")
+        is_full = refusal.status == 503
+        error_type = "overloaded" if is_full else "validation"
         body = orjson.dumps({"error": str(refusal), "error_type": error_type})
         headers = [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
-        headers += refusal.headers
+        headers += [b"retry-after: 1\r\n"] * is_full
         headers.append(b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body))
         headers.append(b"connection: close\r\n\r\n")
         self.transport.write(b"".join((STATUS_LINE[refusal.status], *headers, body)))
@@ -404,14 +394,6 @@ class Connection(HttpToolsProtocol):
             f"{limits.num_headers} headers",
         )
 
-    def _count_body(self, num_bytes: int) -> None:
-        self._num_body_bytes += num_bytes
-        if not self.cycle.response_complete:
-            self._shared.hold(self, num_bytes)
-        elif self._num_body_bytes > self._limits.leftover_bytes:
-            self._shared.count("leftover")
-            self.transport.abort()
-
     @property
     def _newest(self) -> RequestResponseCycle | None:
         """The newest request, if any; uvicorn's annotation lacks None."""
@@ -436,3 +418,26 @@ class Connection(HttpToolsProtocol):
             elif self._unread_since is None:
                 self._unread_since = now
         return self._unread_since is not None and now - self._unread_since > self._limits.unread_s
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """The application for one HTTP/1.0 request. HTTP/1.0 has no chunks: uvicorn closes the
+    connection after it, which ends an answer without a length."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plainly(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = b"content-length" in {name.lower() for name, _ in message["headers"]}
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                # uvicorn checks the length that it expects; here any length is valid.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plainly)
+
+    return run
