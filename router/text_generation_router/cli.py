@@ -20,10 +20,9 @@ from text_generation_router.app import create_app, create_refusal, create_starti
 from text_generation_router.config import VERSION, RouterConfig, flag, flags
 from text_generation_router.edge.certificate import Certificate
 from text_generation_router.edge.front import Front
-from text_generation_router.heartbeat import Heartbeat
 from text_generation_router.keys import Keys
+from text_generation_router.launcher_pipes import Heartbeat, Progress
 from text_generation_router.logs import configure_logs
-from text_generation_router.progress import Progress
 from text_generation_router.server import Server, answering, bind, server_config
 from text_generation_router.services import StartError, start
 from text_generation_router.state import ServerState

@@ -1,4 +1,4 @@
-"""What the launcher hears of the router."""
+"""The pipes between launcher and router: heartbeats, losses, and the progress of shards."""
 
 import asyncio
 import json
@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from text_generation_router import heartbeat
-from text_generation_router.heartbeat import Heartbeat
+from text_generation_router.launcher_pipes import PERIOD_S, Heartbeat, Progress
+from text_generation_router.state import ServerState
 
 from router.tests.virtual_time import VirtualTime
 
-pytestmark = pytest.mark.usefixtures("clock")
 ALIVE = {"event": "alive"}
 
 
@@ -32,13 +31,14 @@ def heard(reader: int) -> list[dict[str, str]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
+@pytest.mark.usefixtures("clock")
 async def test_it_beats_until_it_is_closed(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     beat = Heartbeat(writer)
     assert not os.get_inheritable(writer)
     beat.begin()
     assert heard(reader) == [ALIVE]
-    await asyncio.sleep(10.5 * heartbeat.PERIOD_S)
+    await asyncio.sleep(10.5 * PERIOD_S)
     assert heard(reader) == [ALIVE] * 10
     beat.close()
     beat.close()
@@ -53,9 +53,9 @@ async def test_a_loop_that_stands_still_is_silent(
     beat.begin()
     heard(reader)
 
-    clock.stand_still(100 * heartbeat.PERIOD_S)
+    clock.stand_still(100 * PERIOD_S)
     assert heard(reader) == []
-    await asyncio.sleep(0.5 * heartbeat.PERIOD_S)
+    await asyncio.sleep(0.5 * PERIOD_S)
     assert ALIVE in heard(reader)
     beat.close()
 
@@ -80,6 +80,7 @@ def test_a_long_reason_is_one_line_that_fits(pipe: tuple[int, int]) -> None:
     assert set(line["why"]) == {"é"} and 100 < len(line["why"]) < 4096
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_full_pipe_loses_beats_but_not_the_loss(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     beat = Heartbeat(writer)
@@ -88,23 +89,24 @@ async def test_a_full_pipe_loses_beats_but_not_the_loss(pipe: tuple[int, int]) -
             os.write(writer, b"\n" * 4096)
     beat.begin()
     beat.lost("gone")
-    await asyncio.sleep(2.5 * heartbeat.PERIOD_S)
+    await asyncio.sleep(2.5 * PERIOD_S)
     while True:
         try:
             assert set(os.read(reader, 65536)) == {ord("\n")}
         except BlockingIOError:
             break
-    await asyncio.sleep(5 * heartbeat.PERIOD_S)
+    await asyncio.sleep(5 * PERIOD_S)
     assert heard(reader) == [{"event": "lost", "why": "gone"}] + [ALIVE] * 5
     beat.close()
 
 
+@pytest.mark.usefixtures("clock")
 async def test_without_a_reader(pipe: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     reader, writer = pipe
     beat = Heartbeat(writer)
     beat.begin()
     os.dup2(os.open(os.devnull, os.O_RDONLY), reader)
-    await asyncio.sleep(5 * heartbeat.PERIOD_S)
+    await asyncio.sleep(5 * PERIOD_S)
     beat.lost("gone")
     assert [record.getMessage() for record in caplog.records] == [
         "The launcher has closed its end of --launcher-fd: Broken pipe"
@@ -114,16 +116,67 @@ async def test_without_a_reader(pipe: tuple[int, int], caplog: pytest.LogCapture
 
 
 async def test_without_a_launcher_nothing_is_done() -> None:
-    beat = Heartbeat(None)
-    beat.begin()
-    beat.lost("gone")
-    beat.close()
+    for pipe in (Heartbeat(None), Progress(None, loading())):
+        pipe.begin()
+        pipe.close()
+    Heartbeat(None).lost("gone")
 
 
-def test_what_can_not_be_written_to(pipe: tuple[int, int]) -> None:
+def test_descriptors_that_can_not_be_used(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    os.close(writer)
     with pytest.raises(ValueError, match=r"`--launcher-fd` must .* is not \(Bad file"):
         Heartbeat(reader)
+    with pytest.raises(ValueError, match=r"`--progress-fd` must .* is not \(Bad file"):
+        Progress(writer, loading())
     with pytest.raises(ValueError, match="12345 is not"):
         Heartbeat(12345)
+    os.close(writer)
+
+
+def loading() -> ServerState:
+    state = ServerState()
+    state.starting("loading the model")
+    return state
+
+
+async def written(writer: int, data: bytes) -> None:
+    os.write(writer, data)
+    for _ in range(3):
+        await asyncio.sleep(0)  # the loop looks at the pipe
+
+
+async def test_the_last_whole_line_is_shown() -> None:
+    reader, writer = os.pipe()
+    state = loading()
+    progress = Progress(reader, state)
+    assert not os.get_inheritable(reader)
+    progress.begin()
+    await written(writer, b"shard 0: one\nshard 0: two\nshard 0: th")
+    assert state.as_json()["progress"] == "shard 0: two"
+    await written(writer, b"ree\n")
+    assert state.as_json()["progress"] == "shard 0: three"
+    state.starting("warming up")
+    assert "progress" not in state.as_json()
+    await written(writer, b"shard 0: four\n")
+    assert "progress" not in state.as_json(), "it is late"
+    state.ready()
+    state.restarting()
+    await written(writer, b"shard 1: \xff\n")
+    assert state.as_json()["progress"] == "shard 1: \ufffd"
+    progress.close()
+    progress.close()
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"x\n")
+    os.close(writer)
+
+
+async def test_the_launchers_end_closes_the_pipe() -> None:
+    reader, writer = os.pipe()
+    progress = Progress(reader, loading())
+    progress.begin()
+    os.close(writer)
+    while progress._descriptor is not None:
+        await asyncio.sleep(0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reader)
+    progress.close()
