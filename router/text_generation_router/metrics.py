@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, repeat
+from itertools import repeat
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -64,9 +64,10 @@ class _Metric:
         """The family in Prometheus' text format, line by line."""
         yield f"# HELP {self.name} {self._description}"
         yield f"# TYPE {self.name} {self.kind}"
-        yield from self._samples()
+        yield from self.samples()
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
+        """Its series, line by line."""
         raise NotImplementedError
 
     def _value_of(self, labels: dict[str, str]) -> str:
@@ -76,11 +77,7 @@ class _Metric:
     def _sample(self, value: float, label_value: str, suffix: str = "", extra: str = "") -> str:
         label = f'{self._label}="{label_value}"' if self._label else ""
         inside = ",".join(part for part in (label, extra) if part)
-        return (
-            f"{self.name}{suffix}{{{inside}}} {value!r}"
-            if inside
-            else (f"{self.name}{suffix} {value!r}")
-        )
+        return f"{self.name}{suffix}{f'{{{inside}}}' if inside else ''} {value!r}"
 
 
 class Counter(_Metric):
@@ -100,7 +97,7 @@ class Counter(_Metric):
         """The present total."""
         return self._totals[self._value_of(labels)]
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
         for label_value, total in self._totals.items():
             yield self._sample(total, label_value)
 
@@ -114,7 +111,7 @@ class Reading(_Metric):
         super().__init__(description)
         self.read: Callable[[], int] = int
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
         yield self._sample(self.read(), "")
 
 
@@ -132,7 +129,7 @@ class Gauge(_Metric):
         """Replaces the reading."""
         self.value = value
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
         yield self._sample(self.value, "")
 
 
@@ -164,7 +161,7 @@ class Histogram(_Metric):
         """How many values were observed."""
         return sum(self._series[self._value_of(labels)].counts)
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
         for label_value, series in self._series.items():
             # A copy: another thread may render /metrics, and all numbers must agree.
             counts, total = list(series.counts), 0
@@ -186,51 +183,30 @@ class Summary(_Metric):
 
     def __init__(self, description: str, bounds: Sequence[float]) -> None:
         super().__init__(description)
-        self._buckets = _Buckets(description, bounds)
+        self._all = Histogram(description, bounds)
         self._recent: deque[float] = deque(maxlen=1024)
-        self._sum: float = 0
-        self._count = 0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Adds `times` equal observations."""
         self._recent.extend(repeat(value, times))
-        self._sum += value * times
-        self._count += times
-        self._buckets.observe(value, times)
+        self._all.observe(value, times)
 
     def render(self) -> Iterator[str]:
         """Both families."""
+        self._all.name = self.name
+        *buckets, total, count = self._all.samples()
         yield from super().render()
-        self._buckets.name = f"{self.name}_bucket"
-        yield from self._buckets.render()
+        yield from (total, count)
+        yield f"# HELP {self.name}_bucket {self._description}"
+        yield f"# TYPE {self.name}_bucket counter"
+        yield from buckets
 
-    def _samples(self) -> Iterator[str]:
+    def samples(self) -> Iterator[str]:
+        """The quantiles."""
         recent = sorted(self._recent.copy()) or [0]
         for quantile in _QUANTILES:
             value = recent[round(quantile * (len(recent) - 1))]
             yield self._sample(value, "", extra=f'quantile="{quantile:g}"')
-        yield self._sample(self._sum, "", "_sum")
-        yield self._sample(self._count, "", "_count")
-
-
-class _Buckets(_Metric):
-    """The buckets of a histogram without its sum and count."""
-
-    kind = "counter"
-
-    def __init__(self, description: str, bounds: Sequence[float]) -> None:
-        super().__init__(description)
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-
-    def observe(self, value: float, times: int) -> None:
-        """As `Histogram.observe`."""
-        self._counts[bisect_left(self._bounds, value)] += times
-
-    def _samples(self) -> Iterator[str]:
-        totals = accumulate(list(self._counts))
-        for bound, total in zip((*map(repr, self._bounds), "+Inf"), totals, strict=True):
-            yield self._sample(total, "", extra=f'le="{bound}"')
 
 
 def _duration(description: str, label: Label = _NO_LABEL) -> Histogram:
