@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from text_generation_router.app import create_app
-from text_generation_router.edge.json_cost import ALWAYS_ALLOWED, MOST_TIMES
+from text_generation_router.edge.body_cost import ALWAYS_ALLOWED, MOST_TIMES
 
 from router.tests.chats import TEMPLATE
 from router.tests.serving import assemble_scripted

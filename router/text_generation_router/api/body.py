@@ -4,9 +4,8 @@ Refusals have the statuses of TGI's extractor, and a JSON error object, on which
 `.json()`.
 """
 
-import asyncio
 import codecs
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,18 +17,17 @@ from starlette.types import Receive, Scope
 
 from text_generation_router.api.keys import KeyScheme
 from text_generation_router.config import RouterConfig
-from text_generation_router.edge.inflate import (
+from text_generation_router.edge.body_cost import (
     ENCODINGS,
+    MOST_TIMES,
     InflateError,
     InflatesTooFarError,
     inflated,
+    is_too_costly,
 )
-from text_generation_router.edge.json_cost import MOST_TIMES, is_too_costly
 from text_generation_router.errors import OverloadedError
 from text_generation_router.terms import read_terms
 
-# A body that has not arrived after this time is refused with 408.
-BODY_TIMEOUT_S = 60
 # Larger bodies are parsed and validated in a thread, which does not stop streams.
 _LARGE_BODY = 64 * 1024
 _SHOWN_CHARACTERS = 60
@@ -49,10 +47,6 @@ class CarriedError(HTTPException):
     def __init__(self, carried: RequestValidationError | OverloadedError) -> None:
         super().__init__(400)
         self.carried = carried
-
-
-class ShapeError(CarriedError):
-    """JSON that is not what the route takes."""
 
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -83,13 +77,7 @@ class JsonRequest(Request):
         if not hasattr(self, "_body"):
             self.check_content_type()
             encoding = self._encoding()
-            try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    received = await self._read()
-            except TimeoutError:
-                raise BodyError(
-                    408, f"The request body did not arrive within {BODY_TIMEOUT_S} s"
-                ) from None
+            received = await self._read()
             if not received:
                 raise BodyError(400, "Failed to parse the request body as JSON: the body is empty")
             if encoding or len(received) > _LARGE_BODY:
@@ -100,7 +88,7 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         """The parsed body; for a large one the validated request, which FastAPI accepts as it is.
-        Raises BodyError, ShapeError, and CarriedError with an OverloadedError."""
+        Raises BodyError and CarriedError."""
         body = await self.body()
         parse = self.parser()
         if not self._large:
@@ -210,13 +198,11 @@ def shape_error(errors: Sequence[Any]) -> str:
 
 
 def shown(given: Any) -> str:
-    """The beginning of a value as JSON; the rest is not read."""
-    written = ""
-    for piece in _json_pieces(given):
-        written += piece
-        if len(written) > _SHOWN_CHARACTERS:
-            return written[:_SHOWN_CHARACTERS] + "…"
-    return written
+    """The beginning of a value as JSON."""
+    if isinstance(given, str):
+        given = given[: _SHOWN_CHARACTERS + 1]
+    written = orjson.dumps(given, default=repr).decode()
+    return short(written, _SHOWN_CHARACTERS)
 
 
 def short(words: str, most: int = _SHOWN_NAME) -> str:
@@ -224,32 +210,10 @@ def short(words: str, most: int = _SHOWN_NAME) -> str:
     return words if len(words) <= most else words[:most] + "…"
 
 
-def _json_pieces(given: Any) -> Iterator[str]:
-    if isinstance(given, str):
-        # One that is cut is longer than what is shown.
-        yield orjson.dumps(given[: _SHOWN_CHARACTERS + 1]).decode()
-    elif isinstance(given, dict):
-        yield "{"
-        for place, (key, value) in enumerate(given.items()):
-            yield "," * (place > 0)
-            yield from _json_pieces(key)
-            yield ":"
-            yield from _json_pieces(value)
-        yield "}"
-    elif isinstance(given, list):
-        yield "["
-        for place, value in enumerate(given):
-            yield "," * (place > 0)
-            yield from _json_pieces(value)
-        yield "]"
-    else:
-        yield orjson.dumps(given, default=repr).decode()
-
-
 def _outcome(
-    body: bytearray, field: Field, parse: Parser, inflate: Callable[[bytearray], bytearray] | None
+    body: bytearray, field: Field, parse: Parser, inflate: Callable[[bytearray], bytes] | None
 ) -> Any:
-    """The validated request, or the BodyError or ShapeError.
+    """The validated request, or the BodyError or CarriedError.
 
     An error raised out of a thread is in a reference cycle with its future; the megabytes that it
     holds would stay until the next garbage collection.
@@ -261,16 +225,16 @@ def _outcome(
         return error
 
 
-def _checked(body: bytearray, field: Field, parse: Parser) -> Any:
-    """The validated request. Raises BodyError and ShapeError."""
+def _checked(body: bytes | bytearray, field: Field, parse: Parser) -> Any:
+    """The validated request. Raises BodyError and CarriedError."""
     value = parse(body)
     made, errors = field.validate(value, {}, loc=("body",))
     if errors:
-        raise ShapeError(RequestValidationError(errors, body=value))
+        raise CarriedError(RequestValidationError(errors, body=value))
     return made
 
 
-def _inflated(body: bytearray, encoding: str, limit: int) -> bytearray:
+def _inflated(body: bytearray, encoding: str, limit: int) -> bytes:
     """The decompressed body. Raises BodyError."""
     try:
         return inflated(body, encoding, limit)

@@ -1,9 +1,11 @@
-"""An upper bound of the memory that a JSON text takes while it is parsed and validated.
-
-It covers the text, the parser's copy and tree of values, and the Python objects.
-"""
+"""What a body becomes: inflated, never beyond a limit; and an upper bound of the memory that its
+JSON takes while it is parsed and validated."""
 
 import re
+import zlib
+
+ENCODINGS = ("gzip", "x-gzip", "deflate")
+"""The known values of `Content-Encoding`."""
 
 # Bytes, rounded up: an object or list with the model that is made of it, a key, a string, a value's
 # place in the parser's tree and in its list, a number that is an object of its own.
@@ -17,8 +19,44 @@ ALWAYS_ALLOWED = 10_000_000
 _PIECE = 64 * 1024
 
 
+class InflateError(Exception):
+    """The body does not have its declared encoding; one sentence."""
+
+
+class InflatesTooFarError(InflateError):
+    """The body is larger than the limit; no more than the limit was decompressed."""
+
+
+def inflated(compressed: bytes | bytearray, encoding: str, limit: int) -> bytes:
+    """The decompressed bytes, at most `limit`. `encoding` is one of `ENCODINGS`.
+
+    Raises InflateError and InflatesTooFarError.
+    """
+    window = zlib.MAX_WBITS if encoding == "deflate" else 16 + zlib.MAX_WBITS
+    # Some clients send a raw deflate stream, although HTTP means zlib's format.
+    if encoding == "deflate" and not _has_zlib_header(compressed):
+        window = -zlib.MAX_WBITS
+    stream = zlib.decompressobj(window)
+    try:
+        made = stream.decompress(compressed, limit + 1)
+    except zlib.error as error:
+        raise InflateError(f"it is not {encoding}: {error}") from None
+    if len(made) > limit:
+        raise InflatesTooFarError
+    if not stream.eof:
+        raise InflateError(f"its {encoding} stream is cut off")
+    if stream.unused_data:
+        raise InflateError(f"something follows its {encoding} stream")
+    return made
+
+
+def _has_zlib_header(stream: bytes | bytearray) -> bool:
+    return len(stream) >= 2 and stream[0] & 15 == 8 and (stream[0] << 8 | stream[1]) % 31 == 0
+
+
 def is_too_costly(text: bytes | bytearray) -> bool:
-    """Whether the text would take more than `MOST_TIMES` its size, and `ALWAYS_ALLOWED`."""
+    """Whether the text, the parser's copy and tree of values, and the Python objects would take
+    more than `MOST_TIMES` the text's size, and `ALWAYS_ALLOWED`."""
     allowed = max(ALWAYS_ALLOWED, MOST_TIMES * len(text)) - 2 * len(text)
     # Counts the contents of strings, too: an upper bound.
     most = _cost(text) + text.count(b",") * _NUMBER
