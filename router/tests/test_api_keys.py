@@ -1,4 +1,4 @@
-"""API keys as clients send them: who is let in, who shares what, and how much each may do."""
+"""API keys as clients send them: what they open, what they share, and how much each may do."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from text_generation_router.api.body import JsonRoute
 from text_generation_router.api.keys import NEEDS_KEY
 from text_generation_router.app import create_app
 
 from router.tests.chats import serve_chat
 from router.tests.serving import Server, serve
+from router.tests.talk import said
 
 WORDS = "the cat sat on the mat and "
 MESSAGES = [{"role": "user", "content": WORDS}]
@@ -20,6 +22,7 @@ GENERATE: dict[str, Any] = {"inputs": WORDS, "parameters": SHORT}
 CHAT: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2}
 COMPLETION: dict[str, Any] = {"prompt": WORDS, "max_tokens": 2}
 ANTHROPIC: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "max_tokens": 2}
+RESPONSE: dict[str, Any] = {"input": WORDS, "max_output_tokens": 16}
 INFER = "/v2/models/m/versions/1/infer"
 TENSOR = {"name": "x", "shape": [1], "datatype": "UINT8", "data": list(WORDS.encode())}
 OPEN_INFER = "/v2/models/m/infer"
@@ -41,8 +44,8 @@ ASKING = [
     ("/v1/completions", COMPLETION | {"prompt": [WORDS, "b"], "n": 2}),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | STREAM),
-    ("/v1/responses", {"input": WORDS}),
-    ("/v1/responses", {"input": WORDS} | STREAM),
+    ("/v1/responses", RESPONSE),
+    ("/v1/responses", RESPONSE | STREAM),
     ("/v1/messages", ANTHROPIC),
     ("/v1/messages", ANTHROPIC | STREAM),
     (INFER, KSERVE),
@@ -63,6 +66,12 @@ ASKING = [
 # Their errors are not in TGI's form.
 NOT_TGIS = ("/v1/", OPEN_INFER)
 NOT_GENERATING = {"/tokenize", "/chat_tokenize", "/v1/messages/count_tokens"}
+
+
+# One server serves the whole module: each case has keys of its own, which share nothing.
+CASES = [(f"key{place}", path, body) for place, (path, body) in enumerate(ASKING)]
+KEYS = tuple(f"{key}{end}" for key, _, _ in CASES for end in "abc")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def salted(body: dict[str, Any], salt: Any) -> dict[str, Any]:
@@ -88,66 +97,62 @@ async def cached_tokens(server: Server, path: str, body: dict[str, Any], key: st
     return hits.value() - before
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
     async with serve_chat(
-        tmp_path, "Hi", api_key=("a", "b", "c"), aip_predict_route="/predict", reranker=True
+        tmp_path_factory.mktemp("keys"),
+        "Hi",
+        api_key=("a", *KEYS),
+        aip_predict_route="/predict",
+        reranker=True,
     ) as server:
         yield server
 
 
-def test_every_route_that_generates_is_tried(server: Server) -> None:
+async def test_every_route_that_generates_is_tried(server: Server) -> None:
     app = create_app(server.services.config, server.services)
     routes = {
-        route.path
+        route.path: route
         for router in app.state.routers
         for route in router.routes
         if "POST" in route.methods
     }
-    ours = {
-        INFER: "/{model_name:model}/versions/{model_version}",
-        OPEN_INFER: "/{model_name:model}",
+    named = {
+        INFER: "/v2/models/{model_name:model}/versions/{model_version}/infer",
+        OPEN_INFER: "/v2/models/{model_name:model}/infer",
     }
-    ours = {path: f"/v2/models{named}/infer" for path, named in ours.items()}
-    tried = {ours.get(path, path) for path, _ in ASKING}
-    assert routes == tried | NOT_GENERATING
-    for router in app.state.routers:
-        for route in router.routes:
-            if "POST" in route.methods:
-                assert isinstance(route, JsonRoute)
-                assert route.dependencies == NEEDS_KEY
+    assert routes.keys() == {named.get(path, path) for path, _ in ASKING} | NOT_GENERATING
+    for route in routes.values():
+        assert isinstance(route, JsonRoute)
+        assert route.dependencies == NEEDS_KEY
 
 
-@pytest.mark.parametrize(("path", "body"), ASKING)
-async def test_keys_share_nothing(server: Server, path: str, body: dict[str, Any]) -> None:
-    alone = await cached_tokens(server, path, body, "a")  # the sequences of one prompt
-    again = await cached_tokens(server, path, body, "a")
-    assert again > alone
-    assert await cached_tokens(server, path, body, "b") == alone
-    assert await cached_tokens(server, path, body, "b") == again
-
-
-@pytest.mark.parametrize(("path", "body"), ASKING)
-async def test_salts_share_nothing(server: Server, path: str, body: dict[str, Any]) -> None:
-    alone = await cached_tokens(server, path, salted(body, "x"))
-    again = await cached_tokens(server, path, salted(body, "x"))
-    assert again > alone
-    assert await cached_tokens(server, path, salted(body, "y")) == alone
-    assert await cached_tokens(server, path, body) == alone
-    assert await cached_tokens(server, path, salted(body, "x"), "b") == alone
-    if not path.startswith("/v1/chat"):
-        return
-    assert await cached_tokens(server, path, salted(body, None)) == again
-
-
-@pytest.mark.parametrize(("path", "body"), ASKING)
-@pytest.mark.parametrize("salt", ["", "x" * 257, 7, ["x"]])
-async def test_salts_that_can_not_be(
-    server: Server, path: str, body: dict[str, Any], salt: Any
+@pytest.mark.parametrize(("key", "path", "body"), CASES)
+async def test_keys_share_no_cached_prefix(
+    server: Server, key: str, path: str, body: dict[str, Any]
 ) -> None:
-    response = await server.client.post(path, json=salted(body, salt), headers=bearer("a"))
-    assert response.status_code == (400 if path.startswith(NOT_TGIS) else 422)
-    assert "cache_salt" in response.text
+    alone = await cached_tokens(server, path, body, f"{key}a")  # the sequences of one prompt
+    again = await cached_tokens(server, path, body, f"{key}a")
+    assert again > alone
+    assert await cached_tokens(server, path, body, f"{key}b") == alone
+    assert await cached_tokens(server, path, body, f"{key}b") == again
+
+
+@pytest.mark.parametrize(("key", "path", "body"), CASES)
+async def test_salts_share_no_cached_prefix(
+    server: Server, key: str, path: str, body: dict[str, Any]
+) -> None:
+    key = f"{key}c"
+    alone = await cached_tokens(server, path, salted(body, "x"), key)
+    again = await cached_tokens(server, path, salted(body, "x"), key)
+    assert again > alone
+    assert await cached_tokens(server, path, salted(body, "y"), key) == alone
+    assert await cached_tokens(server, path, body, key) == alone
+    assert await cached_tokens(server, path, salted(body, None), key) == again
+    for salt in ("", "x" * 257, 7, ["x"]):
+        response = await server.client.post(path, json=salted(body, salt), headers=bearer("a"))
+        assert response.status_code == (400 if path.startswith(NOT_TGIS) else 422)
+        assert "cache_salt" in response.text
 
 
 async def test_a_salt_can_not_name_another_key(tmp_path: Path) -> None:
@@ -191,23 +196,18 @@ ODD_HEADERS: list[tuple[list[tuple[bytes, bytes]], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("headers", "status"), ODD_HEADERS)
-async def test_odd_headers(
-    server: Server, headers: list[tuple[bytes, bytes]], status: int, caplog: Any
-) -> None:
-    caplog.clear()
-    for path, form in ((b"/info", b""), (b"/v1/models", b"invalid_api_key")):
-        lines = [b"GET %b HTTP/1.1" % path, b"host: a", b"connection: close"]
-        lines += [b"%b: %b" % pair for pair in headers]
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"\r\n".join(lines) + b"\r\n\r\n")
-        answer = await reader.read()
-        writer.close()
-        assert answer.startswith(b"HTTP/1.1 %d " % status), answer
-        if status == 401:
-            assert b"\r\nwww-authenticate: Bearer\r\n" in answer and form in answer
-    refused = server.services.metrics.request_unauthorized.value()
-    assert refused == (0 if status == 200 else 2)
+async def test_odd_headers(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    unauthorized = server.services.metrics.request_unauthorized
+    for headers, status in ODD_HEADERS:
+        before = unauthorized.value()
+        for path, form in ((b"/info", b""), (b"/v1/models", b"invalid_api_key")):
+            lines = [b"GET %b HTTP/1.1" % path, b"host: a", b"connection: close"]
+            lines += [b"%b: %b" % pair for pair in headers]
+            answer = await said(server, b"\r\n".join(lines) + b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 %d " % status), (headers, answer)
+            if status == 401:
+                assert b"\r\nwww-authenticate: Bearer\r\n" in answer and form in answer
+        assert unauthorized.value() - before == (0 if status == 200 else 2)
     assert not [record for record in caplog.records if "router" in record.name]
 
 
@@ -248,10 +248,7 @@ async def hold(server: Server, key: str) -> "asyncio.Task[Any]":
     return task
 
 
-@pytest.mark.parametrize(("path", "body"), ASKING)
-async def test_requests_under_way_of_each_key(
-    tmp_path: Path, path: str, body: dict[str, Any]
-) -> None:
+async def test_running_requests_of_each_key(tmp_path: Path) -> None:
     async with serve_chat(
         tmp_path,
         "Hi",
@@ -262,15 +259,17 @@ async def test_requests_under_way_of_each_key(
     ) as server:
         server.shards.script = [1]
         held = [await hold(server, "a") for _ in range(4)]
-        response = await server.client.post(path, json=body, headers=bearer("a"))
-        assert "(--max-concurrent-requests-per-key)" in response.text
-        if response.status_code != 200:  # or an event
-            assert response.status_code == 429
-            assert path.startswith(NOT_TGIS) or response.json()["error_type"] == "overloaded"
-        assert server.services.metrics.request_key_limit.value(reason="requests") >= 1
+        for path, body in ASKING:
+            response = await server.client.post(path, json=body, headers=bearer("a"))
+            assert "(--max-concurrent-requests-per-key)" in response.text, path
+            if response.status_code != 200:  # or an event
+                assert response.status_code == 429
+                assert path.startswith(NOT_TGIS) or response.json()["error_type"] == "overloaded"
+            response = await server.client.post(path, json=body, headers=bearer("b"))
+            assert response.status_code == 200 and "per-key" not in response.text, path
+        assert server.services.metrics.request_key_limit.value(reason="requests") >= len(ASKING)
+        assert not any(task.done() for task in held)
         server.shards.script = [257]
-        response = await server.client.post(path, json=body, headers=bearer("b"))
-        assert response.status_code == 200 and "per-key" not in response.text
         await asyncio.gather(*held)
 
 
