@@ -6,13 +6,11 @@ from array import array
 
 import pytest
 from text_generation_benchmark.figures import (
-    Figures,
     Point,
     line,
     markdown,
     milliseconds,
     notes,
-    rows,
 )
 from text_generation_benchmark.http import HttpClient
 from text_generation_benchmark.load import Load
@@ -35,15 +33,15 @@ def stream(*times: float, counts: tuple[int, int] | None = None) -> Stream:
     return one
 
 
-def figures(*streams: Stream, rate: float | None = 2.0, asked: int = 4) -> Figures:
-    """A point of ten seconds with two failures."""
+def load_of(*streams: Stream) -> Load:
+    """A load of ten seconds with two failures."""
     load = Load(HttpClient("http://h"), APIS["tgi"], iter(()))
     load._started_s, load._ended_s = 0.0, 10.0
     failed = [Stream(read_openai), Stream(read_openai)]
     for one in failed:
         one.fail("HTTP 429", "too | many", 9.0)
     load.ended = [*streams, *failed]
-    return Figures(Point(rate=rate) if rate else Point(clients=3), asked, 8, load)
+    return load
 
 
 def test_times_of_streams():
@@ -58,8 +56,8 @@ def test_times_of_streams():
 
 
 def test_only_successful_streams_count():
-    point = figures(stream(2.0, 2.1, counts=(8, 4)), stream(2.0, 2.2, 2.3))
-    [found] = rows([point])
+    load = load_of(stream(2.0, 2.1, counts=(8, 4)), stream(2.0, 2.2, 2.3))
+    found = Point(4, 8, rate=2.0).figures(load)
     assert (found["requests_ok"], found["requests_failed"]) == (2, 2)
     assert (found["input_tokens_per_s"], found["output_tokens_per_s"]) == (0.8, 0.7)
     assert (found["input_tokens_got_p50"], found["output_tokens_got_p50"]) == (8, 3.5)
@@ -67,28 +65,30 @@ def test_only_successful_streams_count():
     assert found["errors"] == {"HTTP 429": {"count": 2, "first": "too | many"}}
     assert found["ttft_ms"]["p99"] == 500
     json.dumps(found)
-    text = markdown({"model": "m"}, [point, figures(rate=None)])
+    text = markdown({"model": "m"}, [found, Point(4, None, clients=3).figures(load_of())])
     assert "| model | m |" in text
     assert "| Figure | 2 requests/s | 3 clients |" in text
     assert "| input_tokens_got_p50 | 8 | – |" in text
     assert "| ttft_from_due_ms | 1,000.0 / 1,000.0 / 1,000.0 | – |" in text
     assert "| HTTP 429 | 3 clients | 2 | too \\| many |" in text
-    assert line(point).startswith("2 requests/s: requests_ok 2, requests_failed 2, ttft_from_due")
+    assert line(found).startswith("2 requests/s: requests_ok 2, requests_failed 2, ttft_from_due")
 
 
 def test_notes_say_what_limits_the_figures():
-    busy = figures(stream(2.0, 2.1), asked=2)
-    busy.load.cpu_share = 0.95
-    busy.load.running = {stream(2.0)}
-    said = "\n".join(notes(busy, True))
+    def told(load: Load, asked: int, ignore_eos: bool = True) -> str:
+        return "\n".join(notes(Point(asked, 8, clients=1).figures(load), ignore_eos))
+
+    busy = load_of(stream(2.0, 2.1))
+    busy.cpu_share = 0.95
+    busy.running = {stream(2.0)}
+    said = told(busy, 2)
     assert "this client used 95% of a core" in said
     assert "running streams, not counted: 1." in said
     assert "events with text are counted" in said
-    [said] = notes(figures(stream(2.0, counts=(8, 4))), True)
-    assert "an event has 4.00 tokens on average" in said
-    short = figures(stream(2.0, 2.1, counts=(8, 2)))
-    assert "has 2 tokens, and 4 were requested" in next(notes(short, True))
-    assert list(notes(short, False)) == []
+    assert "an event has 4.00 tokens" in told(load_of(stream(2.0, counts=(8, 4))), 4)
+    short = load_of(stream(2.0, 2.1, counts=(8, 2)))
+    assert "has 2 tokens, and 4 were requested" in told(short, 4)
+    assert told(short, 4, ignore_eos=False) == ""
 
 
 def test_quantiles_are_values_of_the_list():

@@ -8,85 +8,57 @@ from itertools import pairwise
 from typing import Any
 
 from text_generation_benchmark.load import Load
-from text_generation_benchmark.report import Spread, as_dicts, spreads, table
+from text_generation_benchmark.report import as_dicts, spreads, table
 from text_generation_benchmark.streams import Stream
 
-SHOWN = (
+_IN_LINE = (
     *("requests_ok", "requests_failed", "ttft_from_due_ms", "ttft_ms", "itl_ms", "tpot_ms"),
     *("requests_per_s", "output_tokens_per_s", "output_tokens_got_p50"),
 )
-"""The figures of the line that is printed when a point is complete."""
 # Above this share of a core, the client itself may limit the figures.
 _BUSY_SHARE = 0.8
+
+Figures = Mapping[str, Any]
+"""The figures of one point by name, as in JSON; those that end in _ms are distributions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """One load: a number of clients in a closed loop, or arrivals per second."""
 
-    clients: int | None = None
-    rate: float | None = None
-
-    def __str__(self) -> str:
-        if self.rate is not None:
-            return f"{self.rate:g} requests/s"
-        return "1 client" if self.clients == 1 else f"{self.clients} clients"
-
-
-@dataclass(slots=True)
-class Figures:
-    """The figures of one point."""
-
-    point: Point
     output_tokens: int
     """Of each request, as asked for."""
     input_tokens: int | None
     """Of each request, as asked for; None: the prompts come from a file."""
-    load: Load
-    _spreads: dict[str, Spread] | None = None
+    clients: int | None = None
+    rate: float | None = None
 
-    @property
-    def good(self) -> list[Stream]:
-        """The successful streams. Only these have times."""
-        return [stream for stream in self.load.ended if stream.failure is None]
-
-    def spreads(self) -> dict[str, Spread]:
-        """Of each metric that has values; sorted once, because that takes seconds for millions."""
-        if self._spreads is None:
-            self._spreads = spreads(milliseconds(self.good, self.point.rate is not None))
-        return self._spreads
-
-    def errors(self) -> dict[str, dict[str, Any]]:
-        """The count and first message of each kind, most frequent first."""
-        failures = [stream.failure for stream in self.load.ended if stream.failure is not None]
-        first = dict(reversed(failures))
-        counts = Counter(kind for kind, _ in failures)
-        return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the times."""
-        good, elapsed_s = self.good, self.load.elapsed_s or 1.0
-        tokens_in = sum(stream.counts[0] for stream in good if stream.counts is not None)
-        tokens_out = sum(stream.output_tokens for stream in good)
-        got_in, got_out = median_tokens(good)
+    def figures(self, load: Load) -> Figures:
+        """Of the load so far. Only successful streams have times."""
+        elapsed_s = load.elapsed_s or 1.0
+        good = [stream for stream in load.ended if stream.failure is None]
+        got_in = [stream.counts[0] for stream in good if stream.counts is not None]
+        got_out = [stream.output_tokens for stream in good]
         counted_by = {"events" if stream.counts is None else "server" for stream in good}
         return {
-            "clients": self.point.clients,
-            "rate": self.point.rate,
+            "clients": self.clients,
+            "rate": self.rate,
             "requests_ok": len(good),
-            "requests_failed": len(self.load.ended) - len(good),
-            "requests_interrupted": len(self.load.running),
-            "elapsed_s": self.load.elapsed_s,
+            "requests_failed": len(load.ended) - len(good),
+            "requests_interrupted": len(load.running),
+            "elapsed_s": load.elapsed_s,
             "requests_per_s": len(good) / elapsed_s,
-            "input_tokens_per_s": tokens_in / elapsed_s,
-            "output_tokens_per_s": tokens_out / elapsed_s,
+            "input_tokens_per_s": sum(got_in) / elapsed_s,
+            "output_tokens_per_s": sum(got_out) / elapsed_s,
             "input_tokens_asked": self.input_tokens,
-            "input_tokens_got_p50": got_in,
+            "input_tokens_got_p50": statistics.median(got_in) if got_in else None,
             "output_tokens_asked": self.output_tokens,
-            "output_tokens_got_p50": got_out,
+            "output_tokens_got_p50": statistics.median(got_out) if got_out else None,
             "output_tokens_counted_by": "+".join(sorted(counted_by)),
-            "tokens_per_event": tokens_out / (sum(len(one.times) for one in good) or 1),
-            "client_cpu_share": self.load.cpu_share,
+            "tokens_per_event": sum(got_out) / (sum(len(one.times) for one in good) or 1),
+            "client_cpu_share": load.cpu_share,
+            **as_dicts(spreads(milliseconds(good, self.rate is not None))),
+            "errors": _errors([one.failure for one in load.ended if one.failure is not None]),
         }
 
 
@@ -105,39 +77,35 @@ def milliseconds(streams: Sequence[Stream], is_open_loop: bool) -> dict[str, Ite
     }
 
 
-def median_tokens(streams: Sequence[Stream]) -> tuple[float | None, float | None]:
-    """The median tokens of a request, in and out; None if unknown."""
-    got_in = [stream.counts[0] for stream in streams if stream.counts is not None]
-    got_out = [stream.output_tokens for stream in streams]
-    return (
-        statistics.median(got_in) if got_in else None,
-        statistics.median(got_out) if got_out else None,
-    )
+def _errors(failures: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The count and first message of each kind, most frequent first."""
+    first, counts = dict(reversed(failures)), Counter(kind for kind, _ in failures)
+    return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}
 
 
-def rows(points: Sequence[Figures]) -> list[dict[str, Any]]:
-    """The figures of each point, for JSON."""
-    return [one.as_dict() | {"errors": one.errors()} | as_dicts(one.spreads()) for one in points]
+def label(figures: Figures) -> str:
+    """The load of these figures."""
+    if figures["rate"] is not None:
+        return f"{figures['rate']:g} requests/s"
+    return "1 client" if figures["clients"] == 1 else f"{figures['clients']} clients"
 
 
-def line(one: Figures) -> str:
+def line(figures: Figures) -> str:
     """The most important figures of a point."""
-    [found] = rows([one])
-    cells = (f"{name} {_cell(found[name])}" for name in SHOWN if name in found)
-    return f"{one.point}: {', '.join(cells)}"
+    cells = (f"{name} {_cell(figures[name])}" for name in _IN_LINE if name in figures)
+    return f"{label(figures)}: {', '.join(cells)}"
 
 
 def markdown(parameters: Mapping[str, Any], points: Sequence[Figures]) -> str:
     """Tables of parameters, of figures by point, and of errors."""
-    found = rows(points)
-    names = dict.fromkeys(name for row in found for name in row if name != "errors")
-    figures = [(name, *(_cell(row.get(name)) for row in found)) for name in names]
+    names = dict.fromkeys(name for one in points for name in one if name != "errors")
+    rows = [(name, *(_cell(one.get(name)) for one in points)) for name in names]
     lines = [*table(("Parameter", "Value"), parameters.items()), ""]
-    lines += table(("Figure", *(str(one.point) for one in points)), figures)
+    lines += table(("Figure", *map(label, points)), rows)
     errors = [
-        (kind, one.point, found["count"], found["first"].replace("|", "\\|"))
+        (kind, label(one), found["count"], found["first"].replace("|", "\\|"))
         for one in points
-        for kind, found in one.errors().items()
+        for kind, found in one["errors"].items()
     ]
     lines += ["", *table(("Error", "Load", "Count", "The first one"), errors)] if errors else []
     return "\n".join(lines)
@@ -152,9 +120,8 @@ def _cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-def notes(one: Figures, ignore_eos: bool) -> Iterator[str]:
+def notes(figures: Figures, ignore_eos: bool) -> Iterator[str]:
     """What limits the figures of a point."""
-    figures = one.as_dict()
     if running := figures["requests_interrupted"]:
         yield f"interrupted; running streams, not counted: {running}."
     if "events" in figures["output_tokens_counted_by"]:
@@ -162,17 +129,17 @@ def notes(one: Figures, ignore_eos: bool) -> Iterator[str]:
             "the server does not report the number of tokens (no usage); "
             "events with text are counted, each of which may have several tokens."
         )
-    if figures["tokens_per_event"] > 1.05:
+    if (per_event := figures["tokens_per_event"]) > 1.05:
         yield (
-            f"an event has {figures['tokens_per_event']:.2f} tokens on average; "
-            "the time between tokens is the time between events."
+            f"an event has {per_event:.2f} tokens on average; the time between tokens is the time "
+            "between events."
         )
-    if one.load.cpu_share > _BUSY_SHARE and one.load.elapsed_s > 1:
+    if (share := figures["client_cpu_share"]) > _BUSY_SHARE and figures["elapsed_s"] > 1:
         yield (
-            f"this client used {one.load.cpu_share:.0%} of a core and may limit the figures; "
+            f"this client used {share:.0%} of a core and may limit the figures; "
             "run several clients, on another machine."
         )
-    got, asked = figures["output_tokens_got_p50"], one.output_tokens
+    got, asked = figures["output_tokens_got_p50"], figures["output_tokens_asked"]
     if got is not None and (got > asked or (got < asked and ignore_eos)):
         yield (
             f"the median answer has {got:g} tokens, and {asked} were requested: the server "

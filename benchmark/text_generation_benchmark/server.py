@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from text_generation_process.descriptors import raise_file_limit
 
 from text_generation_benchmark import BenchmarkError
-from text_generation_benchmark.figures import Figures, Point, line, markdown, notes, rows
+from text_generation_benchmark.figures import Figures, Point, label, line, markdown, notes
 from text_generation_benchmark.http import HttpClient, RequestError
 from text_generation_benchmark.load import Bounds, Load, send
 from text_generation_benchmark.report import write_outputs
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace, api_key: str | None) -> int:
         code = 130
     if session.points:
         session.report()
-        if not code and not any(figures.good for figures in session.points):
+        if not code and not any(one["requests_ok"] for one in session.points):
             print("text-generation-benchmark: no request succeeded", file=sys.stderr)
             return 1
     return code
@@ -117,15 +118,13 @@ class _Session:
                 ) from error
             bodies = (self._body(prompt, options.output_tokens) for prompt in prompts)
             chooser = random.Random(f"{self._seed} arrivals")
-            points = [Point(rate=rate) for rate in options.rate or ()]
-            points = points or [Point(clients=number) for number in options.clients or [1]]
-            console = Console()
+            asked = None if self._prompts else options.input_tokens or 256
+            point_of = partial(Point, output_tokens=options.output_tokens, input_tokens=asked)
+            points = [point_of(rate=rate) for rate in options.rate or ()]
+            points = points or [point_of(clients=number) for number in options.clients or [1]]
             for point in points:
                 await self._warm_up(point, bodies)
-                load = Load(self._client, APIS[self._api], bodies)
-                asked = None if self._prompts else options.input_tokens or 256
-                self.points.append(Figures(point, options.output_tokens, asked, load))
-                await self._measure(self.points[-1], chooser, console)
+                await self._measure(point, bodies, chooser)
         finally:
             self._client.close()
 
@@ -187,20 +186,23 @@ class _Session:
             load = Load(self._client, APIS[self._api], bodies)
             await load.closed_loop(point.clients or count, bounds)
 
-    async def _measure(self, figures: Figures, chooser: random.Random, console: Console) -> None:
-        """Runs a point and shows its row; on a terminal, how far it is meanwhile."""
-        load, point = figures.load, figures.point
+    async def _measure(self, point: Point, bodies: Iterator[bytes], chooser: random.Random) -> None:
+        """Runs a point and prints its figures; on a terminal, how far it is meanwhile."""
+        load = Load(self._client, APIS[self._api], bodies)
         if point.rate is None:
             loop = load.closed_loop(point.clients or 1, self._bounds)
         else:
             loop = load.open_loop(point.rate, chooser, self._bounds)
         running = asyncio.create_task(loop)
-        with console.status(str(point), refresh_per_second=1) as status:
-            while not running.done():
-                await asyncio.wait([running], timeout=1)
-                status.update(f"{point}: {len(load.ended)} answers in {load.elapsed_s:.0f} s")
+        try:
+            with Console().status("", refresh_per_second=1) as status:
+                while not running.done():
+                    await asyncio.wait([running], timeout=1)
+                    status.update(f"{len(load.ended)} answers in {load.elapsed_s:.0f} s")
+        finally:
+            self.points.append(point.figures(load))
         running.result()
-        print(line(figures), flush=True)
+        print(line(self.points[-1]), flush=True)
 
     def report(self) -> None:
         """Prints and writes the figures."""
@@ -220,15 +222,16 @@ class _Session:
             "warmups": options.warmups,
         }
         found = [
-            f"Note: {one.point}: {text}"
+            f"Note: {label(one)}: {text}"
             for one in self.points
             for text in notes(one, options.ignore_eos)
         ]
-        if self._prompts and sum(len(one.load.ended) for one in self.points) > len(self._prompts):
+        sent = sum(one["requests_ok"] + one["requests_failed"] for one in self.points)
+        if self._prompts and sent > len(self._prompts):
             found.append("Note: prompts were sent more than once; a prefix cache may hold them.")
         print(markdown(parameters, self.points))
         print("".join(f"\n{text}" for text in found), end="\n" if found else "")
-        report = {"parameters": parameters, "notes": found, "points": rows(self.points)}
+        report = {"parameters": parameters, "notes": found, "points": self.points}
         write_outputs(options.output, report)
 
 
