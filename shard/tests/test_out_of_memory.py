@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shard.tests.driver import Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
-from shard.tests.test_behind import tokens_of
+from shard.tests.test_engine_behind import tokens_of
 from shard.tests.test_mixed_steps import make_wanted, run_mixed
 
 BAD = 77

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 KERNELS = "shard/tests/test_kernels.py"
 LAYERS = "shard/tests/test_compiled.py::test_equals_one_by_one[llama3-form1]"
-FEW_BITS = ["shard/tests/test_few_bits.py", "shard/tests/test_bfloat12.py"]
+FEW_BITS = ["shard/tests/test_grouped_linear.py", "shard/tests/test_bfloat12.py"]
 # In float32, Skylake's code is like that of any AVX-512 processor.
 TESTED = {HASWELL: [KERNELS, LAYERS], SKYLAKE: [KERNELS, *FEW_BITS, "-k", "not dtype0"]}
 COMPILED = ["multiply_item", "attend_task"]

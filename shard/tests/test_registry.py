@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from shard.tests.test_readings import hidden_of
 from text_generation_shard.checkpoint.config import ModelConfig
 from text_generation_shard.engine.step import Pooling
 from text_generation_shard.errors import ModelError
@@ -16,6 +15,7 @@ from text_generation_shard.errors import ModelError
 from integration_tests.checkpoints import write_checkpoint
 from integration_tests.oracle import Oracle
 from shard.tests.driver import Driver, load_engine
+from shard.tests.test_pooled_outputs import hidden_of
 
 IDS = list(range(3, 40))
 
