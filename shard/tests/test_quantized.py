@@ -202,6 +202,7 @@ def test_quantised_weights_are_computed_in_bfloat16_unless_told(tiny_model_path:
     assert load_engine(tiny_model_path, quantize="int8").device.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_the_embedded_model_answers_as_before(quantize: str) -> None:
     """Quantization changes neither the answers nor, noticeably, the loss."""

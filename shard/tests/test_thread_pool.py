@@ -137,8 +137,9 @@ def test_every_item_once_and_no_phase_before_its_time(seed: int) -> None:
             assert counts[phase].tolist() == [1] * count + [0] * (counts.shape[1] - count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("item", [0, 3, 7])
-def test_who_is_stopped_is_not_waited_for(item: int) -> None:
+def test_stopped_thread_does_not_block_the_pool(item: int) -> None:
     """The other threads compute its item and all later ones; its own result is not stored."""
     given = _given([3, 8, 5, 6], is_short=True)
     (counts, values), phases = given
