@@ -118,7 +118,6 @@ def test_any_text_survives(text: str, name: str) -> None:
     assert stream(name, ids) == text
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     text=st.lists(
         st.text(max_size=5) | st.sampled_from(["ça va", "\n\n  ", "<s>", "Hello", "▁", "ab", "😀"]),
