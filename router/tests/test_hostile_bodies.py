@@ -63,13 +63,9 @@ TEXT = "the cat sat on the mat, and nobody knows why. "
 BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
     "empty objects": (ALL, lambda: many("[", "{}", "]")),
     "objects": (ALL, lambda: many("[", '{"a":1}', "]")),
-    "lists": (ALL, lambda: many("[", "[]", "]")),
     "unknown keys": (ALL, lambda: many("{", lambda i: f'"{i}":1', "}")),
-    "unknown long keys": (ALL, lambda: many("{", lambda i: f'"{i}{"k" * 150}":1', "}")),
-    "unknown objects": (ALL, lambda: many('{"x":[', '{"a":1}', "]}")),
     "unknown text": (ALL, lambda: many('{"x":"', "[{:-,", '"}')),
     "escaped quotes": (ALL, lambda: many('{"x":"', '\\"{', '"}')),
-    "one key": (ALL, lambda: b'{"' + b"k" * (SIZE - 10) + b'":1}'),
     "a type of megabytes": (
         (*CHAT, *MESSAGES, *RESPONSES),
         lambda: (
@@ -81,17 +77,10 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
     "deep lists": (ALL, lambda: many("[", "[" * 60 + "]" * 60, "]")),
     "negative ids": (COMPLETIONS, lambda: many('{"prompt":[', "-1", "]}")),
     "ids": (COMPLETIONS, lambda: many('{"prompt":[', "1", "]}")),
-    "ids of three digits": (COMPLETIONS, lambda: many('{"prompt":[', "104", "]}")),
-    "large ids": (COMPLETIONS, lambda: many('{"prompt":[', "30000", "]}")),
-    # The shortest numbers of which a body may be full.
     "longer ids": (COMPLETIONS, lambda: many('{"prompt":[', "1000000", "]}")),
-    "longer decimals": (COMPLETIONS, lambda: many('{"prompt":[', "1.00001", "]}")),
     "last id wrong": (COMPLETIONS, lambda: many('{"prompt":[', "30000", ',"x"]}')),
-    "lists of ids": (COMPLETIONS, lambda: many('{"prompt":[', "[1]", "]}")),
     "a list of ids": (COMPLETIONS, lambda: many('{"prompt":[[', "30000", "]]}")),
     "prompts": (COMPLETIONS, lambda: many('{"prompt":[', '"a"', "]}")),
-    "empty messages": ((*CHAT, *MESSAGES), lambda: many('{"messages":[', "{}", CHAT_END)),
-    "messages": ((*CHAT, *MESSAGES), lambda: many('{"messages":[', TURN, CHAT_END)),
     "longer messages": (QUICK_CHAT, lambda: many('{"messages":[', MEDIUM_TURN, CHAT_END)),
     "last message wrong": (
         QUICK_CHAT,
@@ -105,35 +94,11 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
             "]}" + CHAT_END,
         ),
     ),
-    "calls": (
-        CHAT,
-        lambda: many(
-            '{"messages":[{"role":"assistant","tool_calls":[',
-            '{"id":"1","function":{"name":"f","arguments":"{}"}}' + " " * 450,
-            "]}" + CHAT_END,
-        ),
-    ),
-    "results": (
-        QUICK_CHAT[:2],
-        lambda: many(
-            '{"messages":[{"role":"user","content":""},',
-            '{"role":"tool","content":"' + "x" * 460 + '"}',
-            CHAT_END,
-        ),
-    ),
     "tools": (
         CHAT,
         lambda: many(
             '{"messages":[' + TURN + '],"tools":[',
             lambda i: f'{{"function":{{"name":"f{i}"}}}}',
-            "]}",
-        ),
-    ),
-    "fewer tools": (
-        CHAT,
-        lambda: many(
-            '{"messages":[' + TURN + '],"tools":[',
-            lambda i: f'{{"function":{{"name":"f{i}","description":"{"x" * 430}"}}}}',
             "]}",
         ),
     ),
@@ -143,25 +108,11 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
             '{"messages":[' + TURN + '],"chat_template_kwargs":{', lambda i: f'"{i}":1', "}}"
         ),
     ),
-    "items": (RESPONSES, lambda: many('{"input":[', TURN, "]}")),
     "longer items": (RESPONSES, lambda: many('{"input":[', MEDIUM_TURN, "]}")),
-    "calls as items": (
-        RESPONSES,
-        lambda: many(
-            '{"input":[',
-            '{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}' + " " * 430,
-            "]}",
-        ),
-    ),
-    "stop strings": (GENERATE, lambda: many(prompt()[:-1] + ',"stop":[', '"a"', "]}}")),
     "stops": (COMPLETIONS, lambda: many('{"prompt":"a","stop":[', '"abcdefgh"', "]}")),
     "biases": (
         COMPLETIONS,
         lambda: many('{"prompt":"a","logit_bias":{', lambda i: f'"{i}":1', "}}"),
-    ),
-    "wrong biases": (
-        GENERATE,
-        lambda: many(prompt()[:-1] + ',"logit_bias":{', lambda i: f'"x{i}":""', "}}}"),
     ),
     "long keys of biases": (
         COMPLETIONS,
@@ -184,33 +135,15 @@ BODIES: dict[str, tuple[tuple[str, ...], Callable[[], bytes]]] = {
             "]}]}",
         ),
     ),
-    "inputs": (
-        KSERVE,
-        lambda: many(
-            '{"id":"","outputs":[],"inputs":[',
-            '{"name":"","shape":[1],"datatype":"","data":[9]}',
-            "]}",
-        ),
-    ),
     "texts": (OPEN, lambda: many(TENSOR + '"shape":[1],"data":[', '"a"', "]}]}")),
-    "rows of texts": (OPEN, lambda: many(TENSOR + '"shape":[1],"data":[', '["a"]', "]}]}")),
     "dimensions": (OPEN, lambda: many(TENSOR + '"data":["a"],"shape":[', str(2**64 - 1), "]}]}")),
     "instances": (VERTEX, lambda: many('{"instances":[', '{"inputs":"a"}', "]}")),
-    "longer instances": (
-        VERTEX,
-        lambda: many('{"instances":[', '{"inputs":"' + "a" * 480 + '"}', "]}"),
-    ),
     "text": (GENERATE, lambda: many('{"inputs":"', TEXT, '"}')),
-    "text cut": (
-        GENERATE[:1],
-        lambda: many('{"parameters":{"truncate":9,"max_new_tokens":1},"inputs":"', TEXT, '"}'),
-    ),
     "other alphabets": (GENERATE[:3], lambda: many('{"inputs":"', "日本語😀", '"}')),
     "chat": (
         (*QUICK_CHAT, MESSAGES[1]),
         lambda: many('{"messages":[{"role":"user","content":"', TEXT, '"}' + CHAT_END),
     ),
-    "a word": (COMPLETIONS, lambda: many('{"prompt":"', "a" * 100, '"}')),
 }
 
 
