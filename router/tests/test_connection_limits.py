@@ -31,6 +31,7 @@ LIMITS = ConnectionLimits(
     all_bodies_bytes=400_000,
     unread_s=0.3,
     leftover_s=0.3,
+    leftover_bytes=1_000_000,
     tick_s=0.02,
 )
 
@@ -366,7 +367,8 @@ async def test_pipelined_requests_end_with_their_client(
 
 def test_limits_follow_the_payload_limit() -> None:
     assert ConnectionLimits.of(1) == ConnectionLimits()
-    assert ConnectionLimits.of(100_000_000).all_bodies_bytes == 1_600_000_000
+    large = ConnectionLimits.of(100_000_000)
+    assert (large.all_bodies_bytes, large.leftover_bytes) == (1_600_000_000, 800_000_000)
 
 
 async def test_what_is_wrong_behind_a_request_does_not_touch_its_answer(server: Server) -> None:

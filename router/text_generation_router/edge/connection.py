@@ -48,7 +48,8 @@ class ConnectionLimits:
     unread_s: float = 30.0
     """In which a client must read what was written for it."""
     leftover_s: float = 10.0
-    """In which the rest of an answered request is read and dropped, so that its client can end."""
+    leftover_bytes: int = 16 * _MIB
+    """The rest of an answered request that is read and dropped, so that its client can end."""
     num_pipelined: int = 16
     """Requests that wait for another one on the same connection."""
     tick_s: float = 1.0
@@ -56,7 +57,10 @@ class ConnectionLimits:
     @classmethod
     def of(cls, payload_limit: int) -> "ConnectionLimits":
         """The limits of a server with this limit for one body."""
-        return cls(all_bodies_bytes=max(cls().all_bodies_bytes, 16 * payload_limit))
+        return cls(
+            all_bodies_bytes=max(cls().all_bodies_bytes, 16 * payload_limit),
+            leftover_bytes=max(cls().leftover_bytes, 8 * payload_limit),
+        )
 
 
 class Refusal(Exception):
@@ -181,6 +185,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_unparsed += len(data)
         if self._phase is Phase.OVER:
+            if self._num_unparsed > self._limits.leftover_bytes:
+                self.transport.abort()
             return
         try:
             self._parse(data)
@@ -194,6 +200,9 @@ class Connection(HttpToolsProtocol):
             self._num_body_bytes += len(data)
             if not self.cycle.response_complete:
                 self._shared.hold(self, len(data))
+            elif self._num_body_bytes > self._limits.leftover_bytes:
+                self._shared.count("leftover")
+                self.transport.abort()
         if self._num_unparsed > self._limits.head_bytes:
             self.refuse(self._too_large())
 
@@ -265,6 +274,7 @@ class Connection(HttpToolsProtocol):
             if self._phase is Phase.BODY:
                 self._shared.release(self)
                 self._since = self._shared.now
+                self._num_body_bytes = 0
         super().on_response_complete()
 
     def pause_writing(self) -> None:
