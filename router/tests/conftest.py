@@ -47,9 +47,9 @@ def routes_are_made_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def template_processes() -> Iterator[None]:
-    """Those that servers share end with the session."""
+    """Those that the servers of a module share end with it."""
     yield
     KeptTemplates.close_all()
 

@@ -66,10 +66,8 @@ class Server:
 
 
 class KeptTemplates(TemplateWorkers):
-    """Serve all tests with the same template, since to start a process takes longer than a test.
-
-    Owned by `kept`, which the end of the session empties.
-    """
+    """Serve all tests of a module that have the same template, since to start a process takes
+    longer than a test. Owned by `kept`, which the end of the module empties."""
 
     kept: ClassVar[dict[str, "KeptTemplates"]] = {}
 
