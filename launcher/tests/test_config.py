@@ -216,20 +216,11 @@ def test_keys_go_to_the_router_by_its_environment(argv, environment, keys):
     assert not any("api-key" in part or key in part for part in router.argv for key in keys)
 
 
-def test_tls():
-    config = create("--ssl-certfile", __file__, SSL_KEYFILE=__file__)
-    assert config.has_tls and not create().has_tls
-    flags = {f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"}
-    assert flags < set(config.router.argv)
-
-
-def test_vertex_names_port_and_routes():
-    routes = {"AIP_PREDICT_ROUTE": "/predict", "AIP_HEALTH_ROUTE": "/live"}
-    config = create("--port", "3000", **routes, AIP_HTTP_PORT="8080")
+def test_the_port_of_vertex_and_tls():
+    config = create("--port", "3000", AIP_HTTP_PORT="8080")
     assert config.port == 8080
     assert "--port=8080" in config.router.argv and "--port=3000" not in config.router.argv
-    assert "--aip-predict-route=/predict" in config.router.argv
-    assert "--aip-health-route=/live" in config.router.argv
+    assert not config.has_tls and create(SSL_CERTFILE=__file__, SSL_KEYFILE=__file__).has_tls
 
 
 @pytest.mark.parametrize(
@@ -300,14 +291,6 @@ def test_the_files_of_a_batch(names, expected, tmp_path: Path):
     argv = [part for name, path in names.items() for part in (f"--{name}", str(tmp_path / path))]
     with pytest.raises(InvalidOptions, match=expected):
         create(*argv, mode=Mode.BATCH)
-
-
-def test_traces_go_to_router_and_shards_alike():
-    flags = ["--otlp-endpoint=http://c:4317", "--otlp-service-name=mine"]
-    config = create(*flags, "--num-shard", "2", "--device", "cpu")
-    for command in (config.router, *config.shards):
-        assert [flag for flag in command.argv if flag.startswith("--otlp")] == flags
-    assert config.notes == ()
 
 
 def test_a_name_without_traces():
