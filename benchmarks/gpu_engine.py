@@ -21,7 +21,8 @@ from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.device.reference.device import PlainCopies
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import NewRequest
-from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.models.llama import LlamaModel
 from text_generation_shard.parallel import World
 from text_generation_shard.sampling.table import SamplingParams, Watermark

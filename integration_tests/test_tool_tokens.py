@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 from text_generation_router.chat.constraint import tool_grammar
 from text_generation_router.chat.format import ToolSpec, detect_format
 from text_generation_router.tokenizer import Tokenizer
-from text_generation_shard.grammars.constraint import TokenizerFile
+from text_generation_shard.grammars.tokenizer import TokenizerFile
 
 from integration_tests.published import PUBLISHED, TEMPLATES, tokenizer_of, write_tokenizer
 from integration_tests.scripted import write_scripted

@@ -1,21 +1,15 @@
 """Endings from every state of a text, with few tokens left or after a token that requires many."""
 
-import json
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from text_generation_shard.grammars.blind import allowed_tokens
+from llguidance import LLMatcher, LLTokenizer
 from text_generation_shard.grammars.compiler import GrammarCompiler
 from text_generation_shard.grammars.constraint import Constraint
-from text_generation_shard.grammars.ending import EndingSearch, Position
-from text_generation_shard.grammars.language.formats import FORMATS
-from text_generation_shard.grammars.language.grammar import grammar_expression
-from text_generation_shard.grammars.language.places import after, distance, start
-from text_generation_shard.grammars.language.regular import parse
-from text_generation_shard.grammars.language.schema import schema_expression
+from text_generation_shard.grammars.ending import EndingSearch, ends
+from text_generation_shard.grammars.tokenizer import TokenizerFile
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import check, closed
@@ -32,55 +26,65 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 
 
-@pytest.mark.parametrize(
-    ("source", "written", "rest"),
-    [
-        (r".*\.py", "", ".py"),
-        (r".*\.py", "a.p", "y"),
-        (r".*\.py", "a.py", ""),
-        (r".*\.py", "a.pyx", ".py"),
-        (r"(a{1,9}){1,9}b", "a" * 81, "b"),
-        (r"(ab|abc)d", "abc", "d"),
-        ("a{3,5}", "a", "aa"),
-        ("(?i)straße|x", "STRA", "ßE"),
-        (r"[[:lower:]&&[^a-y]]", "", "z"),
-    ],
-)
-def test_the_rest_of_a_regular_expression_is_the_shortest(
-    source: str, written: str, rest: str
-) -> None:
-    places = start(parse(source))
-    for character in written:
-        places = after(places, character)
-    assert distance(places) == len(rest)
-    nearest = min(places, key=lambda place: place.length)
-    assert "".join(map(str, nearest.shortest())).lower() == rest.lower()
+@pytest.fixture(scope="module")
+def matching() -> LLTokenizer:
+    return TokenizerFile(EMBEDDED / "tokenizer.json", 4096, (2, 0)).load()
 
 
 @pytest.mark.parametrize(
-    ("schema", "written", "rest"),
+    ("source", "written", "longest"),
     [
-        ({"type": "integer", "minimum": 1000, "multipleOf": 7}, "", "1001"),
-        ({"type": "integer", "minimum": 1000, "multipleOf": 7}, "2", "002"),
-        ({"type": "integer", "maximum": -12}, "", "-12"),
-        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.01}, "", "0.001"),
-        ({"type": "number", "minimum": 2, "maximum": 2.25}, "2.", "0"),
-        ({"type": "string", "pattern": "^[a-m]+$", "minLength": 2}, '"b', 'a"'),
-        ({"type": "string"}, '"\\', '""'),
-        ({"type": "array", "items": {"type": "null"}, "minItems": 2}, "[", "null,null]"),
-        (closed(a={"type": "integer"}, b={"type": "string"}), '{"a":1', ',"b":""}'),
-        ({"anyOf": [{"const": "abcdef"}, {"const": "ab"}]}, '"abc', 'def"'),
-        ({"allOf": [{"pattern": "^a"}, {"pattern": "b$"}], "type": "string"}, "", '"ab"'),
+        (r".*\.py", "", 3),
+        (r".*\.py", "a.p", 1),
+        (r".*\.py", "a.py", 0),
+        (r"(a{1,9}){1,9}b", "a" * 81, 1),
+        ("a{3,5}", "a", 2),
+        ("[0-9]{3}-[0-9]{12}", "12", 14),
+        (r"(\w+ ){3}\w+", "a b", 5),
+        ("(?i)straße|x", "STRA", 2),
+        ("[à-ü]{2}", "é", 1),
+        ("日本[à-ü]?語", "日", 2),
+        (r"(?s:.*)<answer>\d+</answer>", "x <answer>", 18),
     ],
 )
-def test_the_rest_of_a_schema_is_the_shortest(
-    schema: dict[str, object], written: str, rest: str
-) -> None:
-    places = start(schema_expression(schema))
-    for character in written:
-        places = after(places, character)
-    nearest = min(places, key=lambda place: place.length)
-    assert "".join(map(str, nearest.shortest())) == rest
+def test_an_ending_is_short(matching: LLTokenizer, source: str, written: str, longest: int) -> None:
+    escaped = source.replace("/", r"\/")
+    matcher = LLMatcher(matching, f"start: /{escaped}/")
+    assert matcher.consume_tokens(matching.tokenize_str(written))
+    found = EndingSearch(matching, f"start: /{escaped}/").find(matcher, 99, 5000)
+    assert found is not None and ends(matcher, found, matching.eos_token)
+    assert len(matching.decode_str(found)) <= longest
+
+
+def test_an_ending_completes_a_character(matching: LLTokenizer) -> None:
+    source = "start: /[日月]x/"
+    [first, *_] = matching.tokenize_str("日")
+    matcher = LLMatcher(matching, source)
+    assert matcher.consume_token(first)
+    found = EndingSearch(matching, source).find(matcher, 9, 300)
+    assert found is not None and ends(matcher, found, matching.eos_token)
+
+
+def test_an_ending_is_not_longer_than_its_limit(matching: LLTokenizer) -> None:
+    source = 'start: "x" | "a" "0123456789"'
+    matcher, search = LLMatcher(matching, source), EndingSearch(matching, source)
+    assert matcher.consume_tokens(matching.tokenize_str("a"))
+    assert search.find(matcher, 10, 300) is not None
+    assert search.find(matcher, 1, 300) is None
+
+
+def test_an_ending_of_another_state_is_tried(matching: LLTokenizer) -> None:
+    source = "start: /[^z]*qqz/"
+    matcher, search = LLMatcher(matching, source), EndingSearch(matching, "")
+    known = matching.tokenize_str("qqz")
+    assert search.find(matcher, 9, 30) is None
+    assert search.find(matcher, 9, 300, [known]) == known
+
+
+def test_special_tokens_are_tried(matching: LLTokenizer) -> None:
+    source = "start: (/[a-z]/ | <[3]>)* <[1]>"
+    matcher = LLMatcher(matching, source)
+    assert EndingSearch(matching, source).find(matcher, 9, 300) == [1]
 
 
 LARKS = {
@@ -103,34 +107,10 @@ LARKS = {
 def test_lark(source: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     grammar = compiler.compile_now(source)
     assert not grammar.error
-    assert grammar.position is not None and grammar.position.places, "it was read"
     draw = random.Random(3)
     for spare in (0, 1, 2, 8, 30):
         text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, draw))
         assert re.fullmatch(LARKS[source], text), text
-
-
-def test_what_is_not_read_is_searched(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer
-) -> None:
-    monkeypatch.setattr(
-        "text_generation_shard.grammars.ending.grammar_expression", lambda text, special: None
-    )
-    draw = random.Random(4)
-    for schema in (closed(a={"type": "string"}, b={"type": "boolean"}), {"type": "array"}):
-        grammar = compiler.compile_now(schema_text(schema))
-        assert not grammar.error and grammar.position == Position(())
-        for spare in (0, 3, 12):
-            text = tokenizer.decode(walk(grammar, grammar.min_tokens + spare, draw))
-            check(text, schema)
-    endless = compiler.compile_now('start: "a" start')
-    assert endless.error.startswith("no text was found that matches among")
-
-
-def test_more_than_there_is_finds_the_text_that_is_there(compiler: GrammarCompiler) -> None:
-    """Negations are ignored in the expression: the matcher refuses the shortest texts."""
-    grammar = compiler.compile_now("start: TEXT\nTEXT: /[a-z]*/ & ~/([0-9a-x].*)?/")
-    assert not grammar.error and grammar.min_tokens == 1
 
 
 def test_one_token_may_ask_for_many_more(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -160,45 +140,6 @@ def test_the_same_is_found_again(compiler: GrammarCompiler) -> None:
     assert walks[0] == walks[1]
 
 
-def test_a_text_that_is_too_long_is_named(compiler: GrammarCompiler) -> None:
-    many = {"type": "array", "items": {"type": "null"}, "minItems": 50_000}
-    grammar = compiler.compile_now(schema_text(many))
-    assert "250001 characters" in grammar.error
-
-
-def test_what_can_not_be_read_is_no_expression(tmp_path: Path) -> None:
-    for text in ("start: @other", "start: %unknown", json.dumps({"grammars": []}), "{"):
-        assert grammar_expression(text, lambda name: None) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_is_ended_without_a_search(
-    name: str, compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From wherever random tokens have led: the expression has no texts that the matcher refuses,
-    and the matcher has none that the expression lacks."""
-    monkeypatch.delattr(EndingSearch, "_search")
-    grammar = compiler.compile_now(schema_text({"type": "string", "format": name}))
-    assert grammar.start is not None and grammar.search is not None and grammar.position is not None
-    characters = [n for n in range(4096) if len(tokenizer.decode([n])) == 1]
-    for seed in range(20):
-        draw, matcher, position = random.Random(seed), grammar.start.deep_copy(), grammar.position
-        written = list[int]()
-        while len(written) < 40 and not matcher.is_accepting():
-            options = allowed_tokens(matcher.compute_bitmask())
-            # Long tokens would leave out most states.
-            some = [token for token in characters if token in options] if seed % 2 else options
-            written.append(draw.choice(some or options))
-            assert matcher.consume_token(written[-1])
-            position = grammar.search.advance(position, written[-1:])
-            if not matcher.is_accepting():
-                rest = grammar.search.find(matcher, position, 400, 0)
-                assert rest is not None
-                value = json.loads(tokenizer.decode([*written, *rest]))
-                assert re.fullmatch(FORMATS[name], value), value
-
-
 @pytest.mark.parametrize("num_without", [3, 99])
 def test_a_text_goes_on_to_where_an_ending_is_found(
     num_without: int,
@@ -215,15 +156,26 @@ def test_a_text_goes_on_to_where_an_ending_is_found(
 
     monkeypatch.setattr(EndingSearch, "find", late)
     [digit] = tokenizer.encode("0", add_special_tokens=False).ids
-    constraint, written = Constraint(grammar, (), 200, 0), list[int]()
-    for token in [*tokenizer.encode("a[", add_special_tokens=False).ids, *[digit] * 198]:
+    constraint, written = Constraint(grammar, (), 900, 0), list[int]()
+    for token in [*tokenizer.encode("a[", add_special_tokens=False).ids, *[digit] * 898]:
         written.append(constraint.settle(token))
+        assert constraint.matcher is not None
         if constraint.failure or (constraint.matcher.is_accepting() and len(written) > 1):
             break
     if num_without == 3:
         assert re.fullmatch(r"a\[[0-9]+\]", tokenizer.decode(written))
     else:
-        assert "can not be completed" in constraint.failure and len(written) < len(asked) * 20
+        assert "can not be completed" in constraint.failure and len(written) < len(asked) * 99
+
+
+def test_far_from_the_limit_nothing_is_searched(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = compiler.compile_now('start: "a"* "[" /[0-9]/ "]"')
+    monkeypatch.delattr(EndingSearch, "find")
+    constraint = Constraint(grammar, (), grammar.far + 9, 0)
+    for token in tokenizer.encode("aaa[0]", add_special_tokens=False).ids:
+        assert constraint.settle(token) == token
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason
-from text_generation_shard.grammars.compiler import Constraint, Grammar, GrammarCompiler
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.constraint import Constraint
+from text_generation_shard.grammars.ending import allowed_tokens
+from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS, check, closed
@@ -48,8 +51,8 @@ def driver(engine: Engine) -> Driver:
 
 
 def allowed(constraint: Constraint) -> list[int]:
-    mask = constraint.matcher.compute_bitmask()
-    return [token for token in range(len(mask) * 8) if mask[token >> 3] >> (token & 7) & 1]
+    assert constraint.matcher is not None
+    return allowed_tokens(constraint.matcher.compute_bitmask())
 
 
 def walk(grammar: Grammar, max_new_tokens: int, draw: random.Random) -> list[int]:

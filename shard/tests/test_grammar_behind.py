@@ -1,8 +1,6 @@
 """Grammars on a device that runs behind: the same texts while steps and masks are in flight."""
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,15 +12,14 @@ import torch
 from text_generation_shard.engine import output
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, StepInput
-from text_generation_shard.grammars.compiler import Grammar, GrammarCompiler
-from text_generation_shard.grammars.guard import GuardedGrammar
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import Grammar
 from tokenizers import Tokenizer
 
 from integration_tests.schemas import SCHEMAS
 from shard.tests.driver import DEVICES, Driver, load_engine, reference_device
 from shard.tests.stream_device import StreamDevice
-from shard.tests.test_grammar import DRAWN, schema_text
-from shard.tests.test_trial import PERSON
+from shard.tests.test_grammar import schema_text
 
 OTHERS: list[dict[str, Any]] = [
     {"max_new_tokens": 30, "ignore_eos_token": True},
@@ -242,33 +239,6 @@ def test_a_grammar_follows_its_own_tokens(stream: Driver, compiler: GrammarCompi
     ended, found = (handle.result() for handle in handles)
     assert ended.finish_reasons == [FinishReason.EOS_TOKEN]
     assert found.request_ids == [1] and not found.errors
-
-
-async def test_a_guarded_grammar_is_followed_and_fails_alone(
-    stream: Driver, plain: Driver, compiler: GrammarCompiler
-) -> None:
-    text = schema_text(PERSON)
-    guarded = await compiler.compile(text)
-    assert isinstance(guarded, GuardedGrammar) and guarded.guard is not None, guarded.error
-    here = compiler.compile_now(text)
-    options: dict[str, Any] = {"sampling": DRAWN, "max_new_tokens": here.min_tokens + 9}
-    plain.add([plain.request(0, [3, 4], grammar=here, **options), plain.request(1, [9, 8], **LONG)])
-    plain.run()
-    stream.add(
-        [stream.request(0, [3, 4], grammar=guarded, **options), stream.request(1, [9, 8], **LONG)]
-    )
-    stream.run()
-    assert (stream.tokens, stream.logprobs) == (plain.tokens, plain.logprobs)
-    stream.add(
-        [stream.request(2, [3, 4], grammar=guarded, **options), stream.request(3, [9, 8], **LONG)]
-    )
-    first, second = stream.engine.launch(StepInput()), stream.engine.launch(StepInput())
-    os.kill(guarded.guard._process, signal.SIGKILL)
-    outputs = [first.result(), second.result()]
-    errors = [error for output in outputs for error in output.errors]
-    assert errors == [(2, "")], "it may be computed again"
-    assert [output.request_ids[-1] for output in outputs] == [3, 3]
-    assert stream.engine.num_rows_taken == 1
 
 
 def test_a_forced_token_leaves_the_scores_alone(

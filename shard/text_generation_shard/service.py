@@ -23,8 +23,7 @@ from text_generation_shard.engine.step import (
 )
 from text_generation_shard.errors import BatchError, RankError
 from text_generation_shard.grammars.compiler import GrammarCompiler
-from text_generation_shard.grammars.constraint import Grammar
-from text_generation_shard.grammars.elsewhere import GrammarElsewhere
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.messages import Messages, NumberedMessages
 from text_generation_shard.translate import (
     limits_of,
@@ -309,7 +308,7 @@ class ShardService(pb_grpc.TextGenerationServiceServicer):
             # Usually remembered since CompileGrammar; compiled again if it was forgotten.
             grammar = await self._grammars.compile(message.grammar)
         elif message.grammar:
-            grammar = GrammarElsewhere()
+            grammar = Grammar()  # followed elsewhere
         return request_of(message, grammar)
 
     async def Decode(

@@ -14,7 +14,7 @@ from text_generation_shard.engine.step import (
     WarmupLimits,
     WarmupResult,
 )
-from text_generation_shard.grammars.constraint import Grammar
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.sampling.table import SamplingParams
 
 

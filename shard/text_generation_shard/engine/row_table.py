@@ -8,7 +8,7 @@ from text_generation_shard.arrays import Flags, Ints, Tokens
 from text_generation_shard.device.base import ScheduledTokens
 from text_generation_shard.engine.step import NewRequest, PooledOutput, Pooling, PromptLogprobs
 from text_generation_shard.errors import BatchError
-from text_generation_shard.grammars.guard import AnyConstraint
+from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.sampling.table import SamplingTable
 
 
@@ -44,7 +44,7 @@ class RowTable:
         # By row, if requested: the number of best tokens to return.
         self.top_n_tokens: dict[int, int] = {}
         # By row, if its output must follow a grammar.
-        self.constraints: dict[int, AnyConstraint] = {}
+        self.constraints: dict[int, Constraint] = {}
         # Rows whose grammar has replaced a token so that the text ends within max_new_tokens.
         self.driven: set[int] = set()
         # By row, if requested, until its first token.

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from text_generation_shard.arrays import Doubles
-from text_generation_shard.grammars.constraint import Grammar
-from text_generation_shard.grammars.guard import AnyConstraint, begin
+from text_generation_shard.grammars.constraint import Constraint
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.sampling.table import SamplingParams
 
 
@@ -87,14 +87,14 @@ class NewRequest:
             return self.num_cached_tokens + self.chunk_len
         return len(self.input_ids)
 
-    def constraint(self) -> AnyConstraint | None:
+    def constraint(self) -> Constraint | None:
         """The state of its grammar after the tokens generated before a preemption."""
         if self.grammar is None:
             return None
         # A grammar can not ignore an end token; it delays it as long as possible.
         least = self.max_new_tokens if self.ignore_eos_token else self.min_new_tokens
         generated = self.input_ids[self.num_prompt_tokens :]
-        return begin(self.grammar, generated, self.max_new_tokens, least)
+        return Constraint(self.grammar, generated, self.max_new_tokens, least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,43 +5,42 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from llguidance import LLTokenizer
-
-from text_generation_shard.grammars.constraint import (
-    Constraint,
-    Grammar,
-    GrammarError,
-    TokenizerFile,
-    compile_text,
+from text_generation_process.worker import (
+    Worker,
+    WorkerClosedError,
+    WorkerError,
+    WorkerStartError,
+    WorkerTimeoutError,
 )
-from text_generation_shard.grammars.ending import EndingSearch
-from text_generation_shard.grammars.guard import GuardedGrammar
-from text_generation_shard.grammars.trial import Trial, Trials, TrialServer, may_grow
 
-__all__ = ["Constraint", "Grammar", "GrammarCompiler", "GrammarError"]
+from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried, try_text
+from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
+from text_generation_shard.grammars.trial import arguments_of, tried_of
 
-# Limits of the cache of compiled grammars.
-_CACHED_GRAMMARS, _CACHED_BYTES = 64, 64 << 20
-# Assumed size of a small grammar, and of the process of a guarded one.
-_LEAST_BYTES, _PROCESS_BYTES = 64 << 10, 6 << 20
-# A grammar whose trial took more memory or time than this stays in its process. Small grammars
-# grow a process by up to 1.1 MiB, as the allocator takes memory from the kernel in steps of 1 MiB.
-_LARGE_BYTES, _SLOW_S = 2 << 20, 0.2
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A compilation in progress, and the number of callers that wait for it."""
-
-    task: "asyncio.Task[Grammar]"
-    num_waiting: int = 0
+# Limits of the cache of compiled grammars: their number, and the bytes of their texts.
+_CACHED_GRAMMARS, _CACHED_BYTES = 64, 1 << 20
+# Most memory that a trial may add: 50 times what the largest schemas of the corpus take.
+_MEMORY_BYTES = 256 << 20
+# Elapsed time of a short and of a long trial, which limit their processor time themselves.
+# Where the short one fails, a long one follows, for few grammars at a time: small grammars do not
+# wait behind large ones.
+_TIMEOUTS_S = {"short": 3.0, "long": 6.0}
+_NUM_SHORT, _NUM_LONG = 4, 2
+# A grammar that was not tried may be requested again after this time.
+_RETRY_AFTER_S = 2
+_TOO_SLOW = "it is too complex: compiling it takes too long; make it smaller"
+_TOO_LARGE = (
+    "it is too large: compiling it takes too long or needs too much memory; make it smaller"
+)
+_BUSY = "other large grammars are being compiled; try again later"
+_LOST = "the process that compiles grammars has ended; try again later"
 
 
 class GrammarCompiler:
-    """Owns llguidance's tokenizer, the process for trials, and the compiled grammars.
+    """Owns llguidance's tokenizer, the worker for trials, and the compiled grammars.
 
     `compile` is called from one event loop. It compiles a grammar in this process only after a
     trial in another process, within limits of time and memory.
@@ -50,98 +49,105 @@ class GrammarCompiler:
     def __init__(self, model_path: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._file = TokenizerFile(model_path / "tokenizer.json", vocab_size, tuple(eos_ids))
         self._lock = threading.Lock()
-        self._tools: tuple[LLTokenizer, EndingSearch] | None = None
-        # The kernel ends the process for trials together with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._server = TrialServer(self._file)
-        self._trials = Trials(self._server, self._thread)
-        self._asked: dict[str, _Asked] = {}
-        # With the estimated bytes of each.
-        self._known: OrderedDict[str, tuple[Grammar, int]] = OrderedDict()
+        self._tokenizer: LLTokenizer | None = None
+        self._worker = Worker(
+            "text_generation_shard.grammars.trial",
+            arguments_of(self._file),
+            memory_bytes=_MEMORY_BYTES,
+        )
+        # The kernel ends the worker's processes together with the thread that started them.
+        self._threads = ThreadPoolExecutor(_NUM_SHORT + _NUM_LONG, thread_name_prefix="grammar")
+        self._num_long = 0
+        self._tasks: dict[str, asyncio.Task[Grammar]] = {}
+        self._known: OrderedDict[str, Grammar] = OrderedDict()
         self._known_bytes = 0
 
     async def compile(self, text: str) -> Grammar:
-        """The grammar of a text in llguidance's form; a cached one is returned at once, unless its
-        process has ended.
+        """The grammar of a text in llguidance's form; a cached one is returned at once.
 
-        Concurrent calls with the same text share one trial, which is cancelled with the last of
-        these calls.
+        Concurrent calls with the same text share one trial.
         """
         if (known := self._known.get(text)) is not None:
-            if not known[0].has_ended:
-                self._known.move_to_end(text)
-                return known[0]
-            self._known_bytes -= self._known.pop(text)[1]
-        is_again = known is not None
-        asked = self._asked.get(text)
-        if asked is None:
-            asked = self._asked[text] = _Asked(asyncio.create_task(self._compile(text, is_again)))
-        asked.num_waiting += 1
-        try:
-            return await asyncio.shield(asked.task)
-        finally:
-            asked.num_waiting -= 1
-            if not asked.num_waiting:
-                asked.task.cancel()
-                if self._asked.get(text) is asked:
-                    del self._asked[text]
+            self._known.move_to_end(text)
+            return known
+        if (task := self._tasks.get(text)) is None:
+            task = self._tasks[text] = asyncio.create_task(self._compile(text))
+            task.add_done_callback(lambda _: self._tasks.pop(text))
+        return await asyncio.shield(task)
 
-    async def _compile(self, text: str, is_again: bool) -> Grammar:
-        trial = await self._trials.run(text)
-        is_guarded = trial.grown_bytes > _LARGE_BYTES or trial.used_s > _SLOW_S or may_grow(text)
-        if trial.error:
-            grammar = Grammar(trial.error, retry_after_s=trial.retry_after_s)
-        elif is_guarded and trial.child is not None:
-            guard = trial.child.guard(is_again)
-            grammar = GuardedGrammar(eos_ids=trial.eos_ids, ending=trial.ending, guard=guard)
-        else:
-            self._trials.done_with(trial)
-            loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._thread, self._compile_tried, text, trial)
-        if not trial.retry_after_s:
-            size = _PROCESS_BYTES if is_guarded and not trial.error else _LEAST_BYTES
-            self._remember(text, grammar, len(text) + size + trial.grown_bytes)
+    async def _compile(self, text: str) -> Grammar:
+        try:
+            tried = await self._tried(text)
+        except WorkerTimeoutError:
+            # Not remembered: the machine may have stood still.
+            return Grammar(_TOO_SLOW)
+        except (WorkerStartError, WorkerClosedError):
+            return Grammar(_LOST, retry_after_s=_RETRY_AFTER_S)
+        except WorkerError:
+            tried = Tried(_TOO_LARGE)
+        if tried is None:
+            return Grammar(_BUSY, retry_after_s=_RETRY_AFTER_S)
+        grammar = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._compile_tried, tried
+        )
+        self._remember(text, grammar)
         return grammar
 
-    def _remember(self, text: str, grammar: Grammar, size: int) -> None:
-        self._known[text] = grammar, size
-        self._known_bytes += size
-        while len(self._known) > _CACHED_GRAMMARS or (
-            self._known_bytes > _CACHED_BYTES and len(self._known) > 1
-        ):
-            self._known_bytes -= self._known.popitem(last=False)[1][1]
-
-    def _compile_tried(self, text: str, trial: Trial) -> Grammar:
+    async def _tried(self, text: str) -> Tried | None:
+        """None: too many long trials are running. Raises WorkerError."""
+        loop = asyncio.get_running_loop()
         try:
-            return compile_text(*self._load(), text, trial.ending)
+            return await loop.run_in_executor(self._threads, self._try, "short", text)
+        except WorkerClosedError:
+            raise
+        except WorkerError:
+            # It takes long, or was killed from outside.
+            if self._num_long >= _NUM_LONG:
+                return None
+        self._num_long += 1
+        try:
+            return await loop.run_in_executor(self._threads, self._try, "long", text)
+        finally:
+            self._num_long -= 1
+
+    def _try(self, kind: str, text: str) -> Tried:
+        return tried_of(self._worker.call(kind, text.encode(), _TIMEOUTS_S[kind]))
+
+    def _compile_tried(self, tried: Tried) -> Grammar:
+        try:
+            return compile_tried(self._load(), tried)
         except GrammarError as error:
             return Grammar(str(error))
 
+    def _remember(self, text: str, grammar: Grammar) -> None:
+        self._known[text] = grammar
+        self._known_bytes += len(text)
+        while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:
+            self._known_bytes -= len(self._known.popitem(last=False)[0])
+
     def compile_now(self, text: str) -> Grammar:
-        """Compile in this thread, without a trial or the cache."""
+        """Compile in this thread, without limits or the cache."""
         try:
-            return compile_text(*self._load(), text)
+            return compile_tried(self._load(), try_text(self._load(), text))
         except GrammarError as error:
             return Grammar(str(error))
 
     def prepare(self) -> None:
         """Start to load the tokenizer in a thread, which is slow with large vocabularies. A failure
         is reported by `compile`."""
-        self._thread.submit(self._load)
+        self._threads.submit(self._load)
 
     def start(self) -> None:
-        """Start the process for trials in the background."""
-        self._thread.submit(self._server.start)
+        """Start the worker in the background. A failure is reported by `compile`."""
+        self._threads.submit(self._worker.start)
 
     def close(self) -> None:
         """Accept no more, and end all trials."""
-        self._trials.close()
-        self._thread.submit(self._server.close)
-        self._thread.shutdown(wait=True)
+        self._worker.close()
+        self._threads.shutdown(wait=True)
 
-    def _load(self) -> tuple[LLTokenizer, EndingSearch]:
+    def _load(self) -> LLTokenizer:
         with self._lock:
-            if self._tools is None:
-                tokenizer = self._file.load()
-                self._tools = tokenizer, EndingSearch(tokenizer)
-            return self._tools
+            if self._tokenizer is None:
+                self._tokenizer = self._file.load()
+            return self._tokenizer

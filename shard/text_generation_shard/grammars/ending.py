@@ -1,284 +1,271 @@
-"""Finds the shortest ending of a text from any state of its grammar.
+"""Finds a short ending of a text with the matcher of its grammar alone.
 
-A state is identified by its places in the grammar's expression (`language`), not by the tokens
-allowed next, which can be equal in different states, as in `.*\\.py`. The shortest text of the
-places is checked by the matcher. If the matcher refuses it, as the expression may have more texts
-than the grammar, texts are searched with both, nearest end first. If the grammar could not be read,
-the matcher is used alone.
+Tokens are tried on copies of the matcher: first to states with new masks, nearest first; then in
+random walks, as different states can have the same mask, as in `.*\\.py`. Words and characters that
+the grammar itself contains are tried before others. An ending that was found is made shorter by
+leaving out parts of it. Finding none proves nothing.
+
+The same search finds the same ending: its random numbers have a fixed seed, and its limit is a
+number of tried tokens.
 """
 
+import random
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count
 
 from llguidance import LLMatcher, LLTokenizer
 
-from text_generation_shard.grammars.blind import allowed_tokens, blind_ending
-from text_generation_shard.grammars.language.expressions import Symbol
-from text_generation_shard.grammars.language.grammar import grammar_expression
-from text_generation_shard.grammars.language.places import (
-    Places,
-    after,
-    after_text,
-    distance,
-    start,
+# Characters that may close a value, or are one, come before all others.
+_CLOSING = '"]}):,;>.0a'
+_PRINTABLE = tuple(map(chr, (*range(32, 127), 10)))
+# The parts of a grammar's source: characters that stand for themselves, for others or for a class,
+# repetitions, which are left out, and what is between words.
+_PART = re.compile(
+    r"""\\(?P<escaped>[^\w\s])|\\(?P<control>[nrtdws])|\\.|(?P<plain>[^\\[\](){}*+?|.^$"/])"""
+    r"|\[(?P<first>[^\\\]^])(?:\\.|[^\\\]])*\]|(?P<again>[*+?])|.",
+    re.S,
 )
-
-# Places whose shortest texts are tried before a search.
-_MOST_TRIED = 8
-# No token has more characters than this on average.
-_MOST_CHARACTERS = 16
-# Bytes of one character.
-_MOST_BYTES = 4
-# Closing characters come before all others.
-_PRINTABLE = [chr(code) for code in (*b'"]}),;>.', *range(32, 127))]
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A position in a text: places in the grammar's expression, and the bytes of an incomplete
-    character. Without places only the matcher knows the state."""
-
-    places: Places
-    pending: bytes = b""
-
-    @property
-    def distance(self) -> float:
-        """A lower bound of the characters that must follow."""
-        return distance(self.places) if self.places else 0
-
-    def is_too_far(self, limit: int) -> bool:
-        """Whether `limit` tokens can not end the text."""
-        return limit < 0 or self.distance > limit * _MOST_CHARACTERS
-
-    def needs_care(self, limit: int) -> bool:
-        """Whether the end may be more than `limit` tokens away, if each is one byte."""
-        return self.distance * _MOST_BYTES > limit
-
-    def growth(self, before: "Position") -> float:
-        """Most additional tokens to the end compared with `before`, if each is one byte."""
-        rest = _MOST_BYTES - 1 if self.pending else 0
-        return max(0, self.distance - before.distance) * _MOST_BYTES + rest
+_CONTROL = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s": " "}
+# A special token in Lark.
+_SPECIAL = re.compile(r"<\[(\d+)\]>|(<[^<>\s]+>)")
+# Bounds of what is tried: words and signs of a grammar, and tokens of one state.
+_MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
+# Steps of the walk that always takes the first step that is possible, which closes what is open.
+_CLOSING_STEPS = 300
+# Steps of the first random walks, and how often each of them takes the first step.
+_WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
+# The characters of an ending that may become zeros.
+_NUM_ZEROS = 100
+# How often a random walk repeats its last step: patterns repeat characters.
+_AGAIN = 0.3
 
 
-@dataclass(slots=True)
-class _Node:
-    """A text that a search has reached."""
-
-    matcher: LLMatcher
-    position: Position
-    tokens: list[int]
-    symbols: list[Symbol]
-
-
-class EndingSearch:
-    """Searches endings with a tokenizer; shared by all grammars of a model."""
-
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._eos = tokenizer.eos_token
-        # Caches of the tokenizer, which never changes.
-        self._symbols: dict[int, Symbol | bytes] = {}
-        self._single: dict[str, list[int]] = {}
-
-    def begin(self, text: str) -> Position | None:
-        """The start of a grammar's texts; None if it certainly has no text."""
-        expression = grammar_expression(text, self._special)
-        if expression is None:
-            return Position(())
-        try:
-            places = start(expression)
-        except RecursionError:
-            return Position(())
-        return Position(places) if places else None
-
-    def advance(self, position: Position, tokens: Sequence[int]) -> Position:
-        """The position after more tokens."""
-        try:
-            return self._advanced(position, tokens)
-        except RecursionError:
-            # The stack can be smaller than in the trial.
-            return Position(())
-
-    def _advanced(self, position: Position, tokens: Sequence[int]) -> Position:
-        places, pending = position.places, position.pending
-        for token in tokens:
-            if not places:
-                break
-            symbol = self._symbol(token)
-            if isinstance(symbol, int):
-                places = after(places, symbol)
-                continue
-            text = symbol
-            if isinstance(symbol, bytes):
-                text, pending = _split(pending + symbol)
-            elif pending:
-                return Position(())
-            places = after_text(places, str(text))
-        return Position(places, pending)
-
-    def find(
-        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
-    ) -> list[int] | None:
-        """At most `limit` tokens after which the text may end; None: not found.
-
-        `num_steps`: the limit of the search if the shortest text is refused.
-        """
-        if position.is_too_far(limit):
-            return None
-        if position.places:
-            try:
-                return self._nearest(matcher, position, limit, num_steps)
-            except RecursionError:
-                pass  # see `advance`
-        return blind_ending(matcher, self._signs(), limit, num_steps)
-
-    def _nearest(
-        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
-    ) -> list[int] | None:
-        """`find`, with places."""
-        if position.pending:
-            return self._completed(matcher, position, limit, num_steps)
-        is_right = False
-        for place in sorted(position.places, key=lambda place: place.length)[:_MOST_TRIED]:
-            if place.length > limit * _MOST_CHARACTERS:
-                break
-            tokens = self._written(place.shortest())
-            if ends(matcher, tokens, self._eos):
-                is_right = True
-                if len(tokens) <= limit:
-                    return tokens
-        if is_right:
-            # The matcher agrees with the places, and they have no shorter text.
-            return None
-        return self._search(matcher, position, limit, num_steps)
-
-    def _completed(
-        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
-    ) -> list[int] | None:
-        """`find`, after an incomplete character, which the matcher completes."""
-        ends_of_it = self._whole(matcher, position)
-        for tokens, following, behind in islice(ends_of_it, _MOST_TRIED):
-            share = num_steps // _MOST_TRIED
-            rest = self.find(behind, following, limit - len(tokens), share)
-            if rest is not None:
-                return [*tokens, *rest]
-        return None
-
-    def _whole(
-        self, matcher: LLMatcher, position: Position
-    ) -> Iterator[tuple[list[int], Position, LLMatcher]]:
-        """Tokens that complete the character, and the states after them."""
-        for token in allowed_tokens(matcher.compute_bitmask()):
-            following, behind = self.advance(position, [token]), matcher.deep_copy()
-            if not following.places or not behind.consume_token(token):
-                continue
-            if not following.pending:
-                yield [token], following, behind
-                continue
-            # A token that also begins another character could repeat without end.
-            if not following.pending.startswith(position.pending):
-                continue
-            for tokens, place, state in self._whole(behind, following):
-                yield [token, *tokens], place, state
-
-    def _search(
-        self, matcher: LLMatcher, position: Position, limit: int, num_steps: int
-    ) -> list[int] | None:
-        """A best-first search, by characters, of texts that expression and matcher share."""
-        first = _Node(matcher.deep_copy(), position, [], [])
-        heap: list[tuple[float, int, _Node]] = [(position.distance, 0, first)]
-        # The mask distinguishes states that are equal in the expression.
-        seen: set[tuple[Places, bytes]] = set()
-        order = 0
-        while heap and num_steps > 0:
-            _, _, node = heappop(heap)
-            if node.matcher.is_accepting():
-                tokens = self._written(node.symbols)
-                is_right = ends(matcher, tokens, self._eos)
-                tokens = tokens if is_right else node.tokens
-                if len(tokens) <= limit:
-                    return tokens
-            state = node.position.places, node.matcher.compute_bitmask()
-            if node.matcher.is_error() or state in seen:
-                continue
-            seen.add(state)
-            firsts = [first for place in node.position.places for first in place.firsts()]
-            # Of equal prices the newest is tried first: it is nearest to its end.
-            for symbol in reversed(dict.fromkeys(firsts)):
-                num_steps -= 1
-                following = self._step(node, symbol)
-                if following is not None:
-                    order += 1
-                    price = len(following.symbols) + following.position.distance
-                    heappush(heap, (price, -order, following))
-        return None
-
-    def _step(self, node: _Node, symbol: Symbol) -> _Node | None:
-        tokens = [symbol] if isinstance(symbol, int) else self._tokens_of(symbol)
-        position = Position(after(node.position.places, symbol))
-        matcher = node.matcher.deep_copy()
-        if not position.places or not tokens or not matcher.consume_tokens(tokens):
-            return None
-        return _Node(matcher, position, [*node.tokens, *tokens], [*node.symbols, symbol])
-
-    def _signs(self) -> list[int]:
-        found = map(self._tokens_of, _PRINTABLE)
-        return list(dict.fromkeys(tokens[0] for tokens in found if len(tokens) == 1))
-
-    def _written(self, symbols: Sequence[Symbol]) -> list[int]:
-        """A short tokenization of a text."""
-        tokens: list[int] = []
-        text: list[str] = []
-        for symbol in (*symbols, -1):
-            if isinstance(symbol, str):
-                text.append(symbol)
-                continue
-            if text:
-                tokens += self._tokens("".join(text))
-                text = []
-            if symbol >= 0:
-                tokens.append(symbol)
-        return tokens
-
-    def _tokens(self, text: str) -> list[int]:
-        own = self._tokenizer.tokenize_str(text)
-        return min(own, self._tokenizer.greedy_tokenize(text), key=len)
-
-    def _tokens_of(self, sign: str) -> list[int]:
-        if sign not in self._single:
-            self._single[sign] = self._tokenizer.greedy_tokenize(sign)
-        return self._single[sign]
-
-    def _symbol(self, token: int) -> Symbol | bytes:
-        """The text of a token as str or, unless it is ASCII, as bytes; a special token's id."""
-        if token not in self._symbols:
-            found: Symbol | bytes = token
-            if not self._tokenizer.is_special_token(token):
-                found = self._tokenizer.decode_bytes([token])
-                if found.isascii():
-                    found = found.decode("ascii")
-            self._symbols[token] = found
-        return self._symbols[token]
-
-    def _special(self, name: str) -> int | None:
-        tokens = self._tokenizer.tokenize_str(name, parse_special=True)
-        return tokens[0] if len(tokens) == 1 else None
-
-
-def _split(data: bytes) -> tuple[str, bytes]:
-    """The complete characters, and the bytes of an incomplete one."""
-    for length in range(min(4, len(data) + 1)):
-        try:
-            text = data[: len(data) - length].decode()
-        except UnicodeDecodeError:
-            continue
-        return text, data[len(data) - length :]
-    # Invalid UTF-8, which no grammar allows.
-    return data.decode("utf-8", "replace"), b""
+_Sign = tuple[int, int, list[int]]
 
 
 def ends(matcher: LLMatcher, tokens: Sequence[int], eos: int) -> bool:
     """Whether `tokens` may follow and the text may end after them."""
     return matcher.validate_tokens([*tokens, eos]) == len(tokens) + 1
+
+
+class EndingSearch:
+    """Searches endings in the texts of one grammar; shared by its requests."""
+
+    def __init__(self, tokenizer: LLTokenizer, source: str) -> None:
+        """`source`: the Lark grammar, or the schema as JSON."""
+        self._tokenizer = tokenizer
+        # With the place of the bit of its first token in a mask.
+        self._signs = [(it[0] >> 3, 1 << (it[0] & 7), it) for it in self._signs_of(source)]
+
+    def find(
+        self,
+        matcher: LLMatcher,
+        limit: int,
+        num_steps: int,
+        known: Sequence[Sequence[int]] | None = None,
+    ) -> list[int] | None:
+        """At most `limit` tokens after which the text may end; None: not found.
+
+        `num_steps`: the most tried tokens. `known`: endings of other states, which are tried too;
+        if it is given, the first ending that fits is returned, else a short one.
+        """
+        return _Search(self._tokenizer, self._signs, matcher, limit, num_steps).run(known)
+
+    def _signs_of(self, source: str) -> Iterator[list[int]]:
+        """The tokens of words and characters, in the order in which they are tried."""
+        for token, name in _SPECIAL.findall(source):
+            found = (
+                [int(token)] if token else self._tokenizer.tokenize_str(name, parse_special=True)
+            )
+            if len(found) == 1:
+                yield found
+        words = [""]
+        for part in _PART.finditer(source):
+            control = _CONTROL.get(part["control"] or "", "")
+            if character := part["plain"] or part["escaped"] or part["first"] or control:
+                words[-1] += character
+            elif words[-1] and not part["again"]:
+                words.append("")
+        several = [word for word in dict.fromkeys(words) if 1 < len(word) <= _LONGEST_WORD]
+        signs = dict.fromkeys([*_CLOSING, *several[:_MOST_WORDS], *"".join(words), *_PRINTABLE])
+        for sign in [*signs][:_MOST_SIGNS]:
+            yield self._tokenizer.greedy_tokenize(sign)
+
+
+class _Search:
+    """Owns the remaining steps of one search, and its random numbers."""
+
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        signs: Sequence[_Sign],
+        start: LLMatcher,
+        limit: int,
+        num_steps: int,
+    ) -> None:
+        self._tokenizer, self._signs = tokenizer, signs
+        self._start, self._limit, self._num_steps = start, limit, num_steps
+        self._eos = tokenizer.eos_token
+        self._random = random.Random(0)
+        # Whether `_nearest` has left states out.
+        self._has_more = False
+
+    def run(self, known: Sequence[Sequence[int]] | None) -> list[int] | None:
+        """See EndingSearch.find."""
+        if self._start.is_accepting():
+            return []
+        for ending in known or ():
+            if len(ending) <= self._limit and ends(self._start, ending, self._eos):
+                return list(ending)
+        first = self._walk(min(_CLOSING_STEPS, self._num_steps // 2), 1.0)
+        if first is not None and len(first) <= self._limit and known is not None:
+            return first
+        found = min(filter(None, (first, self._nearest(known or ()))), key=len, default=None)
+        if found is None and self._has_more and (wide := self._wander()) is not None:
+            found = self._with_zeros(self._shortened(self._units(wide)))
+        elif found is not None and (known is None or len(found) > self._limit):
+            found = min(found, self._with_zeros(self._units(found)), key=len)
+        return None if found is None or len(found) > self._limit else found
+
+    def _nearest(self, known: Sequence[Sequence[int]]) -> list[int] | None:
+        """A best-first search by the number of tokens, in which each mask is visited once."""
+        order = count()
+        heap = [(0, next(order), self._start.deep_copy(), list[int](), False)]
+        seen: set[bytes] = set()
+        while heap and self._num_steps > 0:
+            _, _, matcher, tokens, is_end = heappop(heap)
+            if is_end:
+                return tokens
+            for ending in known:
+                if ends(matcher, ending, self._eos):
+                    return [*tokens, *ending]
+            steps = self._steps(matcher)
+            self._has_more |= len(steps) > _MOST_TRIED
+            for step in steps[:_MOST_TRIED]:
+                following, written = matcher.deep_copy(), [*tokens, *step]
+                self._num_steps -= 1
+                if len(written) > self._limit or not following.consume_tokens(step):
+                    continue
+                is_end = following.is_accepting()
+                mask = b"" if is_end else following.compute_bitmask()
+                if following.is_error():
+                    continue
+                if mask in seen:
+                    self._has_more = True
+                    continue
+                seen |= {mask} - {b""}
+                heappush(heap, (len(written), next(order), following, written, is_end))
+        return None
+
+    def _wander(self) -> list[int] | None:
+        """Random walks, which become longer; they may exceed the limit, as parts are left out."""
+        most = _WALK_STEPS
+        while self._num_steps > 0:
+            for share in _SHARES:
+                if (found := self._walk(most, share)) is not None:
+                    return found
+            most = most * 5 // 4
+        return None
+
+    def _walk(self, most: int, share: float) -> list[int] | None:
+        """At most `most` random steps; `share`: how often the first that is possible is taken."""
+        matcher, tokens, step = self._start.deep_copy(), list[int](), list[int]()
+        for _ in range(min(most, self._num_steps)):
+            self._num_steps -= 1
+            steps = self._steps(matcher)
+            if not steps:
+                return None
+            if self._random.random() < share:
+                step = steps[0]
+            elif step not in steps or self._random.random() > _AGAIN:
+                # Half of the time one of the grammar itself.
+                is_own = self._random.random() < 0.5
+                step = self._random.choice(steps[:_MOST_TRIED] if is_own else steps)
+            matcher.consume_tokens(step)
+            tokens += step
+            if matcher.is_accepting():
+                return tokens
+        return None
+
+    def _steps(self, matcher: LLMatcher) -> list[list[int]]:
+        """Tokens that may follow: forced ones, or those of signs, or some of all."""
+        if forced := matcher.compute_ff_tokens():
+            return [forced]
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return []
+        some = [
+            tokens
+            for place, bit, tokens in self._signs
+            if mask[place] & bit and matcher.validate_tokens(tokens) == len(tokens)
+        ]
+        if some:
+            return some
+        allowed = allowed_tokens(mask)
+        return [[token] for token in allowed[:: -(-len(allowed) // _MOST_TRIED) or 1]]
+
+    def _shortened(self, units: list[str | int]) -> list[str | int]:
+        """The ending without parts that may be missing."""
+        size = len(units) // 2
+        while size and self._num_steps > 0:
+            place = 0
+            while place + size <= len(units):
+                fewer = units[:place] + units[place + size :]
+                if self._ends(fewer):
+                    units = fewer
+                else:
+                    place += 1
+            size = size * 3 // 4
+        return units
+
+    def _with_zeros(self, units: list[str | int]) -> list[int]:
+        """The ending with zeros, of which tokens have many."""
+        for place, unit in enumerate(units[:_NUM_ZEROS]):
+            same = [*units[:place], "0", *units[place + 1 :]]
+            if unit != "0" and self._num_steps > 0 and self._ends(same):
+                units = same
+        return self._tokens(units)
+
+    def _ends(self, units: Sequence[str | int]) -> bool:
+        self._num_steps -= 1
+        return ends(self._start, self._tokens(units, is_quick=True), self._eos)
+
+    def _units(self, tokens: Sequence[int]) -> list[str | int]:
+        """The characters of an ending, and its special tokens; all tokens where it begins within a
+        character."""
+        units: list[str | int] = []
+        data = b""
+        for token in (*tokens, self._eos):
+            if not self._tokenizer.is_special_token(token) and token != self._eos:
+                data += self._tokenizer.decode_bytes([token])
+                continue
+            try:
+                units += data.decode()
+            except UnicodeDecodeError:
+                return list(tokens)
+            units.append(token)
+            data = b""
+        return units[:-1]
+
+    def _tokens(self, units: Sequence[str | int], is_quick: bool = False) -> list[int]:
+        """A tokenization, which is short unless it must be found quickly."""
+        tokens: list[int] = []
+        text = ""
+        for unit in (*units, self._eos):
+            if isinstance(unit, str):
+                text += unit
+                continue
+            some = self._tokenizer.greedy_tokenize(text)
+            if not is_quick:
+                some = min(some, self._tokenizer.tokenize_str(text), key=len)
+            tokens += [*some, unit]
+            text = ""
+        return tokens[:-1]
+
+
+def allowed_tokens(mask: bytes) -> list[int]:
+    """The tokens of a mask."""
+    octets = ((place, octet) for place, octet in enumerate(mask) if octet)
+    return [place * 8 + bit for place, octet in octets for bit in range(8) if octet >> bit & 1]

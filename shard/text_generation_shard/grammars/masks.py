@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, repeat
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from llguidance import LLExecutor
 from torch import Tensor
 
 from text_generation_shard.arrays import Ints
-from text_generation_shard.grammars.constraint import Constraint, sentence
-from text_generation_shard.grammars.guard import LOST, AnyConstraint, Guard, GuardedConstraint
+from text_generation_shard.grammars.constraint import Constraint
+from text_generation_shard.grammars.grammar import sentence
 from text_generation_shard.sampling.sampler import Choice
 
 
@@ -20,7 +20,7 @@ from text_generation_shard.sampling.sampler import Choice
 class ConstrainedRow:
     """A row of a step that must follow a grammar."""
 
-    constraint: AnyConstraint
+    constraint: Constraint
     # Its first position among the step's sampled positions.
     place: int
     # The guesses at these positions, which the grammar allows; one more position follows.
@@ -52,11 +52,10 @@ class GrammarMasks:
     def _fill(self, rows: Sequence[ConstrainedRow], masks: Tensor) -> Tensor:
         """Fill the masks of all positions; a row without a mask gets all bits."""
         firsts = list(accumulate((len(row.guesses) + 1 for row in rows), initial=0))
-        guarded = _ask_guards(rows, firsts)
         work = [
-            (row.constraint.matcher, first, list(row.guesses))
+            (matcher, first, list(row.guesses))
             for row, first in zip(rows, firsts, strict=False)
-            if isinstance(row.constraint, Constraint) and not row.constraint.failure
+            if (matcher := row.constraint.matcher) is not None and not row.constraint.failure
         ]
         guessed = [item for item in work if item[2]]
         plain = [(matcher, first) for matcher, first, guesses in work if not guesses]
@@ -65,10 +64,9 @@ class GrammarMasks:
             self._executor.unsafe_compute_mask_ptr(plain, *memory)
         if guessed:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *memory)
-        _collect(guarded, masks)
         for row, first in zip(rows, firsts, strict=False):
             item, own = row.constraint, masks[first : first + len(row.guesses) + 1]
-            if isinstance(item, Constraint) and not item.failure and item.matcher.is_error():
+            if not item.failure and item.matcher is not None and item.matcher.is_error():
                 item.failure = sentence(item.matcher.get_error())
             if not item.failure and not own[0].any():
                 item.failure = "the grammar allows no token to follow"
@@ -79,37 +77,6 @@ class GrammarMasks:
                 if not item.may_end_after(place):
                     _without(mask, item.eos_ids)
         return masks
-
-
-# Each guard with its rows and their first positions.
-_Asked = list[tuple[Guard, list[tuple[GuardedConstraint, int]]]]
-
-
-def _ask_guards(rows: Sequence[ConstrainedRow], firsts: Sequence[int]) -> _Asked:
-    """Start all guards at the same time."""
-    asked: dict[Guard, list[tuple[GuardedConstraint, int]]] = {}
-    guesses: dict[Guard, list[tuple[int, list[int]]]] = {}
-    for row, first in zip(rows, firsts, strict=False):
-        if isinstance(item := row.constraint, GuardedConstraint) and not item.failure:
-            asked.setdefault(item.guard, []).append((item, first))
-            guesses.setdefault(item.guard, []).append((item.row, list(row.guesses)))
-    for guard, values in guesses.items():
-        guard.begin("masks", values)
-    return list(asked.items())
-
-
-def _collect(asked: _Asked, masks: Tensor) -> None:
-    """Wait for the guards; write their masks, or their errors into the rows. Rows behind the one
-    that ended its process are lost."""
-    octets = masks.view(torch.uint8)
-    for guard, items in asked:
-        answers, failure = guard.end(len(items), len(items))
-        unanswered = chain([(failure, ())], repeat((LOST, ())))
-        for (item, first), (failure, found) in zip(items, chain(answers, unanswered), strict=False):
-            item.failure = failure
-            for place, mask in enumerate(found, first):
-                fit = bytearray(mask[: octets.shape[1]])
-                octets[place, : len(fit)] = torch.frombuffer(fit, dtype=torch.uint8)
 
 
 def _without(mask: Tensor, tokens: Sequence[int]) -> None:
@@ -186,10 +153,9 @@ class StepGrammars:
             row.constraint.failure = row.constraint.failure or why
 
     def failures(self) -> dict[int, str]:
-        """First position → sentence, for the rows that failed; empty where the process of the
-        grammar was ended by another row, or from outside."""
+        """First position → sentence, for the rows that failed."""
         failed = ((row.place, row.constraint.failure) for row in self._rows)
-        return {place: "" if why == LOST else why for place, why in failed if why}
+        return {place: why for place, why in failed if why}
 
     def driven(self) -> list[int]:
         """The first positions of the rows whose grammar has replaced a token."""

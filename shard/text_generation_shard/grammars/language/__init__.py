@@ -1,1 +1,0 @@
-"""What texts a grammar describes, as far as their ends are concerned; see `places`."""
