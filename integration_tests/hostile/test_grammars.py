@@ -43,7 +43,7 @@ async def timed(answer: Awaitable[httpx.Response]) -> tuple[httpx.Response, floa
 
 
 # Most processes of the worker when nothing is tried: the one that starts the others, and theirs.
-NUM_KEPT = 7
+NUM_KEPT = 11
 
 
 def trials(handle: LauncherHandle) -> list[psutil.Process]:

@@ -28,7 +28,7 @@ _MEMORY_BYTES = 256 << 20
 # Where the short one fails, a long one follows, for few grammars at a time: small grammars do not
 # wait behind large ones.
 _TIMEOUTS_S = {"short": 3.0, "long": 6.0}
-_NUM_SHORT, _NUM_LONG = 4, 2
+_NUM_SHORT, _NUM_LONG = 8, 2
 # A grammar that was not tried may be requested again after this time.
 _RETRY_AFTER_S = 2
 _TOO_SLOW = "it is too complex: compiling it takes too long; make it smaller"

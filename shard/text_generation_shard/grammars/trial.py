@@ -12,7 +12,7 @@ from text_generation_shard.grammars.grammar import Tried, try_text
 from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
 
 # Most processor time of a trial. Usual ones take 5 ms, 100 tools 100 ms.
-_SHORT_S, _LONG_S = 0.3, 1.5
+_SHORT_S, _LONG_S = 0.2, 1.5
 # The priority of a long trial, in favour of the model.
 _NICE = 5
 
