@@ -19,7 +19,7 @@ from gpu_timing import Bench, Figures
 from text_generation_shard.engine import engine as engine_module
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.engine.step import FinishReason, NewRequest, WarmupLimits
-from text_generation_shard.grammars.compiler import Grammar
+from text_generation_shard.grammars.grammar import Grammar
 
 # Seconds at the end of the section, to end and count running requests.
 _END_S = 5.0

@@ -15,7 +15,7 @@ from gpu_caller import Answer, Caller
 from gpu_engine import Sizes, grammars_of, load, models_of, write_files
 from gpu_timing import Bench, Figures
 from text_generation_shard.engine.step import NewRequest, WarmupLimits
-from text_generation_shard.grammars.compiler import Grammar
+from text_generation_shard.grammars.grammar import Grammar
 from text_generation_shard.sampling.table import SamplingParams
 
 # Sizes of the recorded steps; other numbers of rows are padded.

@@ -1,8 +1,10 @@
-"""Reads the text and JSON files of a model's directory."""
+"""Text and JSON in files: those of a model's directory, and lines that every reader takes as one."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
 
 
 def read_text(path: Path) -> str:
@@ -24,3 +26,13 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def without_line_ends(lines: bytes) -> bytes:
+    """The same JSON, with the characters escaped that end lines for `str.splitlines` and for
+    clients that read as it does. orjson escapes the others, which are ASCII."""
+    if lines.isascii():
+        return lines
+    for character, escaped in _LINE_ENDS:
+        lines = lines.replace(character, escaped)
+    return lines

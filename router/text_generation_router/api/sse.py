@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from text_generation_router.edge.front import DIRECT_SEND
 from text_generation_router.errors import IncompleteGenerationError, RouterError
-from text_generation_router.line_ends import without_line_ends
+from text_generation_router.json_file import without_line_ends
 
 logger = logging.getLogger(__name__)
 

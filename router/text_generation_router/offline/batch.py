@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message
 from text_generation_router.app import create_app
 from text_generation_router.cli import add_flags
 from text_generation_router.config import RouterConfig
-from text_generation_router.line_ends import without_line_ends
+from text_generation_router.json_file import without_line_ends
 from text_generation_router.logs import configure_logs
 from text_generation_router.offline.progress import Tally, bar
 from text_generation_router.services import Services, StartError, start
