@@ -1,4 +1,4 @@
-"""Text and JSON in files: those of a model's directory, and lines that every reader takes as one."""
+"""Text and JSON in files of a model, and lines of JSON that every reader takes as one."""
 
 import json
 from pathlib import Path
