@@ -115,8 +115,6 @@ class FakeShards:
     num_computed: int = 0
     # By request, the place of the token at which it fails, alone.
     failing: dict[int, int] = field(default_factory=dict)
-    # By request, the places of tokens at which it fails once, and may be computed again.
-    losing: dict[int, set[int]] = field(default_factory=dict)
     # By request, the number of its prompt's tokens after which it alone runs out of memory.
     unfit: dict[int, int] = field(default_factory=dict)
     texts: dict[tuple[object, int], int] = field(default_factory=dict)
@@ -438,9 +436,6 @@ class FakeShards:
             top_counts += [row.request.top_n_tokens] * len(chosen)
             if row.place > (place := self.failing.get(request_id, sys.maxsize)):
                 errors[request_id] = f"Server error: token {place}"
-            elif row.place > (place := min(self.losing.get(request_id, ()), default=sys.maxsize)):
-                self.losing[request_id].discard(place)
-                errors[request_id] = ""
             if reasons[-1] is not None or request_id in errors:
                 del rows[request_id]
         counts = [len(chosen) for _, chosen in columns]

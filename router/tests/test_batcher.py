@@ -42,21 +42,6 @@ async def test_one_request() -> None:
     assert [method for method, _ in rig.shards.calls] == ["prefill"] + ["decode"] * 4
 
 
-@pytest.mark.parametrize("speculate", [0, 3])
-async def test_a_request_that_lost_its_grammar_is_computed_again(speculate: int) -> None:
-    async with running(FakeShards(losing={0: {0, 4}, 1: {2, 3, 5}}), speculate=speculate) as rig:
-        again, too_often, other = await asyncio.gather(
-            *(rig.outcome((number,), 9) for number in range(3))
-        )
-        assert rig.batcher.integrity() is None
-    for number, outcome in enumerate((again, other)):
-        assert outcome.ids == expected_ids((2 * number,), 9)
-    assert "ended 3 times while this request ran" in str(too_often.error)
-    assert (
-        3 < len(too_often.ids) <= 5 and too_often.ids == expected_ids((1,), 9)[: len(too_often.ids)]
-    )
-
-
 async def test_end_of_sequence_is_streamed_but_not_text() -> None:
     async with running(FakeShards(script=writes("hello"))) as rig:
         outcome = await rig.outcome(max_new_tokens=20)

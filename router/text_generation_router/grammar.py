@@ -123,14 +123,10 @@ class GrammarCompiler:
         self._remember(grammar, compiled)
         return compiled
 
-    def forget(self, grammar: Grammar) -> None:
-        """Let the shards compile it again for the next request: its process may have ended."""
-        if (known := self._known.pop(grammar, None)) is not None:
-            self._known_bytes -= _size(grammar, known)
-
     def _remember(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         # Another request may have compiled the same grammar meanwhile.
-        self.forget(grammar)
+        if (known := self._known.pop(grammar, None)) is not None:
+            self._known_bytes -= _size(grammar, known)
         self._known[grammar] = compiled
         self._known_bytes += _size(grammar, compiled)
         while len(self._known) > _CACHED_GRAMMARS or self._known_bytes > _CACHED_BYTES:

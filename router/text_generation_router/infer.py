@@ -21,7 +21,6 @@ from text_generation_router.callers import ANYBODY, Caller
 from text_generation_router.errors import (
     DeadlineError,
     GenerationError,
-    GrammarFailedError,
     IncompleteGenerationError,
     KeyLimitError,
     RouterError,
@@ -164,9 +163,6 @@ class Infer:
                         self._batcher.cancel(entry)
                         generation.charge_unread()
         except RouterError as error:
-            if isinstance(error, GrammarFailedError) and isinstance(asked, GenerateParameters):
-                # Not while a step waits.
-                self._validation.forget_grammar(asked)
             if isinstance(error, KeyLimitError):
                 self._metrics.request_key_limit.inc(reason=error.reason)
             if all(error is not generation.error for generation in generations):

@@ -245,11 +245,6 @@ class Validation:
             score_token_ids=asked.score_token_ids,
         )
 
-    def forget_grammar(self, asked: GenerateParameters) -> None:
-        """See `GrammarCompiler.forget`."""
-        if asked.grammar is not None:
-            self._grammars.forget(asked.grammar)
-
     async def _tokenized(self, asked: GenerateParameters) -> tuple[int, Sequence[int]]:
         """The number of prompt tokens after truncation, and their ids if they are not too many.
 

@@ -52,11 +52,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_grammar_that_takes_too_long_is_refused_and_the_third_one_for_now(
+async def test_a_grammar_that_takes_too_long_is_refused_and_others_for_now(
     compiler: GrammarCompiler,
 ) -> None:
     assert not (await compiler.compile(regex("[0-9]"))).error
-    hostile = [asyncio.create_task(compiler.compile(slow(number))) for number in range(3)]
+    hostile = [asyncio.create_task(compiler.compile(slow(number))) for number in range(5)]
     longest = 0.0
     while not all(task.done() for task in hostile):
         began = time.monotonic()
@@ -64,7 +64,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_the_third_one_for_no
         longest = max(longest, time.monotonic() - began)
     assert longest < 2.0, "small grammars do not wait"
     refused = [task.result() for task in hostile]
-    assert [grammar.retry_after_s > 0 for grammar in refused].count(True) == 1
+    assert 1 <= [grammar.retry_after_s > 0 for grammar in refused].count(True) < 5
     assert {grammar.error.rpartition("; ")[2] for grammar in refused} == {
         "make it smaller",
         "try again later",

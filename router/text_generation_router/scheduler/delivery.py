@@ -7,7 +7,7 @@ from itertools import islice
 
 from text_generation_router.errors import GenerationError, GrammarFailedError, RouterError
 from text_generation_router.request import FinishReason, Output, PrefillOutput
-from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState
+from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.meter import Meter, Method
 from text_generation_router.scheduler.plan import Plan
 from text_generation_router.scheduler.shards import StepResult
@@ -15,7 +15,6 @@ from text_generation_router.scheduler.shards import StepResult
 # Clients that get their tokens in one turn of the event loop. Then they write, and other tasks
 # (/health, new requests) have a turn.
 DELIVERIES_PER_TURN = 64
-_LOST = f"the process of its grammar has ended {MOST_LOSSES} times while this request ran"
 
 
 class Delivery:
@@ -31,9 +30,8 @@ class Delivery:
         now = time.perf_counter()
         for request_id, message in result.errors.items():
             entry = plan.entries[request_id]
-            if message or entry.num_losses >= MOST_LOSSES:
-                failure = GrammarFailedError if entry.request.grammar else GenerationError
-                self._end(entry, failure(message or _LOST))
+            failure = GrammarFailedError if entry.request.grammar else GenerationError
+            self._end(entry, failure(message))
         columns = zip(result.token_ids, result.logprobs, result.top_tokens(), strict=True)
         answered = zip(result.request_ids, result.counts, result.finish_reasons, strict=True)
         for place, (request_id, num, finish_reason) in enumerate(answered, start=1):

@@ -61,7 +61,7 @@ class Entry:
         self.is_shown = True
         """Whether its client sees each token at once, and not only the whole answer."""
         self.num_losses = 0
-        """How often the shards, or the process of its grammar, were lost while it ran."""
+        """How often the shards were lost while it ran."""
         self.queued = time.perf_counter()
         self.timings: Timings | None = None
         """When it was queued and first admitted; preemption does not change it."""

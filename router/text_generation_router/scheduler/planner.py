@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from text_generation_router.scheduler.admission import Admission
 from text_generation_router.scheduler.budget import PrefillBudget, unfinished
-from text_generation_router.scheduler.entry import MOST_LOSSES, Entry, EntryState
+from text_generation_router.scheduler.entry import Entry, EntryState
 from text_generation_router.scheduler.entry_blocks import EntryBlocks
 from text_generation_router.scheduler.plan import Plan, SchedulerLimits
 from text_generation_router.scheduler.queue import Queue
@@ -180,11 +180,6 @@ class Planner:
         for request_id in result.ended:
             entry = plan.entries[request_id]
             self.release(entry)
-            if result.errors.get(request_id) == "" and entry.state is EntryState.RUNNING:
-                entry.num_losses += 1
-                if entry.num_losses < MOST_LOSSES:
-                    self.queue.put_back(entry)
-                    self.num_preempted += 1
         self._budget.note(plan, result, num_in_front)
 
     def release(self, entry: Entry) -> None:

@@ -1,6 +1,7 @@
 """The grammars of requests: tried in another process, compiled and cached."""
 
 import asyncio
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from text_generation_process.worker import (
 
 from text_generation_shard.grammars.grammar import Grammar, Tried, compile_tried, try_text
 from text_generation_shard.grammars.tokenizer import GrammarError, TokenizerFile
-from text_generation_shard.grammars.trial import arguments_of, tried_of
 
 # Limits of the cache of compiled grammars: their number, and the bytes of their texts.
 _CACHED_GRAMMARS, _CACHED_BYTES = 64, 1 << 20
@@ -50,11 +50,9 @@ class GrammarCompiler:
         self._file = TokenizerFile(model_path / "tokenizer.json", vocab_size, tuple(eos_ids))
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._worker = Worker(
-            "text_generation_shard.grammars.trial",
-            arguments_of(self._file),
-            memory_bytes=_MEMORY_BYTES,
-        )
+        arguments = json.dumps([str(self._file.path), vocab_size, list(eos_ids)]).encode()
+        module = "text_generation_shard.grammars.trial"
+        self._worker = Worker(module, arguments, memory_bytes=_MEMORY_BYTES)
         # The kernel ends the worker's processes together with the thread that started them.
         self._threads = ThreadPoolExecutor(_NUM_SHORT + _NUM_LONG, thread_name_prefix="grammar")
         self._num_long = 0
@@ -111,7 +109,7 @@ class GrammarCompiler:
             self._num_long -= 1
 
     def _try(self, kind: str, text: str) -> Tried:
-        return tried_of(self._worker.call(kind, text.encode(), _TIMEOUTS_S[kind]))
+        return Tried(*json.loads(self._worker.call(kind, text.encode(), _TIMEOUTS_S[kind])))
 
     def _compile_tried(self, tried: Tried) -> Grammar:
         try:

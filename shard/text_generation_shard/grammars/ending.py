@@ -29,7 +29,7 @@ _PART = re.compile(
 )
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s": " "}
 # A special token in Lark.
-_SPECIAL = re.compile(r"<\[(\d+)\]>|(<[^<>\s]+>)")
+_SPECIAL = re.compile(r"<\[(\d+)\]>")
 # Bounds of what is tried: words and signs of a grammar, and tokens of one state.
 _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
 # Steps of the walk that always takes the first step that is possible, which closes what is open.
@@ -75,12 +75,7 @@ class EndingSearch:
 
     def _signs_of(self, source: str) -> Iterator[list[int]]:
         """The tokens of words and characters, in the order in which they are tried."""
-        for token, name in _SPECIAL.findall(source):
-            found = (
-                [int(token)] if token else self._tokenizer.tokenize_str(name, parse_special=True)
-            )
-            if len(found) == 1:
-                yield found
+        yield from ([int(token)] for token in _SPECIAL.findall(source))
         words = [""]
         for part in _PART.finditer(source):
             control = _CONTROL.get(part["control"] or "", "")

@@ -17,13 +17,8 @@ _SHORT_S, _LONG_S = 0.2, 1.5
 _NICE = 5
 
 
-def arguments_of(file: TokenizerFile) -> bytes:
-    """The argument of `prepare`."""
-    return json.dumps([str(file.path), file.vocab_size, file.eos_ids]).encode()
-
-
 def prepare(arguments: bytes) -> "Trials":
-    """Load the tokenizer."""
+    """Load the tokenizer: its path, the size of the vocabulary, the end tokens."""
     path, vocab_size, eos_ids = json.loads(arguments)
     try:
         return Trials(TokenizerFile(Path(path), vocab_size, tuple(eos_ids)).load())
@@ -31,14 +26,8 @@ def prepare(arguments: bytes) -> "Trials":
         return Trials(error)
 
 
-def tried_of(answer: bytes) -> Tried:
-    """What a trial has answered."""
-    error, text, ending = json.loads(answer)
-    return Tried(error, text, ending)
-
-
 class Trials:
-    """The calls of the worker."""
+    """The calls of the worker. They answer with the fields of `Tried`."""
 
     def __init__(self, tokenizer: LLTokenizer | GrammarError) -> None:
         self._tokenizer = tokenizer
