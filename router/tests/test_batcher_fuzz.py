@@ -134,7 +134,6 @@ async def _play(events: list[tuple], num_blocks: int, limits: dict[str, Any], tu
                     arguments[0] = (*text, arguments[0][-1])
                 requests, entries = _submit(rig.batcher, salt, priority, *arguments)
                 if fails_at is not None:
-                    shards.losing[entries[-1].id] = {fails_at // 2}
                     shards.failing[entries[0].id] = fails_at
                     excuses.add(f"Server error: token {fails_at}")
                 for request, entry in zip(requests, entries, strict=True):
