@@ -93,7 +93,6 @@ class StepResult:
     pooled_prompts: Mapping[int, bytes] = field(default_factory=dict)
     token_scores: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     # By request, a sentence: it alone failed; its row is free, and its token, if any, is invalid.
-    # Empty: it did not cause the failure, and may be computed again.
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_ns: int = 0
     decode_ns: int = 0

@@ -193,8 +193,7 @@ class StepOutput:
     # (request id, PooledPrompt.values), and (request id, TokenScores.logprobs).
     pooled_prompts: list[tuple[int, bytes]] = field(default_factory=list)
     token_scores: list[tuple[int, list[float]]] = field(default_factory=list)
-    # (request id, sentence) of the requests that failed while the step did not; empty: it may be
-    # computed again, because it did not cause the failure.
+    # (request id, sentence) of the requests that failed while the step did not.
     errors: list[tuple[int, str]] = field(default_factory=list)
     # Requests that go on.
     running_ids: list[int] = field(default_factory=list)
