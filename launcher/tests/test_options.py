@@ -292,7 +292,9 @@ def test_a_child_gets_the_flag_and_the_variable(option: Option, child: Child):
         assert argument in commands[child].argv
 
 
-@pytest.mark.parametrize("option", [one for one in OPTIONS if one.refusal], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "option", [one for one in OPTIONS if one.refusal], ids=lambda one: one.name
+)
 def test_a_refusal_names_the_flag(option: Option):
     value = {"quantize": "awq", "ngrok": "true"}.get(option.name, "x")
     with pytest.raises(InvalidOptions, match=f"^{option.flag} "):
