@@ -213,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uds-path", required=True)
     parser.add_argument("--token-ids", type=int, nargs="+", required=True, help="the text")
-    parser.add_argument("--accepted", type=int, default=0, help="right guesses a step")
+    parser.add_argument("--accepted", type=int, default=0, help="right draft tokens a step")
     options = parser.parse_args()
     uvloop.run(serve(options.uds_path, options.token_ids, options.accepted))
 

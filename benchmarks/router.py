@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each number of streams")
     parser.add_argument("--new-tokens", type=int, default=256, help="of a request, on average")
     parser.add_argument("--api", choices=APIS, default="tgi")
-    parser.add_argument("--accepted", type=int, default=0, help="right guesses in each step")
+    parser.add_argument("--accepted", type=int, default=0, help="right draft tokens in each step")
     parser.add_argument("--probe", default="/health", help="the path that is asked meanwhile")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=results("router"))

@@ -25,7 +25,7 @@ SHAPE = Shape(1, 4, 128, 8 * PHRASE_TOKENS)
 def main() -> None:
     """Measures, prints, writes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--speculate", type=int, default=4, help="tokens guessed at once")
+    parser.add_argument("--speculate", type=int, default=4, help="tokens drafted at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=results("speculate"))
     options = parser.parse_args()
@@ -42,13 +42,13 @@ def main() -> None:
     write(report, options.output)
 
 
-def measure(num_guesses: int, seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by text, then by "plain" and "guessing"; the order changes every round."""
+def measure(num_draft_tokens: int, seed: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures by text, then by "plain" and "drafting"; the order changes every round."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for text, checkpoint in CHECKPOINTS.items():
         flags: dict[str, tuple[str, ...]] = {
             "plain": (),
-            "guessing": ("--speculate", str(num_guesses)),
+            "drafting": ("--speculate", str(num_draft_tokens)),
         }
         found[text] = {}
         for kind in sorted(flags, reverse=seed % 2 == 0):
@@ -66,9 +66,9 @@ def summarise(rounds: list[dict[str, dict[str, dict[str, float]]]]) -> dict[str,
     for text in CHECKPOINTS:
         speed = {
             kind: statistics.median(one[text][kind]["tokens_per_s"] for one in rounds)
-            for kind in ("plain", "guessing")
+            for kind in ("plain", "drafting")
         }
-        texts[text] = {**speed, "ratio": speed["guessing"] / speed["plain"]}
+        texts[text] = {**speed, "ratio": speed["drafting"] / speed["plain"]}
     return texts
 
 
@@ -77,7 +77,7 @@ def table(texts: dict[str, Any]) -> str:
     lines = ["| text | tokens/s | with --speculate | ratio |", "|---|---|---|---|"]
     for text, one in texts.items():
         lines.append(
-            f"| {text} | {one['plain']:.1f} | {one['guessing']:.1f} | {one['ratio']:.2f} |"
+            f"| {text} | {one['plain']:.1f} | {one['drafting']:.1f} | {one['ratio']:.2f} |"
         )
     return "\n".join(lines)
 

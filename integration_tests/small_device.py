@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from text_generation_shard.device.base import ALL, Form, Room, StepScores
+from text_generation_shard.device.base import ALL, Form, MemoryBudget, StepScores
 
 
 class Weight:
@@ -68,7 +68,10 @@ class SmallDevice:
     upload, num_spare_blocks = staticmethod(lambda arrays: [*map(torch.from_numpy, arrays)]), 0
     check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
     weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
-    free_bytes, then = (lambda _, step, rehearse: Room(2**26, step)), (lambda _, action: action())
+    free_bytes, then = (
+        (lambda _, step, profile_memory: MemoryBudget(2**26, step)),
+        (lambda _, action: action()),
+    )
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)

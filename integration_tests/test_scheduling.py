@@ -138,7 +138,7 @@ def test_a_long_prompt_does_not_stop_the_others(tiny_model_path: Path, launch: L
     server.stop()
 
 
-def test_guessed_tokens_are_those_that_come_anyway(
+def test_drafted_tokens_are_those_that_come_anyway(
     server: LauncherHandle, tiny_model_path: Path, launch: Launch
 ) -> None:
     """Also where prompts are computed in parts."""
@@ -151,18 +151,18 @@ def test_guessed_tokens_are_those_that_come_anyway(
     asked += [(inputs, {**rest, "stop": ["the"]}) for inputs, rest in asked[:4]]
     alone = [server.generate(inputs, **parameters) for inputs, parameters in asked]
     flags = ("--speculate", "4", "--max-batch-prefill-tokens", "16")
-    guessing = launch(tiny_model_path, "--dtype", "float32", *flags)
-    guessing.wait_until_ready()
-    for ours, theirs in zip(asyncio.run(ask_all(guessing, asked)), alone, strict=True):
+    drafting = launch(tiny_model_path, "--dtype", "float32", *flags)
+    drafting.wait_until_ready()
+    for ours, theirs in zip(asyncio.run(ask_all(drafting, asked)), alone, strict=True):
         assert ours["generated_text"] == theirs["generated_text"]
         assert token_ids(ours) == token_ids(theirs)
         assert ours["details"]["finish_reason"] == theirs["details"]["finish_reason"]
-    metrics = guessing.metrics()
+    metrics = drafting.metrics()
     assert metrics["tgi_request_skipped_tokens_sum"] > 0
-    features = guessing.client.get("/info").json()["features"]
-    assert features["speculation"] == "on: up to 4 guessed tokens per request and step"
-    guessing.assert_idle()
-    guessing.stop()
+    features = drafting.client.get("/info").json()["features"]
+    assert features["speculation"] == "on: up to 4 draft tokens per request and step"
+    drafting.assert_idle()
+    drafting.stop()
 
 
 def test_deterministic_is_a_parameter_of_every_route(server: LauncherHandle) -> None:

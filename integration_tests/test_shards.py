@@ -163,7 +163,7 @@ def test_quantised_shards_answer_as_one(tiny_model_path: Path, quantize: str) ->
         assert ours == pytest.approx(theirs, abs=TOLERANCE["bfloat16"], nan_ok=True)
 
 
-def test_guesses_and_preemption(tiny_model_path: Path) -> None:
+def test_draft_tokens_and_preemption(tiny_model_path: Path) -> None:
     """All shards verify drafts and recompute preempted rows in the same way."""
     flags = "--dtype", "float32", "--speculate", "3", "--max-total-tokens", "192"
     cramped = *flags, "--max-batch-total-tokens", "512", "--max-batch-prefill-tokens", "256"

@@ -1,4 +1,4 @@
-"""vLLM's fields on OpenAI's routes of a real server, which also guesses tokens ahead."""
+"""vLLM's fields on OpenAI's routes of a real server, which also drafts tokens ahead."""
 
 import json
 import math

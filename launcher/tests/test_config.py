@@ -327,8 +327,8 @@ def test_children_inherit_the_variables_that_they_read(variable: str):
 
 
 def test_the_number_of_shards_and_where_they_meet():
-    meeting = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29501"}
-    config = create(NUM_SHARD="3", **meeting, STEP_DEADLINE="7.5")
+    rendezvous = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "29501"}
+    config = create(NUM_SHARD="3", **rendezvous, STEP_DEADLINE="7.5")
     assert (config.master_addr, config.master_port, config.notes) == ("127.0.0.2", 29501, ())
     for rank, shard in enumerate(config.shards):
         expected = {f"--rank={rank}", "--world-size=3", "--step-deadline=7.5"}
@@ -336,7 +336,7 @@ def test_the_number_of_shards_and_where_they_meet():
     assert len(config.shards) == 3
     assert len(create(SHARDED="true", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 2
     assert len(create(SHARDED="0", CUDA_VISIBLE_DEVICES="0,1", DEVICE="cuda").shards) == 1
-    alone = create(**meeting, STEP_DEADLINE="7.5")
+    alone = create(**rendezvous, STEP_DEADLINE="7.5")
     assert [note.split()[0] for note in alone.notes] == [
         "--master-addr",
         "--master-port",

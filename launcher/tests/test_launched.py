@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from text_generation_launcher.ports import AddressError, MeetingPort, claim_port
+from text_generation_launcher.ports import AddressError, RendezvousPort, claim_port
 from text_generation_launcher.sockets import SocketClaim
 
 from launcher.tests.conftest import wait_until
@@ -69,7 +69,7 @@ def test_all_ranks_are_started_waited_for_and_stopped(launch, tmp_path):
     socket.create_server(("localhost", port)).close()
     # No other launcher gets it, and the system does not choose it as a free port.
     with pytest.raises(AddressError, match=f"port {port} on localhost is already in use: another"):
-        MeetingPort("localhost", port)
+        RendezvousPort("localhost", port)
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", port))
     launched.process.send_signal(signal.SIGTERM)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from text_generation_launcher import ports
-from text_generation_launcher.ports import AddressError, MeetingPort, claim_port
+from text_generation_launcher.ports import AddressError, RendezvousPort, claim_port
 
 
 def test_a_port_that_another_launcher_is_going_to_use(free_port):
@@ -50,17 +50,17 @@ def test_other_refusals_of_the_system(number, expected):
     assert expected in ports._why_not(error, "h", 80, "--port", "--hostname")
 
 
-def test_two_meeting_ports_are_never_one():
-    one, other = MeetingPort("localhost", None), MeetingPort("localhost", None)
+def test_two_rendezvous_ports_are_never_one():
+    one, other = RendezvousPort("localhost", None), RendezvousPort("localhost", None)
     assert one.number != other.number
     one.close()
-    again = MeetingPort("localhost", one.number)
+    again = RendezvousPort("localhost", one.number)
     assert again.number == one.number
     with pytest.raises(AddressError, match=r"give --master-addr an IP address$"):
-        MeetingPort("no.such.host.invalid", None)
+        RendezvousPort("no.such.host.invalid", None)
     with pytest.raises(
         AddressError, match=r"192\.0\.2\.1 is not an address of this machine: choose"
     ):
-        MeetingPort("192.0.2.1", None)
+        RendezvousPort("192.0.2.1", None)
     for port in (again, other):
         port.close()

@@ -21,7 +21,7 @@ MODEL_PATH = "{model_path}"
 """Placeholder in a command for the model's directory, which the download returns."""
 SOCKETS = "{shard_uds_path}"
 """Placeholder in a command for the prefix of the shards' sockets, without --shard-uds-path."""
-MEETING_PORT = "{master_port}"
+RENDEZVOUS_PORT = "{master_port}"
 """Placeholder in a command for the port where several shards meet."""
 _PYTHON_LEVELS = {"DEBUG": "DEBUG", "INFO": "INFO", "WARN": "WARNING", "ERROR": "ERROR"}
 _SECRETS = ("API_KEY", "NGROK_AUTHTOKEN", "HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -354,7 +354,7 @@ def _shard(
         rope = {"rope-scaling": ("linear",), "rope-factor": (str(defaults.ROPE_FACTOR),)}
         values = {**rope, **values}
     address = first(values, "master-addr") or defaults.MASTER_ADDR
-    meeting = (f"--master-addr={address}", f"--master-port={MEETING_PORT}")
+    rendezvous = (f"--master-addr={address}", f"--master-port={RENDEZVOUS_PORT}")
     return Command(
         name=f"shard {rank}",
         target="text_generation_shard",
@@ -365,7 +365,7 @@ def _shard(
             f"--uds-path={prefix}",
             f"--rank={rank}",
             f"--world-size={num_shards}",
-            *(meeting if num_shards > 1 else ()),
+            *(rendezvous if num_shards > 1 else ()),
             *options.forward(values, Child.SHARD),
             *logging,
         ),

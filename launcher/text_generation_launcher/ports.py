@@ -25,7 +25,7 @@ def claim_port(hostname: str, port: int, flag: str) -> socket.socket:
         return _claim(bound, hostname, flag)
 
 
-class MeetingPort:
+class RendezvousPort:
     """Holds the port where shards meet for those of this launcher alone, until closed.
 
     It is bound and does not listen, so the system gives it to no process that asks for any free

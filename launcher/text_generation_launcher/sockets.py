@@ -13,7 +13,7 @@ from text_generation_process.defaults import SOCKET_NAME
 from text_generation_process.option import Mode
 
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.ports import AddressError, MeetingPort, claim_port
+from text_generation_launcher.ports import AddressError, RendezvousPort, claim_port
 
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of Linux has 108 bytes, one of which ends the string."""
@@ -262,11 +262,11 @@ class Addresses:
             if config.prometheus_port is not None:
                 flag = "--prometheus-port"
                 stack.enter_context(claim_port(config.hostname, config.prometheus_port, flag))
-            self.meeting: MeetingPort | None = None
+            self.rendezvous: RendezvousPort | None = None
             """Where several shards meet."""
             if len(config.shards) > 1:
-                meeting = MeetingPort(config.master_addr, config.master_port)
-                self.meeting = stack.enter_context(closing(meeting))
+                rendezvous = RendezvousPort(config.master_addr, config.master_port)
+                self.rendezvous = stack.enter_context(closing(rendezvous))
             prefix = config.shard_uds_path
             if prefix is None:
                 places = config.runtime_folder, config.temporary_folders

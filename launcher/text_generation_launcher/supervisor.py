@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from text_generation_process.option import Mode
 
-from text_generation_launcher.config import MEETING_PORT, MODEL_PATH, SOCKETS, LauncherConfig
+from text_generation_launcher.config import MODEL_PATH, RENDEZVOUS_PORT, SOCKETS, LauncherConfig
 from text_generation_launcher.failures import (
     CAUSE_S,
     ChildDied,
@@ -224,8 +224,8 @@ class Supervisor:
 
     def _start(self, command: Command, model_path: Path) -> ManagedProcess:
         known = {MODEL_PATH: str(model_path), SOCKETS: self._sockets.prefix}
-        if self._addresses and self._addresses.meeting:
-            known[MEETING_PORT] = str(self._addresses.meeting.number)
+        if self._addresses and self._addresses.rendezvous:
+            known[RENDEZVOUS_PORT] = str(self._addresses.rendezvous.number)
         argv = command.argv
         for name, value in known.items():
             argv = tuple(part.replace(name, value) for part in argv)

@@ -88,7 +88,7 @@ class FakeShards:
     `memory` maps each slot to a number that identifies one text up to one token: a row that reads
     another number than its own text's has been given a block with other content. No row writes to a
     block that another row reads, except in the step that writes the shared tokens. Rows compute one
-    after the other. `guess` makes the drafts: most are right, and wrong ones are written too.
+    after the other. `draft` makes the drafts: most are right, and wrong ones are written too.
     `hook` runs before each call and may wait or raise. `calls` lists the calls in order, `passes`
     the tokens that each step computed by request; `num_computed` counts the tokens of all prompts.
     A script that is a list is written over and over. Log-probabilities: -0.1 × the place of a
@@ -306,20 +306,20 @@ class FakeShards:
                 self.num_computed += part
                 num_prompt_tokens += part
             ends = part == row.left
-            guesses = self._guess(row, speculate) if ends and request_id not in new else []
+            draft_tokens = self._draft(row, speculate) if ends and request_id not in new else []
             is_anew = not row.is_unfinished and not row.is_long
             if is_anew and row.num_computed == self.recompute_at:
                 row.is_long, row.path, row.num_computed = True, [], 0
                 self._extend_path(row)
             end = len(row.ids) if ends else row.num_computed + part
-            self._write(request_id, row, row.num_computed, end, guesses, rows, readers, new)
+            self._write(request_id, row, row.num_computed, end, draft_tokens, rows, readers, new)
             row.num_computed = end
             self._check_memory(row)
             if not ends and end > (limit := self.unfit.get(request_id, sys.maxsize)):
                 errors[request_id] = f"Server error: no memory behind {limit} tokens"
             if ends:
-                fails = row.place + len(guesses) >= self.failing.get(request_id, sys.maxsize)
-                columns.append((request_id, self._choose(row, guesses, fails)))
+                fails = row.place + len(draft_tokens) >= self.failing.get(request_id, sys.maxsize)
+                columns.append((request_id, self._choose(row, draft_tokens, fails)))
                 if row.owes_prompt:
                     read[request_id], row.owes_prompt = row, False
         for request_id in errors:
@@ -354,7 +354,7 @@ class FakeShards:
             },
         )
 
-    def _guess(self, row: Row, speculate: int) -> list[int]:
+    def _draft(self, row: Row, speculate: int) -> list[int]:
         """The drafts after the next token; wrong at some positions."""
         longest = len(row.request.input_ids) + row.request.stopping.max_new_tokens
         needed = min(len(row.ids) + speculate, longest)
@@ -372,14 +372,14 @@ class FakeShards:
         row: Row,
         start: int,
         end: int,
-        guesses: list[int],
+        draft_tokens: list[int],
         rows: dict[int, Row],
         readers: dict[int, list[int]],
         new: list[int],
     ) -> None:
         texts = row.path[start:end]
-        for guess in guesses:
-            texts.append(self._text(texts[-1], guess))
+        for draft in draft_tokens:
+            texts.append(self._text(texts[-1], draft))
         for position, text in enumerate(texts, start):
             place, offset = divmod(position, self.block_size)
             block_id = row.table[place]
@@ -396,16 +396,16 @@ class FakeShards:
             held = self.memory[row.table[place] * self.block_size + offset]
             assert held == row.path[position], "something else is written here"
 
-    def _choose(self, row: Row, guesses: list[int], fails: bool) -> list[int]:
+    def _choose(self, row: Row, draft_tokens: list[int], fails: bool) -> list[int]:
         """The tokens of the script, one more than the right drafts, up to the end of the text.
 
         For a row that fails they have no meaning: all drafts count as right.
         """
         chosen: list[int] = []
-        for guess in [*guesses, None]:
+        for draft in [*draft_tokens, None]:
             chosen.append(self.token(row.request.input_ids, row.place))
             row.ids.append(chosen[-1])
-            if self._reason(row) is not None or (guess != chosen[-1] and not fails):
+            if self._reason(row) is not None or (draft != chosen[-1] and not fails):
                 break
         row.num_computed = len(row.ids) - 1
         self._extend_path(row)

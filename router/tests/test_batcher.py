@@ -208,7 +208,7 @@ async def test_a_request_may_fail_before_its_prompt_is_computed() -> None:
 
 @pytest.mark.parametrize("speculate", [0, 8])
 async def test_the_last_token_of_a_request_that_failed_alone_is_not_shared(speculate: int) -> None:
-    """Its guesses were written where its text would go on, and most of them are wrong."""
+    """Its draft tokens were written where its text would go on, and most of them are wrong."""
     prompt = (1, 2, 3, 4, 5)
     async with running(FakeShards(failing={0: 3}), speculate=speculate) as rig:
         failed = await rig.outcome(prompt, 20)

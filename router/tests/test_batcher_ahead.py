@@ -39,14 +39,14 @@ async def test_never_where_the_router_has_no_core() -> None:
 
 
 @pytest.mark.parametrize("speculate", [1, 2, 20])
-async def test_with_guesses(speculate: int) -> None:
+async def test_with_draft_tokens(speculate: int) -> None:
     """The number of tokens of the step before is unknown, and all steps but two are ahead of it."""
     async with running(slow(), runs_ahead=True, speculate=speculate) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 2, 3), 40) for n in range(3)))
         assert [o.ids for o in outcomes] == [expected_ids((n, 2, 3), 40) for n in range(3)]
         assert num_ahead(rig.shards) == len(rig.shards.advances) - 2
-        guessing = [one for one in rig.shards.advances if one is not None and one.is_ahead]
-        assert {one.speculate for one in guessing} == {speculate}
+        drafting = [one for one in rig.shards.advances if one is not None and one.is_ahead]
+        assert {one.speculate for one in drafting} == {speculate}
         assert len(rig.shards.passes) < 30
 
 

@@ -87,7 +87,7 @@ def test_every_request_gets_its_ending(
     events: list[tuple], num_blocks: int, limits: dict[str, Any], turns: int
 ) -> None:
     if limits["recompute_at"] is not None:
-        limits["speculate"] = 0  # the fake does not guess across the limit
+        limits["speculate"] = 0  # the fake does not draft across the limit
     asyncio.run(_play(events, num_blocks, limits, turns))
 
 

@@ -80,7 +80,7 @@ async def test_a_failed_step_with_a_newcomer_leaves_the_others_as_they_were() ->
 
 
 @pytest.mark.parametrize("speculate", [1, 3, 20])
-async def test_guessed_tokens_are_those_that_come_anyway(speculate: int) -> None:
+async def test_drafted_tokens_are_those_that_come_anyway(speculate: int) -> None:
     async with running(speculate=speculate) as rig:
         outcomes = await asyncio.gather(*(rig.outcome((n, 3), 20) for n in range(6)))
     for n, outcome in enumerate(outcomes):

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import DeadlineError
-from text_generation_router.terms import Deadline
+from text_generation_router.request_options import Deadline
 
 from router.tests.chats import TEMPLATE
 from router.tests.serving import Server, serve

@@ -41,7 +41,7 @@ def test_as_it_starts(tmp_path: Path) -> None:
         ("prefix_caching", {"recompute_at": 4096}, {}, "on: but not for .* at most 4096 tokens"),
         ("prefix_caching", {"prompt_scaled_at": 512}, {}, "on: but prompts of more than 512 tok"),
         ("prefill_chunking", {}, {"disable_prefill_chunking": True}, "off: --disable-prefill-ch"),
-        ("speculation", {}, {"speculate": 3}, "on: up to 3 guessed tokens"),
+        ("speculation", {}, {"speculate": 3}, "on: up to 3 draft tokens"),
         ("async_scheduling", {"spares_core": True}, {}, "on$"),
         ("async_scheduling", {"spares_core": True}, {"speculate": 3}, "on$"),
         ("quantization", {"quantize": "int8"}, {}, "on: int8"),

@@ -1,4 +1,4 @@
-"""Guesses, steps launched ahead and preemption."""
+"""Draft tokens, steps launched ahead and preemption."""
 
 from typing import Any
 
@@ -9,34 +9,34 @@ from router.tests.planning import Desk
 
 
 # Two rows fill a block each, and may both grow by another.
-@pytest.mark.parametrize(("num_blocks", "guessed"), [(100, 4), (4, 4), (3, 0)])
-def test_fewer_guesses_where_blocks_are_short(num_blocks: int, guessed: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "drafted"), [(100, 4), (4, 4), (3, 0)])
+def test_fewer_draft_tokens_where_blocks_are_short(num_blocks: int, drafted: int) -> None:
     desk = Desk(num_blocks=num_blocks, speculate=4)
     for number in range(2):
         desk.submit((number, 2, 3), 5)
     desk.step()
     plan = desk.step()
     assert plan.asked == {0, 1} and desk.planner.num_preempted == 0
-    assert plan.advance.speculate == guessed
-    assert len(plan.advance.grown_blocks) == (2 if guessed else 0)
+    assert plan.advance.speculate == drafted
+    assert len(plan.advance.grown_blocks) == (2 if drafted else 0)
 
 
 # As above: rows of 4 tokens may have 9 at the end of the step, and 13 after the next one.
 @pytest.mark.parametrize(
-    ("num_blocks", "guessed", "num_grown"), [(100, 4, 4), (8, 4, 4), (6, 2, 2), (4, None, 0)]
+    ("num_blocks", "drafted", "num_grown"), [(100, 4, 4), (8, 4, 4), (6, 2, 2), (4, None, 0)]
 )
 def test_a_step_ahead_has_blocks_for_all_tokens_the_step_before_may_give(
-    num_blocks: int, guessed: int | None, num_grown: int
+    num_blocks: int, drafted: int | None, num_grown: int
 ) -> None:
     desk = Desk(num_blocks=num_blocks, speculate=4, runs_ahead=True)
     for number in range(2):
         desk.submit((number, 2, 3), 30)
     desk.step()
     ahead = desk.planner.plan_ahead(desk.plan())
-    if guessed is None:
+    if drafted is None:
         assert ahead is None
     else:
-        assert ahead.advance.is_ahead and ahead.advance.speculate == guessed
+        assert ahead.advance.is_ahead and ahead.advance.speculate == drafted
         assert len(ahead.advance.grown_blocks) == num_grown
 
 
@@ -87,7 +87,7 @@ def test_a_step_launched_ahead_delays_a_waiting_entry_by_one_step() -> None:
     assert desk.plan().admitted == [waiting]
 
 
-def test_no_guesses_behind_the_end_of_a_text() -> None:
+def test_no_draft_tokens_behind_the_end_of_a_text() -> None:
     """A block table never exceeds the longest context."""
     desk = Desk(speculate=50)
     entry = desk.submit((1, 2, 3), 9)

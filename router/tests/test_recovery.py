@@ -16,6 +16,7 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.metrics import Metrics
+from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.entry import Entry
 from text_generation_router.scheduler.recovery import NoShardsError, Recovery
@@ -26,7 +27,6 @@ from text_generation_router.scheduler.shards import (
     LostStepError,
 )
 from text_generation_router.scheduler.watch import WatchedShards
-from text_generation_router.terms import Deadline
 from text_generation_router.time_limits import TimeLimits
 
 from router.tests.scheduling import (
@@ -292,7 +292,7 @@ async def test_an_end_while_they_are_awaited() -> None:
 async def test_time_passes_while_they_are_awaited() -> None:
     async with world(max_batch_size=1) as w:
         limits = TimeLimits(w.batcher, max_queue_wait_s=0.1)
-        ran, waits, patient = (w.submit((n,), 20) for n in range(3))
+        ran, waits, waiting_reason = (w.submit((n,), 20) for n in range(3))
         await has_tokens(w, ran)
         w.may_come.clear()
         w.lose()
@@ -306,7 +306,7 @@ async def test_time_passes_while_they_are_awaited() -> None:
         assert w.shards.is_down
         w.batcher.integrity()
         w.may_come.set()
-        assert_whole(await collect(patient), (2,), 20)
+        assert_whole(await collect(waiting_reason), (2,), 20)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -29,8 +29,8 @@ from text_generation_router.generation import Ending, GenerateResult, Generation
 from text_generation_router.metrics import Metrics
 from text_generation_router.permits import Permits
 from text_generation_router.request import sequences_of
+from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.scheduler.batcher import Batcher
-from text_generation_router.terms import NO_TERMS, Terms
 from text_generation_router.time_limits import TimeLimits
 from text_generation_router.validation import (
     GenerateParameters,
@@ -74,16 +74,16 @@ class Infer:
         self._permits = Permits(max_concurrent_requests)
         self._time_limits = TimeLimits(batcher, max_queue_wait_s)
         self._caller = ANYBODY
-        self._terms = NO_TERMS
+        self._options = NO_OPTIONS
         self._is_admitted = False
         self._trace: RequestTrace | None = None
 
     def on_behalf_of(
-        self, caller: Caller, terms: Terms, trace: "RequestTrace | None" = None
+        self, caller: Caller, request_options: RequestOptions, trace: "RequestTrace | None" = None
     ) -> "Infer":
         """The same for one request of a caller: with its cache salt and limits, and this trace."""
         other = copy.copy(self)
-        other._caller, other._terms, other._trace = caller, terms, trace
+        other._caller, other._options, other._trace = caller, request_options, trace
         return other
 
     @contextmanager
@@ -140,7 +140,7 @@ class Infer:
                 if not isinstance(asked, GenerateParameters):
                     asked = await asked()
                 request = await self._validation.validate(asked)
-                salt, priority = self._caller.salt, self._terms.priority
+                salt, priority = self._caller.salt, self._options.priority
                 requests = sequences_of(request, num_sequences, salt, priority)
                 entries = self._batcher.submit_many(requests)
                 if self._trace is not None:
@@ -153,7 +153,7 @@ class Infer:
                 generations = [
                     Generation(entry, prompt_tokens, arrival, allowance) for entry in entries
                 ]
-                deadline = self._terms.deadline
+                deadline = self._options.deadline
                 try:
                     with self._time_limits.over(entries, deadline):
                         await self._time_limits.begun(entries[0], deadline)
@@ -173,7 +173,7 @@ class Infer:
             self._count(generations, RouterError.metric_label, RouterError.error_type)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            deadline = self._terms.deadline
+            deadline = self._options.deadline
             is_late = deadline is not None and deadline.is_over
             self._count(generations, DeadlineError.metric_label if is_late else "dropped")
             raise

@@ -13,7 +13,7 @@ from text_generation_process.worker import Worker, WorkerError
 
 from text_generation_router.encoding import Encoding, TokenIds
 from text_generation_router.errors import RouterError
-from text_generation_router.lane import Lane
+from text_generation_router.executor import Executor
 from text_generation_router.tokenizer_file import read_tokenizer
 
 # The longest text of a payload takes seconds, far less than this.
@@ -35,7 +35,7 @@ class LongTexts:
 
     def __init__(self, path: Path) -> None:
         """`path` is the tokenizer's file."""
-        self._queue = Lane("long-texts", 1)
+        self._queue = Executor("long-texts", 1)
         # The size of bodies limits its memory.
         self._worker = Worker(__name__, str(path).encode(), memory_bytes=None)
 

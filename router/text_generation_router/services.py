@@ -23,12 +23,13 @@ from text_generation_router.client.shards import ShardedClient
 from text_generation_router.client.translate import ShardInfo, WarmupResult
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import GenerationError
+from text_generation_router.executor import Executor, MemoryBudget
 from text_generation_router.grammar import GrammarCompiler
 from text_generation_router.infer import Infer
-from text_generation_router.lane import Lane, Room
 from text_generation_router.metrics import Metrics
 from text_generation_router.pooling import pooling_of
 from text_generation_router.request import Pooling
+from text_generation_router.request_options import NO_OPTIONS, RequestOptions
 from text_generation_router.reranker import Reranker, find_reranker
 from text_generation_router.scheduler.batcher import Batcher, SchedulerLimits
 from text_generation_router.scheduler.chunked_prefill import StepCosts
@@ -42,7 +43,6 @@ from text_generation_router.scheduler.watch import (
     WatchedShards,
 )
 from text_generation_router.state import LOADING, ServerState
-from text_generation_router.terms import NO_TERMS, Terms
 from text_generation_router.tokenizer import Tokenizer
 from text_generation_router.validation import Limits, Validation
 
@@ -80,8 +80,8 @@ class Services:
     chat: ChatService
     templates: TemplateWorkers
     # One thread: several would compete with the event loop for the interpreter.
-    large_bodies: Lane
-    long_answers: Room
+    large_bodies: Executor
+    long_answers: MemoryBudget
     # Unix time.
     loaded_at: int
     # For /v1/embeddings.
@@ -98,12 +98,12 @@ class Services:
         return f"{self.info.world_size}-{self.info.device_type}"
 
     def on_behalf_of(
-        self, caller: Caller, terms: Terms, trace: "RequestTrace | None" = None
+        self, caller: Caller, request_options: RequestOptions, trace: "RequestTrace | None" = None
     ) -> "Services":
         """The same services for one request of this caller, with its trace."""
-        if caller is ANYBODY and terms is NO_TERMS and trace is None:
+        if caller is ANYBODY and request_options is NO_OPTIONS and trace is None:
             return self
-        infer = self.infer.on_behalf_of(caller, terms, trace)
+        infer = self.infer.on_behalf_of(caller, request_options, trace)
         return replace(self, infer=infer, chat=self.chat.over(infer))
 
 
@@ -221,8 +221,8 @@ def assemble(
         grammars=grammars,
         chat=_chat_service(config, tokenizer, infer, workers),
         templates=workers,
-        large_bodies=Lane("large-bodies", 1, most_waiting=config.max_concurrent_requests),
-        long_answers=Room(_LONG_ANSWERS_BYTES),
+        large_bodies=Executor("large-bodies", 1, most_waiting=config.max_concurrent_requests),
+        long_answers=MemoryBudget(_LONG_ANSWERS_BYTES),
         loaded_at=int(time.time()),
         pooling=pooling,
         reranker=reranker,

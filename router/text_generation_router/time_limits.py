@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 
 from text_generation_router.errors import QueueWaitError
+from text_generation_router.request_options import Deadline
 from text_generation_router.scheduler.batcher import Batcher
 from text_generation_router.scheduler.entry import Entry
-from text_generation_router.terms import Deadline
 
 # How long the head of a stream with a time limit is held back, so that a refusal can have a status.
 # Proxies close connections that are silent for longer.

@@ -56,7 +56,7 @@ def load_engine(
             max_batch_total_tokens=NUM_BLOCKS * engine.block_size,
         )
     )
-    # Guesses pay nearly always, however fast this machine is.
+    # Draft tokens pay nearly always, however fast this machine is.
     engine._planner.costs = Costs(10**6, 10**6, 1, 0)
     return engine
 

@@ -153,7 +153,7 @@ def prompt_ids(number: int, count: int) -> list[int]:
 
 def _answers(engine: Engine) -> dict[str, Any]:
     """Tokens and log-probabilities of prompts of many lengths, one longer than the rows of a
-    product, of parts of prompts together with decoding rows, and of guesses."""
+    product, of parts of prompts together with decoding rows, and of draft tokens."""
     driver = Driver(engine)
     given: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos_token": True}
     first = driver.request(0, prompt_ids(0, 40), prefill_logprobs=True, **given)

@@ -17,10 +17,10 @@ import torch
 from text_generation_shard.device.cpu import collectives as shared
 from text_generation_shard.device.cpu.collectives import SharedMemoryCollectives, memory_bytes
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
+from text_generation_shard.rendezvous import Rendezvous
 
-from shard.tests.test_meeting import config_of, free_port, join, meet
+from shard.tests.test_rendezvous import config_of, free_port, join, meet
 
 pytestmark = pytest.mark.slow
 
@@ -160,23 +160,23 @@ def test_a_rank_that_stops_ends_its_wait() -> None:
 def test_no_memory_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks raise an error too."""
     monkeypatch.setattr(shared.host, "free_bytes", lambda: 2**20)
-    with meet(2) as meetings:
+    with meet(2) as rendezvous:
 
-        def work(meeting: Meeting, rank: int) -> None:
+        def work(rendezvous: Rendezvous, rank: int) -> None:
             kind = (ModelError, RankError)[rank]
             with pytest.raises(
                 kind, match=r"need 32 MiB of shared memory to exchange results, and 1 MiB are free"
             ):
-                SharedMemoryCollectives.meet(meeting, 8 << 20)
+                SharedMemoryCollectives.meet(rendezvous, 8 << 20)
 
-        together(meetings, work)
+        together(rendezvous, work)
 
 
 def rank_main(rank: int, port: int) -> None:
     """Main function of one of two processes; controlled by `Processes`."""
     config = config_of(rank, 2, port, deadline_s=1.0)
-    meeting = Meeting.join(config)
-    collectives = SharedMemoryCollectives.meet(meeting, SLOT_BYTES)
+    rendezvous = Rendezvous.join(config)
+    collectives = SharedMemoryCollectives.meet(rendezvous, SLOT_BYTES)
     left = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     print("ready", sum("text-generation-shards" in name for name in left), flush=True)
     number = 0
@@ -186,7 +186,7 @@ def rank_main(rank: int, port: int) -> None:
             if line.startswith("port"):
                 join(config_of(1, 2, int(line.split()[1])), within_s=0.3)
             elif line.strip() == "meet":
-                meeting.all_here(f"meeting {number}")
+                rendezvous.all_here(f"rendezvous {number}")
             else:
                 collectives.begin(number)
                 for _ in range(int(line)):
@@ -275,7 +275,7 @@ def test_processes_that_are_stopped_and_killed(processes: Processes) -> None:
     processes.tell(0, "meet")
     found = processes.answer(0)
     assert found.startswith("True: shard 1 shows no sign of life for ")
-    assert found.endswith(" s (waiting for: meeting 4)")
+    assert found.endswith(" s (waiting for: rendezvous 4)")
     assert time.monotonic() - began < 12
     processes.send(1, signal.SIGCONT)
     processes.tell(1, "meet")

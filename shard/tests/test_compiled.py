@@ -63,7 +63,7 @@ def test_equals_one_by_one(family: str, form: dict[str, str], tmp_path: Path) ->
 
 def mixed_answers(engine: Engine) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of passes that sample after only some tokens: several prompts at
-    once, parts of prompts with decoding rows, guesses."""
+    once, parts of prompts with decoding rows, draft tokens."""
     driver = Driver(engine)
     request = partial(driver.request, ignore_eos_token=True)
     ids = [[3 + (7 * place + 11 * number) % 90 for place in range(120)] for number in range(6)]

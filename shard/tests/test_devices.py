@@ -166,7 +166,7 @@ def check_attention(
     close(device, found, torch.cat(definition))
 
 
-# Decoding rows, rows that verify guesses, and parts of prompts in one pass.
+# Decoding rows, rows that verify draft tokens, and parts of prompts in one pass.
 MIXED = [1, 2, 40, 3, 17, 1, 60, 16]
 
 

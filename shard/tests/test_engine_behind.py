@@ -183,7 +183,7 @@ def test_what_depends_on_tokens_waits_for_them(engines: dict[str, Engine]) -> No
     third = engine.launch(StepInput())
     assert runner.num_done == done + 1, "no more than two are"
     engine.launch(StepInput(speculate=2))
-    assert runner.num_done == done + 3, "guesses are made of tokens"
+    assert runner.num_done == done + 3, "draft tokens are made of tokens that are known"
     assert [len(handle.result().token_ids) for handle in (first, second, third)] == [1, 1, 1]
     engine.clear()
     assert engine.num_rows_taken == 0

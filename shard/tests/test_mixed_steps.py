@@ -1,4 +1,4 @@
-"""Chunked prompts beside rows that decode and guess: the same tokens as each request alone."""
+"""Chunked prompts beside rows that decode and draft: the same tokens as each request alone."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ KINDS: list[dict[str, Any]] = [
     {"sampling": PENALISED},
     {"top_n_tokens": 3, "min_new_tokens": 6},
     {"prefill_logprobs": True, "ignore_eos_token": True},
-    # Almost no other tokens, so that guesses are right.
+    # Almost no other tokens, so that draft tokens are right.
     {"sampling": {"logit_bias": ((7, 30.0), (8, 30.0))}, "ignore_eos_token": True},
     {"sampling": {"watermark": True, "typical_p": 0.9}, "ignore_eos_token": True},
 ]
@@ -44,7 +44,7 @@ class Wanted:
 
 
 def make_wanted(driver: Driver, draw: random.Random, count: int) -> list[Wanted]:
-    """Requests of all kinds, and the tokens of each alone, unchunked and without guesses."""
+    """Requests of all kinds, and the tokens of each alone, unchunked and without draft tokens."""
     requests = []
     for number in range(count):
         # Half of the prompts repeat themselves.
@@ -180,7 +180,7 @@ def test_bit_for_bit(
             assert served[1 : len(wanted.ids)] == wanted.prefill_logprobs[1:]
 
 
-def test_longrope_in_parts_and_with_guesses(checkpoint: Callable[[str], Path]) -> None:
+def test_longrope_in_parts_and_with_draft_tokens(checkpoint: Callable[[str], Path]) -> None:
     """Inputs and outputs on both sides of the 64 tokens at which a row is recomputed."""
     engine = load_engine(checkpoint("phi3-longrope"))
     for seed in range(2):

@@ -145,7 +145,7 @@ def test_the_same_tokens_with_little_memory(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunked prompts, guesses, penalties, seeds, log-probabilities, preempted rows, and with
+    """Chunked prompts, draft tokens, penalties, seeds, log-probabilities, preempted rows, and with
     longrope recomputed rows; bit for bit if products do not depend on the batch."""
     engine = load_engine(checkpoint(family), 40)
     draw = random.Random(1)

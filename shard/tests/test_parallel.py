@@ -18,7 +18,7 @@ SAMPLING = {"do_sample": True, "temperature": 1.2, "seed": 9, "top_k": 50}
 
 
 def run(driver: Driver) -> dict[str, Any]:
-    """Chunked prompts beside decoding rows, guesses, prompt log-probabilities."""
+    """Chunked prompts beside decoding rows, draft tokens, prompt log-probabilities."""
     options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos_token": True}
     driver.add([driver.request(0, range(3, 40), prefill_logprobs=True, **options)])
     driver.step()

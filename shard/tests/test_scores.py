@@ -132,8 +132,8 @@ def test_a_model_without_any_scores_starts_and_fails_each_request(
 
 
 @pytest.mark.parametrize(("bad", "fails"), [(0, True), (1, True), (2, False), (3, True)])
-def test_behind_a_wrong_guess_nothing_counts(bad: int, fails: bool) -> None:
-    """A row with two guesses, the second of which is wrong, and a row without guesses."""
+def test_behind_a_wrong_draft_nothing_counts(bad: int, fails: bool) -> None:
+    """A row with two draft tokens, the second of which is wrong, and a row without draft tokens."""
     table = RowTable(2, 100, 16, 20)
     for number in range(2):
         table.take(NewRequest(number, [4], 1, 0, range(4), SamplingParams(), 50))

@@ -25,7 +25,7 @@ from shard.tests.test_grammar import schema_text
 
 # How long a rank waits for another one, or for a message, in these tests.
 DEADLINE_S = 1.0
-# What repeats itself is guessed: one of few tokens each time, and a text of the same words.
+# What repeats itself is drafted: one of few tokens each time, and a text of the same words.
 FEW = {5: 60.0, 6: 60.0, 7: 60.0}
 WORDS = schema_text({"type": "array", "items": {"const": "ab"}, "minItems": 5, "maxItems": 5})
 
@@ -58,7 +58,7 @@ class Shards:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def warm_up(self, max_batch_size: int = 8) -> list[Any]:
-        """Answers to the first message. Sets costs with which guesses pay almost always."""
+        """Answers to the first message. Sets costs with which draft tokens pay almost always."""
         request = pb.WarmupRequest(
             max_prefill_tokens=64,
             max_batch_size=max_batch_size,
@@ -167,9 +167,9 @@ def fail_once(
 
 
 async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> dict[str, Any]:
-    """Run a sampled text, a repetitive one with guesses, and one with a grammar, to their ends; the
-    latter two join the first after a step that `joins` breaks. Returns tokens by request, and each
-    step's digests by rank."""
+    """Run a sampled text, a repetitive one with draft tokens, and one with a grammar, to their
+    ends; the latter two join the first after a step that `joins` breaks. Returns tokens by request,
+    and each step's digests by rank."""
     first = shards.request(1, range(10, 37), do_sample=True, bias=FEW, top_n_tokens=2)
     later = first.block_table[2:4]
     del first.block_table[2:]
@@ -178,14 +178,14 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
         shards.request(2, [7, 6, 5] * 6, bias=FEW, do_sample=True),
         shards.request(3, range(40, 50), grammar=WORDS, do_sample=True, max_new_tokens=60),
     ]
-    tokens: dict[str, Any] = {"1": [], "2": [], "3": [], "proofs": [], "guessed": False}
+    tokens: dict[str, Any] = {"1": [], "2": [], "3": [], "proofs": [], "drafted": False}
 
     def note(answers: Sequence[Any]) -> pb.StepResponse:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         found: pb.Generations = answers[0].generations
-        tokens["guessed"] |= bool(found.token_counts)
+        tokens["drafted"] |= bool(found.token_counts)
         ids, counts = iter(found.token_ids), found.token_counts or [1] * len(found.request_ids)
         for request_id, count in zip(found.request_ids, counts, strict=True):
             tokens[str(request_id)] += [next(ids) for _ in range(count)]
@@ -203,8 +203,8 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
         joins(shards)
         tokens["errors"] = await shards.all("Prefill", shards.prefill(unlucky, 1, **grown))
         grown = {"speculate": 3}
-        # What they guess next must be the same.
-        states = [vars(rank._engine._planner._guesser) for rank in shards.ranks]
+        # What they draft next must be the same.
+        states = [vars(rank._engine._planner._drafter) for rank in shards.ranks]
         for name in ("_trust", "_rest", "_last_rest", "_misses"):
             assert states[0][name].tolist() == states[1][name].tolist()
     answer = note(await shards.all("Prefill", shards.prefill(second, 1, **grown)))
@@ -227,7 +227,7 @@ async def test_two_ranks_choose_what_one_does_and_prove_it(
     shards: Shards, tiny_model_path: Path
 ) -> None:
     expected = await alone(tiny_model_path)
-    assert len(expected["1"]) == len(expected["2"]) == 20 and expected["3"] and expected["guessed"]
+    assert len(expected["1"]) == len(expected["2"]) == 20 and expected["3"] and expected["drafted"]
     found = await run(shards)
     proofs = found.pop("proofs")
     assert found == {name: expected[name] for name in found}

@@ -1,4 +1,5 @@
-"""Guesses change the speed of tokens, never the tokens: found, trusted, limited, cut, verified."""
+"""Draft tokens change the speed of tokens, never the tokens: found, trusted, limited, cut,
+verified."""
 
 import random
 from pathlib import Path
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.engine import Engine
-from text_generation_shard.engine.ngram import Guesser
+from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.row_table import RowTable
 from text_generation_shard.engine.step import FinishReason, NewRequest, StepInput
 from text_generation_shard.grammars.compiler import GrammarCompiler
@@ -20,7 +21,7 @@ from integration_tests.schemas import SCHEMAS, check
 from shard.tests.driver import DEVICES, Driver, load_engine
 from shard.tests.test_grammar import schema_text
 
-# The end token and two others, equally likely: what a row writes repeats, and is guessed often.
+# The end token and two others, equally likely: what a row writes repeats, and is drafted often.
 FEW = {"do_sample": True, "logit_bias": ((5, 60.0), (6, 60.0), (7, 60.0)), "temperature": 4.0}
 
 
@@ -45,12 +46,12 @@ def table_of(*rows: list[int]) -> RowTable:
     return table
 
 
-def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[list[int]]:
-    guesser, rows = Guesser(len(limits), World().broadcast), np.arange(len(limits))
+def draft_tokens_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[list[int]]:
+    drafter, rows = Drafter(len(limits), World().broadcast), np.arange(len(limits))
     # Trusted fully, so that only the limits count.
     for _ in range(30):
-        guesser.learn(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.int64))
-    counts = guesser.guess(table, rows, lambda asked: np.array(limits)[asked], price)
+        drafter.learn(rows, np.ones(len(rows), np.int64), np.ones(len(rows), np.int64))
+    counts = drafter.draft(table, rows, lambda asked: np.array(limits)[asked], price)
     if counts is None:
         return [[] for _ in limits]
     known = (table.lens + 1).tolist()
@@ -60,15 +61,15 @@ def guesses_of(table: RowTable, limits: list[int], price: float = 0.01) -> list[
     ]
 
 
-def guess_of(guesser: Guesser, table: RowTable, limit: int, price: float) -> int:
-    """The number of guesses of the only row."""
+def draft_of(drafter: Drafter, table: RowTable, limit: int, price: float) -> int:
+    """The number of draft tokens of the only row."""
     rows = np.array([0])
-    counts = guesser.guess(table, rows, lambda asked: np.full_like(asked, limit), price)
+    counts = drafter.draft(table, rows, lambda asked: np.full_like(asked, limit), price)
     return 0 if counts is None else int(counts[0])
 
 
 def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
-    table, guesser, asked = table_of(list(range(3, 100))), Guesser(1, World().broadcast), 0
+    table, drafter, asked = table_of(list(range(3, 100))), Drafter(1, World().broadcast), 0
 
     def limits_of(rows: Ints) -> Ints:
         nonlocal asked
@@ -76,7 +77,7 @@ def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
         return np.full_like(rows, 4)
 
     for _ in range(100):
-        assert guesser.guess(table, np.array([0]), limits_of, 0.01) is None
+        assert drafter.draft(table, np.array([0]), limits_of, 0.01) is None
     assert 20 <= asked <= 24
 
 
@@ -98,47 +99,47 @@ def test_where_nothing_repeats_it_is_not_looked_for_every_time() -> None:
         ([9, 5, 5, 5], [5, 5, 5, 5]),
     ],
 )
-def test_the_guess_is_what_followed_before(ids: list[int], wanted: list[int]) -> None:
-    assert guesses_of(table_of(ids), [4]) == [wanted]
+def test_the_draft_is_what_followed_before(ids: list[int], wanted: list[int]) -> None:
+    assert draft_tokens_of(table_of(ids), [4]) == [wanted]
 
 
 def test_rows_do_not_read_each_other_and_keep_to_their_limits() -> None:
     repeating = [3, 4] * 6
     table = table_of(repeating, [9], [7] * 30, repeating)
-    assert guesses_of(table, [2, 4, 0, 4]) == [[3, 4], [], [], [3, 4, 3, 4]]
+    assert draft_tokens_of(table, [2, 4, 0, 4]) == [[3, 4], [], [], [3, 4, 3, 4]]
 
 
 def test_what_does_not_pay_is_tried_now_and_then() -> None:
-    table, guesser, rows = table_of([5] * 100), Guesser(1, World().broadcast), np.array([0])
+    table, drafter, rows = table_of([5] * 100), Drafter(1, World().broadcast), np.array([0])
     for price, most in ((0.01, 9), (0.3, 2), (0.5, 1), (0.7, 1)):
-        guesser.forget(0)
-        assert int(guess_of(guesser, table, 9, price)) == most
-    guesser.forget(0)
-    # Always right, but a guess takes as long as a step.
+        drafter.forget(0)
+        assert int(draft_of(drafter, table, 9, price)) == most
+    drafter.forget(0)
+    # Always right, but a draft token takes as long as a step.
     sizes = []
     for _ in range(90):
-        sizes.append(int(guess_of(guesser, table, 9, 1.0)))
-        guesser.learn(rows, np.array(sizes[-1:]), np.array(sizes[-1:]))
+        sizes.append(int(draft_of(drafter, table, 9, 1.0)))
+        drafter.learn(rows, np.array(sizes[-1:]), np.array(sizes[-1:]))
     assert set(sizes) == {0, 1} and sum(sizes) == 10
 
 
-def test_wrong_guesses_become_rare_and_right_ones_come_back() -> None:
+def test_wrong_draft_tokens_become_rare_and_right_ones_come_back() -> None:
     """First with a text whose pairs recur at random, then with a repetitive one."""
-    table, guesser, rows = table_of([5] * 100), Guesser(1, World().broadcast), np.array([0])
-    steps_with_guesses = 0
+    table, drafter, rows = table_of([5] * 100), Drafter(1, World().broadcast), np.array([0])
+    steps_with_draft_tokens = 0
     for _ in range(500):
-        counts = np.array([guess_of(guesser, table, 4, 0.01)])
-        steps_with_guesses += int(counts[0] > 0)
-        guesser.learn(rows, counts, np.array([0]))
-    assert steps_with_guesses <= 11
+        counts = np.array([draft_of(drafter, table, 4, 0.01)])
+        steps_with_draft_tokens += int(counts[0] > 0)
+        drafter.learn(rows, counts, np.array([0]))
+    assert steps_with_draft_tokens <= 11
     sizes = []
     for _ in range(200):
-        counts = np.array([guess_of(guesser, table, 4, 0.01)])
+        counts = np.array([draft_of(drafter, table, 4, 0.01)])
         sizes.append(int(counts[0]))
-        guesser.learn(rows, counts, counts)
+        drafter.learn(rows, counts, counts)
     assert sizes[-20:] == [4] * 20
-    guesser.forget(0)
-    assert int(guess_of(guesser, table, 4, 0.3)) == 2
+    drafter.forget(0)
+    assert int(draft_of(drafter, table, 4, 0.3)) == 2
 
 
 def test_a_text_that_repeats_takes_few_steps(driver: Driver) -> None:
@@ -178,7 +179,7 @@ def test_draws_under_speculation_are_those_without(driver: Driver) -> None:
 
 def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
     """Three tokens drawn after the same prompts with two sets of seeds, with and without
-    guesses."""
+    draft tokens."""
     sampling = {"do_sample": True, "logit_bias": ((5, 201.0), (6, 200.0), (7, 199.3))}
 
     def draw(first_seed: int, speculate: int) -> tuple[list[int], int]:
@@ -195,18 +196,18 @@ def test_the_distribution_is_that_of_the_scores(driver: Driver) -> None:
         return [token for item in requests for token in driver.tokens[item.id]], several
 
     plain, _ = draw(0, 0)
-    guessed, several = draw(1000, 3)
-    assert several > 100, "guesses were right often enough to matter"
-    assert set(plain) == set(guessed) == {5, 6, 7}
+    drafted, several = draw(1000, 3)
+    assert several > 100, "draft tokens were right often enough to matter"
+    assert set(plain) == set(drafted) == {5, 6, 7}
     for token in (5, 6, 7):
         # Each share is that of 2,400 draws: four standard deviations of their difference.
-        difference = (plain.count(token) - guessed.count(token)) / 2400
+        difference = (plain.count(token) - drafted.count(token)) / 2400
         assert abs(difference) < 4 * (2 * 0.25 / 2400) ** 0.5
 
 
 @pytest.mark.parametrize("reason", [FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN])
-def test_an_end_token_ends_behind_right_guesses(driver: Driver, reason: FinishReason) -> None:
-    """The row repeats itself until min_new_tokens, then can only end, within its guesses."""
+def test_an_end_token_ends_behind_right_draft_tokens(driver: Driver, reason: FinishReason) -> None:
+    """The row repeats itself until min_new_tokens, then can only end, within its draft tokens."""
     end = 0 if reason is FinishReason.EOS_TOKEN else 8
     sampling = {"logit_bias": ((end, 100.0), (7, 60.0))}
     options = {"sampling": sampling, "min_new_tokens": 21, "max_new_tokens": 50}
@@ -220,7 +221,7 @@ def test_an_end_token_ends_behind_right_guesses(driver: Driver, reason: FinishRe
 
 
 @pytest.mark.parametrize("spare", [0, 1, 7, 30])
-def test_a_grammar_is_followed_and_ended_as_without_guesses(
+def test_a_grammar_is_followed_and_ended_as_without_draft_tokens(
     driver: Driver, tiny_model_path: Path, spare: int
 ) -> None:
     compiler = GrammarCompiler(tiny_model_path, 300, [0, 2])
@@ -236,7 +237,7 @@ def test_a_grammar_is_followed_and_ended_as_without_guesses(
             "sampling": {"do_sample": number % 2 == 0, "seed": number},
             "min_new_tokens": number % 5,
         }
-        # The prompt holds a text of the schema, so that there is something to guess.
+        # The prompt holds a text of the schema, so that there is something to draft.
         prompt = [3, *grammar.ending][-60:]
         driver.add([driver.request(number, prompt, **options)])
         driver.run()
@@ -253,12 +254,12 @@ def test_a_grammar_is_followed_and_ended_as_without_guesses(
 
 
 def test_a_step_sent_ahead_follows_any_result_of_the_previous_step(driver: Driver) -> None:
-    """All guesses are right: one row has five tokens more by then, the other has ended."""
+    """All draft tokens are right: one row has five tokens more by then, the other has ended."""
     options = {"ignore_eos_token": True, "sampling": {"logit_bias": [(7, 90)]}}
     driver.add([driver.request(0, [7] * 25, max_new_tokens=40, **options)])
     driver.add([driver.request(1, [7] * 25, max_new_tokens=5, **options)])
     engine = driver.engine
-    # Two blocks hold the 26 tokens, and what is guessed first; three what is guessed behind that.
+    # Two blocks hold the 26 tokens, and what is drafted first; three what is drafted behind that.
     first = driver.advance({}, speculate=4)
     grown = [(0, driver.free.pop()), (1, driver.free.pop())]
     second = StepInput(grown=grown, speculate=4, is_ahead=True)
@@ -271,14 +272,14 @@ def test_a_step_sent_ahead_follows_any_result_of_the_previous_step(driver: Drive
     engine.clear()
 
 
-def test_blocks_that_are_missing_lower_the_guess(driver: Driver) -> None:
+def test_blocks_that_are_missing_lower_the_draft(driver: Driver) -> None:
     options = {
         "max_new_tokens": 40,
         "ignore_eos_token": True,
         "sampling": {"logit_bias": [(7, 90)]},
     }
     driver.add([driver.request(0, [7] * 13, **options)])
-    # 14 tokens are known, and there is one block of 16: of six guesses two have a place.
+    # 14 tokens are known, and there is one block of 16: of six draft tokens two have a place.
     result = driver.engine.step(StepInput(speculate=6))
     assert result.token_ids == [7, 7, 7]
     driver.engine.clear()

@@ -165,14 +165,14 @@ def test_what_is_forbidden_may_be_no_number() -> None:
 
 
 def test_watermarks_and_grammars() -> None:
-    """Both at once; three masks for two rows, one of which has guessed a token."""
+    """Both at once; three masks for two rows, one of which has drafted a token."""
     vocab = 70
     masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int64).int()
     job: Future[torch.Tensor] = Future()
     job.set_result(masks)
     rows: list[Any] = [
-        SimpleNamespace(place=0, guesses=[4]),
-        SimpleNamespace(place=3, guesses=[]),
+        SimpleNamespace(place=0, draft_tokens=[4]),
+        SimpleNamespace(place=3, draft_tokens=[]),
     ]
     forbidden = GrammarMasks(vocab, PLACE)._forbidden
     allowed = StepGrammars(rows, job, vocab, PLACE, forbidden)

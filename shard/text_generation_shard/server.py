@@ -23,9 +23,9 @@ from text_generation_shard.device import open_device
 from text_generation_shard.device.base import Device, DeviceOptions
 from text_generation_shard.engine.engine import Engine
 from text_generation_shard.errors import OTHER_RANK_FAILED, BatchError, ModelError, RankError
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.models.registry import load_model
 from text_generation_shard.parallel import World
+from text_generation_shard.rendezvous import Rendezvous
 from text_generation_shard.sampling.table import Watermark
 from text_generation_shard.service import ShardService
 
@@ -142,7 +142,7 @@ def _open_tracing(config: ShardConfig, stack: ExitStack) -> "StepTracing | None"
 
 def load_engine(config: ShardConfig) -> Engine:
     """The model on the configured device, with one rank. ModelError: why it can not be served."""
-    assert config.world_size == 1, "several ranks must keep their meeting"
+    assert config.world_size == 1, "several ranks must keep their rendezvous"
     return _load(config).engine
 
 
@@ -151,7 +151,7 @@ class _Loaded(NamedTuple):
 
     engine: Engine
     # None with one rank. Rank 0's holds the store that other ranks still read.
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
 
 def _load(config: ShardConfig) -> _Loaded:
@@ -176,11 +176,11 @@ def _load(config: ShardConfig) -> _Loaded:
 def _load_together(device: Device, config: ShardConfig, model_config: ModelConfig) -> _Loaded:
     """Load together with the other ranks; returns when all have loaded. A failure of this rank is
     reported to the others. RankError: another rank has failed."""
-    meeting = Meeting.join(config)
+    rendezvous = Rendezvous.join(config)
     try:
         # The largest exchange: longer tensors are split.
         slot_bytes = max(_LEAST_SLOT_BYTES, _SLOT_ROWS * 4 * model_config.hidden_size)
-        collectives = device.collectives(meeting, slot_bytes)
+        collectives = device.collectives(rendezvous, slot_bytes)
         logger.info(
             "shard %d of %d: all shards are connected by %s",
             *(config.rank, config.world_size, collectives.name),
@@ -188,15 +188,15 @@ def _load_together(device: Device, config: ShardConfig, model_config: ModelConfi
         world = World(config.rank, config.world_size, collectives)
         engine = load_on(device, config, model_config, world)
         logger.info("shard %d of %d has loaded its weights", config.rank, config.world_size)
-        meeting.all_here("all have loaded")
+        rendezvous.all_here("all have loaded")
     except RankError:
         raise
     except BaseException as error:
-        meeting.fail(str(error) or type(error).__name__)
+        rendezvous.fail(str(error) or type(error).__name__)
         raise
     finally:
-        meeting.close()
-    return _Loaded(engine, meeting)
+        rendezvous.close()
+    return _Loaded(engine, rendezvous)
 
 
 def load_on(device: Device, config: ShardConfig, model_config: ModelConfig, world: World) -> Engine:

@@ -60,7 +60,7 @@ MODEL = (
         to=SHARD,
         switch=True,
     ),
-    Option("speculate", "maximum tokens guessed per request and step; 0: none", whole(0), ROUTER),
+    Option("speculate", "maximum tokens drafted per request and step; 0: none", whole(0), ROUTER),
     Option(
         "kv-cache-dtype",
         "store keys and values in 8 bits, without scales, instead of the type of --dtype (CUDA)",

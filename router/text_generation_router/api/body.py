@@ -26,7 +26,7 @@ from text_generation_router.edge.body_cost import (
     is_too_costly,
 )
 from text_generation_router.errors import OverloadedError
-from text_generation_router.terms import read_terms
+from text_generation_router.request_options import read_options
 
 # Larger bodies are parsed and validated in a thread, which does not stop streams.
 _LARGE_BODY = 64 * 1024
@@ -156,7 +156,7 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A POST route whose body is read by `request_class`.
 
-    The key is checked first, then the headers that set the terms of the request, then the body.
+    The key is checked first, then the headers that set the options of the request, then the body.
     FastAPI alone would read the body before it calls any dependency.
     """
 
@@ -173,7 +173,7 @@ class JsonRoute(APIRoute):
         async def reading(request: Request) -> Response:
             for scheme in schemes:
                 await scheme(request)
-            deadline = read_terms(request.scope).deadline
+            deadline = read_options(request.scope).deadline
             asked = self.request_class(request.scope, request.receive, field)
             try:
                 if deadline is None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, with examples and the headers of terms."""
+"""The OpenAPI document: FastAPI's own, with examples and the headers of request options."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from text_generation_router.api.body import JsonRoute
-from text_generation_router.terms import MOST_PRIORITY
+from text_generation_router.request_options import MOST_PRIORITY
 
 _QUESTION = "What does textwrap.dedent do?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
@@ -117,7 +117,7 @@ PARAMETERS: dict[str, tuple[str, str]] = {
 
 Json = dict[str, Any]
 
-# Of `terms.py`, on the routes that read them.
+# Of `request_options.py`, on the routes that read them.
 _TIMEOUT_HEADER: Json = {
     "name": "X-Request-Timeout",
     "in": "header",
@@ -142,8 +142,8 @@ _FOREIGN_ERRORS = ("HTTPValidationError", "ValidationError")
 
 
 def complete_openapi(app: FastAPI, routers: Iterable[APIRouter], are_keys_asked_for: bool) -> None:
-    """Adds examples and the headers of terms to `app.openapi()`. Removes FastAPI's own errors, and
-    the security schemes of a server without keys.
+    """Adds examples and the headers of request options to `app.openapi()`. Removes FastAPI's own
+    errors, and the security schemes of a server without keys.
 
     The document is made once, at the first request for it.
     """
@@ -192,7 +192,7 @@ def _drop_foreign_error(operation: Json) -> None:
 
 
 def _documented(routers: Iterable[APIRouter]) -> Iterator[tuple[str, str]]:
-    """Path and method of the documented routes that read the headers of terms."""
+    """Path and method of the documented routes that read the headers of request options."""
     for router in routers:
         for route in router.routes:
             if isinstance(route, JsonRoute) and route.include_in_schema:

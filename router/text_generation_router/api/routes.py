@@ -15,8 +15,8 @@ from text_generation_router.api.sse import (
     last_event,
 )
 from text_generation_router.request_id import TRACE
+from text_generation_router.request_options import options_of
 from text_generation_router.services import Services
-from text_generation_router.terms import terms_of
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
@@ -26,7 +26,7 @@ async def services_of(request: Request) -> Services:
     services = request.app.state.services
     assert isinstance(services, Services)
     scope = request.scope
-    return services.on_behalf_of(caller_of(scope), terms_of(scope), scope.get(TRACE))
+    return services.on_behalf_of(caller_of(scope), options_of(scope), scope.get(TRACE))
 
 
 ServicesDependency = Annotated[Services, Depends(services_of)]

@@ -29,10 +29,10 @@ class Admission:
         self._blocks = blocks
         self._budget = budget
         self._num_steps = 0
-        self.is_patient = True
+        self.may_wait = True
         """Whether the last entries were admitted because of their number, not of their wait."""
 
-    def urgent(self, running: Running) -> Entry | None:
+    def preempting(self, running: Running) -> Entry | None:
         """The first waiting entry, if it ranks before an unfinished prompt and can be admitted."""
         first = self._queue.first()
         last = next(reversed(running.values()), None)
@@ -81,7 +81,7 @@ class Admission:
                 self._blocks.release(entry)
                 self._queue.put_back(entry)
             return []
-        self.is_patient = not running or self._is_patient
+        self.may_wait = not running or self._may_wait
         return admitted
 
     def note_step(self, is_join: bool) -> None:
@@ -89,13 +89,13 @@ class Admission:
         self._num_steps = 1 if is_join else self._num_steps + 1
 
     @property
-    def _is_patient(self) -> bool:
+    def _may_wait(self) -> bool:
         """Whether fewer than `max_waiting_tokens` steps have passed since entries were admitted."""
         return self._num_steps < self._limits.max_waiting_tokens
 
     def _min_size(self, running: Running) -> int:
         """How many must join at once. With chunks joining delays no running entry: any number."""
-        if self._limits.chunks_prompts or not running or not self._is_patient:
+        if self._limits.chunks_prompts or not running or not self._may_wait:
             return 0
         return int(min(len(running) * self._limits.waiting_served_ratio, sys.maxsize))
 

@@ -297,7 +297,7 @@ class Batcher:
 
         No block is reused here: entries that end in `step` have no rows in the next one.
         """
-        if not self._planner.is_steady(step.plan):
+        if not self._planner.is_unchanged(step.plan):
             return None
         began = max(step.launched, self._last_success)
         if (wait_s := began + self._decode_s - AHEAD_S - time.perf_counter()) > 0:

@@ -28,16 +28,16 @@ class PrefillBudget:
         return self._chunked.budget(num_decoding, num_waiting)
 
     def share(
-        self, running: Mapping[int, Entry], num_queued: int, urgent: Entry | None
+        self, running: Mapping[int, Entry], num_queued: int, preempting: Entry | None
     ) -> dict[int, int]:
         """Scheduled tokens of the unfinished prompts, in order of rank. Prompts that rank behind
-        `urgent` get none."""
+        `preempting` get none."""
         chunks: dict[int, int] = {}
         budget = None
         for entry in running.values():
             if entry.num_computed >= entry.num_inputs:
                 continue
-            if urgent is not None and urgent.rank < entry.rank:
+            if preempting is not None and preempting.rank < entry.rank:
                 break
             budget = budget or self.of(running, num_queued)
             start = entry.num_computed

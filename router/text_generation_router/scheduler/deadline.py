@@ -44,14 +44,15 @@ class StepDeadlines:
 
     @classmethod
     def measured(
-        cls, costs: StepCosts, num_rows: int, num_guesses: int, longest: int, is_on_gpu: bool
+        cls, costs: StepCosts, num_rows: int, num_draft_tokens: int, longest: int, is_on_gpu: bool
     ) -> "StepDeadlines":
-        """For up to `num_rows` rows of `longest` tokens, with `num_guesses` guessed tokens each."""
+        """For up to `num_rows` rows of `longest` tokens, with `num_draft_tokens` draft tokens
+        each."""
         if not costs.decode_step_ns:
             return cls(UNMEASURED_S)
         token_ns = costs.prefill_token_ns + costs.prefill_context_ns * longest / CONTEXT_UNIT
         decode_ns = costs.decode_step_ns * max(1.0, num_rows / costs.num_rows)
-        decode_ns += num_rows * (1 + num_guesses) * token_ns
+        decode_ns += num_rows * (1 + num_draft_tokens) * token_ns
         factor = STEP_DEADLINE_FACTOR
         least_s = LEAST_STEP_DEADLINE_ON_GPU_S if is_on_gpu else LEAST_STEP_DEADLINE_S
         return cls(least_s, factor * decode_ns / 1e9, factor * token_ns / 1e9)

@@ -43,8 +43,8 @@ class Meter:
             if entry.num_reused_tokens is None:
                 entry.num_reused_tokens = entry.num_cached_tokens
         if plan.advance is not None:
-            patient = "backpressure" if planner.admission.is_patient else "wait_exceeded"
-            metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else patient)
+            waiting_reason = "backpressure" if planner.admission.may_wait else "wait_exceeded"
+            metrics.batch_concat.inc(reason="chunking" if self._chunks_prompts else waiting_reason)
         self.note_queue()
 
     def note_load(self) -> None:

@@ -32,7 +32,7 @@ class SchedulerLimits:
     shares_prefixes: bool = True
     # A prompt is computed in several steps if it would delay decoding rows.
     chunks_prompts: bool = True
-    # Guessed tokens per request and step at most.
+    # Draft tokens per request and step at most.
     speculate: int = 0
     # A step may be launched before the previous step is done, if it does not depend on its result.
     runs_ahead: bool = False

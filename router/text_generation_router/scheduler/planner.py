@@ -36,7 +36,7 @@ class Planner:
         self._budget = PrefillBudget(limits)
         self.admission = Admission(limits, self.queue, self.blocks, self._budget)
         # The waiting entry that joins the next step before prompts of lower rank go on.
-        self._urgent: Entry | None = None
+        self._preempting: Entry | None = None
         self.is_closed = False
         """Set when newcomers have made a step fail: none is admitted to the next step."""
         self.num_preempted = 0
@@ -52,15 +52,15 @@ class Planner:
     def advance(self) -> Advance:
         """How the running entries go on, with blocks for what they write; preempts if it must."""
         grown_blocks = self._grow()
-        self._urgent = None if self.is_closed else self.admission.urgent(self.running)
-        chunks = self._budget.share(self.running, len(self.queue), self._urgent)
+        self._preempting = None if self.is_closed else self.admission.preempting(self.running)
+        chunks = self._budget.share(self.running, len(self.queue), self._preempting)
         speculate = self._limits.speculate
-        if self._urgent is not None:
+        if self._preempting is not None:
             speculate = 0  # leaves the blocks to it
         if speculate:
             resting = unfinished(self.running.values(), chunks)
             getting = [entry for entry in self.running.values() if entry.id not in resting]
-            speculate = self._num_guesses(getting, 0)
+            speculate = self._num_draft_tokens(getting, 0)
             grown_blocks += self.blocks.take_missing(getting, speculate)
         return Advance(grown_blocks, tuple(chunks.items()), speculate)
 
@@ -75,7 +75,7 @@ class Planner:
         self.is_closed = False
         for entry in admitted:
             self._run(entry)
-        if running and advance is not None and self._urgent is not None and not admitted:
+        if running and advance is not None and self._preempting is not None and not admitted:
             # The urgent entry has left, or does not fit any more.
             chunks = self._budget.share(running, len(self.queue), None)
             advance = replace(advance, chunks=tuple(chunks.items()))
@@ -88,7 +88,7 @@ class Planner:
         asked = frozenset(entries.keys() - unfinished(entries.values(), chunks))
         return Plan(admitted, advance if running else None, entries, chunks, asked)
 
-    def is_steady(self, plan: Plan) -> bool:
+    def is_unchanged(self, plan: Plan) -> bool:
         """Whether the step behind `plan`, which is in flight, decodes the same entries, except for
         those that end in it: no entry joins or leaves, and no waiting entry could join."""
         return self._limits.runs_ahead and not (
@@ -103,16 +103,16 @@ class Planner:
 
         Entries that end in `plan` unforeseen are in it: see `Plan.without`.
         """
-        if not self.is_steady(plan):
+        if not self.is_unchanged(plan):
             return None
         assert plan.advance is not None, "a plan without newcomers has rows"
         going_on = [e for e in plan.entries.values() if e.num_tokens + 1 < e.max_context]
-        # How many tokens each has gained by then, if all guesses in `plan` are right.
+        # How many tokens each has gained by then, if all draft tokens in `plan` are right.
         num_more = 1 + plan.advance.speculate
         if not going_on or not self.blocks.has_room(going_on, num_more):
             return None
         self.admission.note_step(is_join=False)
-        speculate = self._num_guesses(going_on, num_more)
+        speculate = self._num_draft_tokens(going_on, num_more)
         grown_blocks = self.blocks.take_missing(going_on, num_more + speculate)
         advance = Advance(grown_blocks, speculate=speculate, is_ahead=True)
         return Plan([], advance, plan.entries, {}, plan.asked)
@@ -136,8 +136,8 @@ class Planner:
                     self._preempt_last()
         return [pair for pair in grown_blocks if pair[0] in self.running]
 
-    def _num_guesses(self, entries: list[Entry], num_more: int) -> int:
-        """How many tokens to guess of each: as many as there are blocks for, behind `num_more`."""
+    def _num_draft_tokens(self, entries: list[Entry], num_more: int) -> int:
+        """How many tokens to draft for each: as many as there are blocks for, behind `num_more`."""
         speculate = self._limits.speculate
         while speculate and not self.blocks.has_room(entries, num_more + speculate):
             speculate //= 2

@@ -37,9 +37,9 @@ class Advance:
 
     # (request id, new last block of its table), applied before the step.
     grown_blocks: Sequence[tuple[int, int]] = ()
-    # (request id, scheduled tokens of its input); other unfinished prompts rest.
+    # (request id, scheduled tokens of its input); other unfinished prompts get none.
     chunks: Sequence[tuple[int, int]] = ()
-    # Most guessed tokens of each request that gets a token; the block tables have room for them.
+    # Most draft tokens of each request that gets a token; the block tables have room for them.
     speculate: int = 0
     # The step before is not answered yet: rows that end in it are skipped, and without other rows
     # the answer is empty.

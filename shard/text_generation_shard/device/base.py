@@ -18,8 +18,8 @@ from torch import Tensor
 
 from text_generation_shard.arrays import Ints, Tokens, Upload
 from text_generation_shard.device.forward import Angles, Attention, ForwardBatch
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives, World
+from text_generation_shard.rendezvous import Rendezvous
 from text_generation_shard.sampling.sampler import Choice, Chosen, Sampler, Scores
 
 
@@ -403,18 +403,18 @@ class Device(Protocol):
     def runner(self, model: Model) -> Runner:
         """The runner for the steps of a loaded model."""
 
-    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> "Room":
-        """Memory for the KV cache. `rehearse` runs the steps that take most memory; `step_bytes` is
-        an estimate of that memory. A device uses one of the two."""
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> "MemoryBudget":
+        """Memory for the KV cache. `profile_memory` runs the steps that take most memory;
+        `step_bytes` is an estimate of that memory. A device uses one of the two."""
 
-    def left_bytes(self, cache_bytes: int, room: "Room") -> int:
-        """Bytes left after allocating the cache and reserving `room`."""
+    def left_bytes(self, cache_bytes: int, memory_budget: "MemoryBudget") -> int:
+        """Bytes left after allocating the cache and reserving `memory_budget`."""
 
-    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """Collective operations with the other ranks. All ranks call this at the same time; it
         returns after a successful trial operation. slot_bytes: most bytes that a rank sends at
         once; larger tensors are split. Raises ModelError if they are not available, RankError as
-        Meeting does."""
+        Rendezvous does."""
 
     def release_memory(self) -> None:
         """Release memory that is cached for later steps; called after a step ran out of memory."""
@@ -423,7 +423,7 @@ class Device(Protocol):
         """Start background work; called when the server begins to answer requests."""
 
 
-class Room(NamedTuple):
+class MemoryBudget(NamedTuple):
     """Memory in bytes: for the KV cache, reserved for the largest step, and reserved for recorded
     steps; and a text that describes the recorded steps."""
 

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from text_generation_shard.device.base import Device, Launched, Room, ScheduledTokens
+from text_generation_shard.device.base import Device, Launched, MemoryBudget, ScheduledTokens
 from text_generation_shard.device.forward import CacheShape
 from text_generation_shard.engine import out_of_memory, ranks
 from text_generation_shard.engine.forward_batch import BatchBuilder
-from text_generation_shard.engine.ngram import Guesser
+from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.out_of_memory import NotLaunched, unless_short
 from text_generation_shard.engine.output import Part, verify, write
 from text_generation_shard.engine.plan import Fixed, Plan, StepHandle, few_writes
@@ -39,7 +39,7 @@ from text_generation_shard.engine.warmup import (
     largest_steps,
     longest_context,
     measure,
-    rehearse,
+    profile_memory,
 )
 from text_generation_shard.errors import BatchError, ModelError
 from text_generation_shard.grammars.masks import GrammarMasks
@@ -129,7 +129,7 @@ class Engine:
             unused_ids=few_writes(model.config.unused_ids, self.device.upload),
         )
         self._planner = Planner(
-            *(self._fixed, Guesser(capacity, self.world.broadcast), self._masks),
+            *(self._fixed, Drafter(capacity, self.world.broadcast), self._masks),
             *(self._max_prefill_tokens, self._costs),
         )
 
@@ -144,10 +144,10 @@ class Engine:
         config = self.model.config
         sizes = config.num_layers, self.model.num_kv_heads, config.head_dim
         shape = CacheShape(*sizes, self.block_size, self.device.cache_dtype)
-        room = self._room(shape, limits)
+        memory_budget = self._memory_budget(shape, limits)
         spare = self.device.num_spare_blocks * shape.block_bytes
         # All ranks use the number of blocks of the rank with the least memory.
-        cache = max(0, ranks.least(self.world, room.cache, self.device) - spare)
+        cache = max(0, ranks.least(self.world, memory_budget.cache, self.device) - spare)
         num_blocks, max_total = cache_size(shape, limits, cache, config.max_position)
         self._use_table(limits.max_batch_size, max_total, num_blocks)
         cache_bytes = self._allocate(shape, num_blocks)
@@ -160,10 +160,10 @@ class Engine:
             self._weights_bytes,
             cache_bytes,
             f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
-            room.step,
+            memory_budget.step,
             f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
-            *(room.graphs, room.graphs_note),
-            self.device.left_bytes(cache_bytes, room),
+            *(memory_budget.graphs, memory_budget.graphs_note),
+            self.device.left_bytes(cache_bytes, memory_budget),
         )
         for line in ledger.lines():
             logger.info("%s", line)
@@ -183,7 +183,7 @@ class Engine:
         """Allocate a cache of `num_blocks` and the device's spare ones; returns its bytes."""
         return self.model.attention.allocate(shape, num_blocks + self.device.num_spare_blocks)
 
-    def _room(self, shape: CacheShape, limits: WarmupLimits) -> Room:
+    def _memory_budget(self, shape: CacheShape, limits: WarmupLimits) -> MemoryBudget:
         """The memory for the KV cache, and for the largest step beside it."""
         config, attention = self.model.config, self.model.attention
         rows, tokens = limits.max_batch_size, limits.max_prefill_tokens
@@ -197,7 +197,7 @@ class Engine:
                 # The longest context last: the device measures the graphs for such rows.
                 for largest in reversed(found):
                     self._use_table(rows, largest.context, 1)
-                    rehearse(self, largest)
+                    profile_memory(self, largest)
             except out_of_memory.OUT_OF_MEMORY as error:
                 raise ModelError(
                     f"Not enough memory to handle {tokens} prefill tokens beside {rows} requests. "
@@ -251,7 +251,7 @@ class Engine:
         may_run_behind = (
             self.runs_behind
             and self._planner.may_run_behind(step)
-            # After guesses a row's length is known only with its tokens.
+            # After draft tokens a row's length is known only with its tokens.
             and all(other.plan.samples.is_single for other in self._in_flight)
         )
         while len(self._in_flight) > may_run_behind:
@@ -423,11 +423,11 @@ class Engine:
 
     def align_after_failure(self, step: StepInput) -> None:
         """Bring all ranks to the same state after a step that failed at a different point on each:
-        block tables have grown, and guesses are forgotten."""
+        block tables have grown, and draft tokens are forgotten."""
         for request_id, block in step.grown:
             with suppress(BatchError):
                 self._table.grow_once(request_id, block)
-        self._planner.forget_guesses()
+        self._planner.forget_draft_tokens()
 
     def stop(self) -> None:
         """From any thread: fail a step before its next pass, and any wait for other ranks."""

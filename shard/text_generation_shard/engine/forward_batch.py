@@ -20,9 +20,9 @@ def decode_tokens(rows: Ints, starts: Ints) -> ScheduledTokens:
     return ScheduledTokens(rows, starts, ones, ones, starts + 1, is_decode=True)
 
 
-def verified_tokens(rows: Ints, starts: Ints, num_guessed: Ints) -> ScheduledTokens:
-    """One token of each row and its guesses; each token samples."""
-    counts = num_guessed + 1
+def verified_tokens(rows: Ints, starts: Ints, num_drafted: Ints) -> ScheduledTokens:
+    """One token of each row and its draft tokens; each token samples."""
+    counts = num_drafted + 1
     return ScheduledTokens(rows, starts, counts, counts, starts + counts)
 
 

@@ -1,7 +1,7 @@
-"""Speculation by n-grams: a row's last tokens occurred before, and what followed is guessed.
+"""Speculation by n-grams: a row's last tokens occurred before, and what followed is drafted.
 
-A guess costs the time of one more token in the step. It is verified by sampling at its position as
-if nothing were guessed, so guesses change the speed of tokens, never the tokens.
+A draft token costs the time of one more token in the step. It is verified by sampling at its
+position as if nothing were drafted, so draft tokens change the speed of tokens, never the tokens.
 """
 
 import math
@@ -13,104 +13,105 @@ import numpy as np
 from text_generation_shard.arrays import Ints
 from text_generation_shard.engine.row_table import RowTable
 
-# Length of the n-gram: longest, shortest, and shortest for a row that is doubted.
-_LONGEST, _SHORTEST, _SHORTEST_DOUBTED = 4, 2, 3
-# Trust is a moving average of the share of right guesses: its first value, the value below which a
-# row is doubted, and the weight of the latest verification.
-_FIRST_TRUST, _DOUBTED, _WEIGHT = 0.6, 0.5, 0.3
-# Keeps the logarithm of trust finite and not 0.
-_LEAST_TRUST, _MOST_TRUST = 1e-6, 0.99
+# Length of the n-gram: longest, shortest, and shortest for a row of a low acceptance rate.
+_LONGEST, _SHORTEST, _SHORTEST_AT_LOW_RATE = 4, 2, 3
+# The acceptance rate is a moving average of the share of right draft tokens: its first value, the
+# value below which it is low, and the weight of the latest verification.
+_FIRST_RATE, _LOW_RATE, _WEIGHT = 0.6, 0.5, 0.3
+# Keeps the logarithm of acceptance rate finite and not 0.
+_LEAST_RATE, _MOST_RATE = 1e-6, 0.99
 # Most steps between two searches of a row.
 _MOST_MISSED = 4
-# Steps that a doubted row rests after a wrong guess; doubled each time, up to the second.
-_FIRST_REST, _LONGEST_REST = 4, 128
-# Steps between the guesses of a row whose guesses do not pay.
-_TRIAL_REST = 8
+# Steps without draft tokens after a wrong one, at a low acceptance rate; doubled each time, up to
+# the second.
+_FIRST_BACKOFF, _LONGEST_BACKOFF = 4, 128
+# Steps between the draft tokens of a row whose draft tokens do not pay.
+_TRIAL_BACKOFF = 8
 
 
-class Guesser:
-    """Owns the trust in each row's guesses.
+class Drafter:
+    """Owns the acceptance rate in each row's draft tokens.
 
-    A row guesses as many tokens as pay for their time on average, and at least one. A row whose
-    guesses are wrong rests between them for longer and longer.
+    A row gets as many draft tokens as pay for their time on average, and at least one. A row whose
+    draft tokens are wrong gets none for longer and longer.
     """
 
     def __init__(self, capacity: int, agree: Callable[[Ints], Ints]) -> None:
         """`agree` returns rank 0's numbers on all ranks."""
         self._agree = agree
-        self._trust = np.full(capacity, _FIRST_TRUST)
-        # Steps left to rest, the length of the last rest after a wrong guess, and the number of
-        # consecutive searches without a result.
-        self._rest = np.zeros(capacity, dtype=np.int64)
-        self._last_rest = np.zeros(capacity, dtype=np.int64)
+        self._rate = np.full(capacity, _FIRST_RATE)
+        # Steps left to rest, the length of the last rest after a wrong draft token, and the number
+        # of consecutive searches without a result.
+        self._backoff = np.zeros(capacity, dtype=np.int64)
+        self._last_backoff = np.zeros(capacity, dtype=np.int64)
         self._misses = np.zeros(capacity, dtype=np.int64)
 
     def forget(self, row: int) -> None:
         """Reset a row for a new request."""
-        self._trust[row] = _FIRST_TRUST
-        self._rest[row] = self._last_rest[row] = self._misses[row] = 0
+        self._rate[row] = _FIRST_RATE
+        self._backoff[row] = self._last_backoff[row] = self._misses[row] = 0
 
     def forget_all(self) -> None:
         """Reset all rows."""
-        self._trust.fill(_FIRST_TRUST)
-        for waits in (self._rest, self._last_rest, self._misses):
+        self._rate.fill(_FIRST_RATE)
+        for waits in (self._backoff, self._last_backoff, self._misses):
             waits.fill(0)
 
-    def guess(
+    def draft(
         self, table: RowTable, rows: Ints, limits_of: Callable[[Ints], Ints], price: float
     ) -> Ints | None:
-        """Write guesses into the table behind the known tokens of each row; the number of each [R],
-        or None if there are none.
+        """Write draft tokens into the table behind the known tokens of each row; the number of each
+        [R], or None if there are none.
 
-        `limits_of`: the most guesses of given rows. A guess pays if it is right with a probability
-        of at least `price`.
+        `limits_of`: the most draft tokens of given rows. A draft token pays if it is right with a
+        probability of at least `price`.
         """
-        rest = self._rest[rows]
-        awake = np.flatnonzero(rest == 0)
-        self._rest[rows] = np.maximum(rest - 1, 0)
+        backoff = self._backoff[rows]
+        awake = np.flatnonzero(backoff == 0)
+        self._backoff[rows] = np.maximum(backoff - 1, 0)
         if not len(awake):
             return None
         own = rows[awake]
-        limits, trust = limits_of(own), np.clip(self._trust[own], _LEAST_TRUST, _MOST_TRUST)
-        # The n-th guess is right if all before it are: trust ** n >= price.
-        paying = (math.log(min(price, 1.0)) / np.log(trust)).astype(np.int64)
+        limits, rate = limits_of(own), np.clip(self._rate[own], _LEAST_RATE, _MOST_RATE)
+        # The n-th draft token is right if all before it are: acceptance rate ** n >= price.
+        paying = (math.log(min(price, 1.0)) / np.log(rate)).astype(np.int64)
         limits = np.minimum(limits, np.maximum(paying, 1))
-        found, guesses = _continuations(table, own, max(1, int(limits.max())))
-        needed = np.where(trust < _DOUBTED, _SHORTEST_DOUBTED, _SHORTEST)
+        found, draft_tokens = _continuations(table, own, max(1, int(limits.max())))
+        needed = np.where(rate < _LOW_RATE, _SHORTEST_AT_LOW_RATE, _SHORTEST)
         has_found = found >= needed
         # Where nothing repeats, searching in every step costs too much.
         self._misses[own] = np.where(has_found, 0, self._misses[own] + 1)
         wanted = np.where(has_found, limits, 0)
         is_trial = (wanted > 0) & (paying == 0)
-        self._rest[own] = np.where(
-            has_found, is_trial * _TRIAL_REST, np.minimum(self._misses[own], _MOST_MISSED)
+        self._backoff[own] = np.where(
+            has_found, is_trial * _TRIAL_BACKOFF, np.minimum(self._misses[own], _MOST_MISSED)
         )
         if not wanted.any():
             return None
         if table.constraints:
-            _cut_forbidden(table, own, wanted, guesses)
+            _cut_forbidden(table, own, wanted, draft_tokens)
             # Only rank 0 knows what a grammar allows.
             wanted = self._agree(wanted)
-        row, step = np.nonzero(np.arange(guesses.shape[1]) < wanted[:, None])
+        row, step = np.nonzero(np.arange(draft_tokens.shape[1]) < wanted[:, None])
         known = table.lens[own] + 1
-        table.write(own[row], known[row] + step, guesses[row, step])
+        table.write(own[row], known[row] + step, draft_tokens[row, step])
         counts = np.zeros(len(rows), dtype=np.int64)
         counts[awake] = wanted
         return counts if wanted.any() else None
 
-    def learn(self, rows: Ints, guessed: Ints, right: Ints) -> None:
-        """Of `guessed` [R] tokens of each row, the first `right` [R] were right."""
-        tried = np.flatnonzero(guessed)
-        own, tries, hits = rows[tried], guessed[tried], right[tried]
-        # Guesses behind the first wrong one were not tried.
+    def learn(self, rows: Ints, drafted: Ints, right: Ints) -> None:
+        """Of `drafted` [R] tokens of each row, the first `right` [R] were right."""
+        tried = np.flatnonzero(drafted)
+        own, tries, hits = rows[tried], drafted[tried], right[tried]
+        # Draft tokens behind the first wrong one were not tried.
         share = hits / np.minimum(hits + 1, tries)
-        trust = self._trust[own] + _WEIGHT * (share - self._trust[own])
-        self._trust[own] = trust
-        rest, last = self._rest[own], self._last_rest[own]
-        is_tired = (hits == 0) & (trust < _DOUBTED)
-        last = np.where(is_tired, np.clip(2 * last, _FIRST_REST, _LONGEST_REST), last)
-        self._rest[own] = np.where(is_tired, np.maximum(rest, last), rest)
-        self._last_rest[own] = np.where(hits > 0, 0, last)
+        rate = self._rate[own] + _WEIGHT * (share - self._rate[own])
+        self._rate[own] = rate
+        backoff, last = self._backoff[own], self._last_backoff[own]
+        backs_off = (hits == 0) & (rate < _LOW_RATE)
+        last = np.where(backs_off, np.clip(2 * last, _FIRST_BACKOFF, _LONGEST_BACKOFF), last)
+        self._backoff[own] = np.where(backs_off, np.maximum(backoff, last), backoff)
+        self._last_backoff[own] = np.where(hits > 0, 0, last)
 
 
 def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
@@ -131,16 +132,16 @@ def _continuations(table: RowTable, rows: Ints, width: int) -> tuple[Any, Any]:
         found += is_same
     # The last position with the longest match.
     at = longest - 1 - found[:, ::-1].argmax(axis=1)
-    # A repetition shorter than the guess is continued periodically.
+    # A repetition shorter than the draft tokens is continued periodically.
     period = np.maximum(known - 1 - at, 1)
     after = at[:, None] + 1 + np.arange(width) % period[:, None]
-    guesses = token_ids[row[:, None], np.minimum(after, longest - 1)]
-    return found[row, at], guesses
+    draft_tokens = token_ids[row[:, None], np.minimum(after, longest - 1)]
+    return found[row, at], draft_tokens
 
 
-def _cut_forbidden(table: RowTable, rows: Ints, counts: Ints, guesses: Any) -> None:
-    """Cut each row's guesses [R, width] at the first token that its grammar forbids."""
+def _cut_forbidden(table: RowTable, rows: Ints, counts: Ints, draft_tokens: Any) -> None:
+    """Cut each row's draft tokens [R, width] at the first token that its grammar forbids."""
     for index in np.flatnonzero(counts).tolist():
         if (constraint := table.constraints.get(int(rows[index]))) is not None:
-            own = guesses[index, : int(counts[index])].tolist()
+            own = draft_tokens[index, : int(counts[index])].tolist()
             counts[index] = len(constraint.allowed(own))

@@ -69,8 +69,8 @@ def compute_in_parts(
 
 def cut(scheduled: ScheduledTokens) -> list[ScheduledTokens]:
     """Smaller passes that replace one, in order. Several rows are cut between two rows, into halves
-    of similar size; the input of a single row is halved; a row with guesses loses them. Empty: one
-    token of one row can not be cut."""
+    of similar size; the input of a single row is halved; a row with draft tokens loses them. Empty:
+    one token of one row can not be cut."""
     if len(scheduled.rows) > 1:
         ends = scheduled.counts.cumsum()
         first = 1 + int(np.abs(2 * ends[:-1] - ends[-1]).argmin())

@@ -1,4 +1,5 @@
-"""From the sampled tokens of a step to its output: verifies guesses, writes the accepted tokens."""
+"""From the sampled tokens of a step to its output: verifies draft tokens, writes the accepted
+tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -59,8 +60,9 @@ class Part(NamedTuple):
 def verify(
     plan: Plan, choice: Choice, table: RowTable, end_ids: frozenset[int], world: World
 ) -> Verified:
-    """Compare the chosen tokens with the guesses in the table, and find the requests that ended.
-    All ranks choose the same tokens, except for rows with a grammar: rank 0 broadcasts those."""
+    """Compare the chosen tokens with the draft tokens in the table, and find the requests that
+    ended. All ranks choose the same tokens, except for rows with a grammar: rank 0 broadcasts
+    those."""
     samples, grammars = plan.samples, plan.grammars
     unsound = choice.unsound()
     if grammars is not None:
@@ -142,7 +144,7 @@ def _failures(
     """(request id, sentence) of the rows [R] that failed; updates `reasons`."""
     errors: list[tuple[int, str]] = []
     for index, (first, count) in enumerate(zip(plan.samples.firsts.tolist(), counts, strict=True)):
-        # Positions behind a wrong guess are ignored.
+        # Positions behind a wrong draft token are ignored.
         if (marks[first : first + count] == _UNSOUND).any():
             errors.append((plan.request_ids[index], _NO_SCORES))
         elif marks[first] == _FAILED:
@@ -175,15 +177,15 @@ def _judge(
     token_ids: Sequence[int],
     end_ids: frozenset[int],
 ) -> tuple[list[int], list[int]]:
-    """For each row [R], the number of accepted tokens, up to the first that differs from its guess
-    or ends the text, and the FinishReason of the last one.
+    """For each row [R], the number of accepted tokens, up to the first that differs from its draft
+    token or ends the text, and the FinishReason of the last one.
 
     A loop over rows: with the few rows of a step it is faster than array operations.
     """
     owners, positions = samples.owners, samples.positions.tolist()
-    guesses: Sequence[int] = ()
+    draft_tokens: Sequence[int] = ()
     if not samples.is_single:
-        guesses = table.token_ids[samples.rows, samples.positions].tolist()
+        draft_tokens = table.token_ids[samples.rows, samples.positions].tolist()
     counts, reasons, stops = [], [], table.sampling.stop_token_ids
     for row, first, end, longest, ignores_end in zip(
         owners.tolist(),
@@ -196,7 +198,7 @@ def _judge(
         for at in range(first, end):
             is_end = token_ids[at] in end_ids and not ignores_end
             is_stop = row in stops and table.stops(row, token_ids[at], positions[at])
-            if is_end or is_stop or at == end - 1 or token_ids[at] != guesses[at]:
+            if is_end or is_stop or at == end - 1 or token_ids[at] != draft_tokens[at]:
                 break
         counts.append(at + 1 - first)
         is_last = positions[at] + 1 >= longest

@@ -168,7 +168,8 @@ class Plan:
         return self.choose_by(sample, scores)
 
     def choose_by(self, sampler: Sampler[Chosen], scores: Scores) -> Chosen | None:
-        """See StepPlan. Each position is sampled by itself; guesses are verified afterwards."""
+        """See StepPlan. Each position is sampled by itself; draft tokens are verified
+        afterwards."""
         fixed, samples = self._fixed, self.samples
         if not len(scores):
             return None
@@ -196,7 +197,7 @@ class Plan:
         owners = self.samples.owners.tolist()
         kept = [index for index, row in enumerate(owners) if row not in ended]
         left = Choice(choice.token_ids[kept], choice.logprobs[kept], choice.scores[kept])
-        # Each row samples once: a step launched behind another has no guesses.
+        # Each row samples once: a step launched behind another has no draft tokens.
         rows, index = self.samples.rows[kept], np.arange(len(kept) + 1)
         positions = self.samples.positions[kept]
         self.samples = SampledPositions(rows, positions, rows, index[:-1], index[1:], True)

@@ -1,4 +1,4 @@
-"""Plans a step: which rows decode, which parts of inputs are computed, which tokens are guessed."""
+"""Plans a step: which rows decode, which parts of inputs are computed, which tokens are drafted."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from text_generation_shard.engine.forward_batch import (
     together,
     verified_tokens,
 )
-from text_generation_shard.engine.ngram import Guesser
+from text_generation_shard.engine.ngram import Drafter
 from text_generation_shard.engine.plan import Fixed, Plan
 from text_generation_shard.engine.step import NewRequest, StepInput
 from text_generation_shard.engine.warmup import Costs
@@ -25,19 +25,19 @@ from text_generation_shard.grammars.masks import ConstrainedRow, GrammarMasks
 class Running(NamedTuple):
     """The scheduled tokens of running requests."""
 
-    # Rows that decode, with their guesses.
+    # Rows that decode, with their draft tokens.
     decoding: ScheduledTokens | None
     # Row → [start, end) of its input.
     inputs: dict[int, tuple[int, int]]
 
 
 class Planner:
-    """Owns the guesser. Of the row table it changes only grown block tables and guessed tokens."""
+    """Owns the drafter. Of the row table it changes only grown block tables and draft tokens."""
 
     def __init__(
         self,
         fixed: Fixed,
-        guesser: Guesser,
+        drafter: Drafter,
         masks: GrammarMasks,
         max_prefill_tokens: int,
         costs: Costs,
@@ -46,7 +46,7 @@ class Planner:
         self.costs = costs
         """The times of steps, as measured by rank 0."""
         self._fixed, self._table = fixed, fixed.table
-        self._guesser, self._masks = guesser, masks
+        self._drafter, self._masks = drafter, masks
         self._max_prefill_tokens = max_prefill_tokens
         self._recompute_at = fixed.model.recompute_at
 
@@ -72,14 +72,14 @@ class Planner:
             rows = rows[~is_resting]
         if not len(rows):
             return Running(None, inputs)
-        num_guessed = None
+        num_drafted = None
         if step.speculate:
             num_tokens = len(rows) + sum(end - start for start, end in inputs.values())
-            num_guessed = self._guess(rows, step.speculate, num_tokens)
+            num_drafted = self._draft(rows, step.speculate, num_tokens)
         starts = table.lens[rows]
-        if num_guessed is None:
+        if num_drafted is None:
             return Running(decode_tokens(rows, starts), inputs)
-        return Running(verified_tokens(rows, starts, num_guessed), inputs)
+        return Running(verified_tokens(rows, starts, num_drafted), inputs)
 
     def _chunks(self, step: StepInput) -> dict[int, tuple[int, int]]:
         """Row → [start, end) of the inputs that are continued."""
@@ -97,16 +97,16 @@ class Planner:
             inputs[row] = (start, start + count)
         return inputs
 
-    def _guess(self, rows: Ints, longest: int, num_tokens: int) -> Ints | None:
-        """Write guesses behind the known tokens of rows; the number per row, or None for no guess.
-        The step has `num_tokens` without them."""
+    def _draft(self, rows: Ints, longest: int, num_tokens: int) -> Ints | None:
+        """Write draft tokens behind the known tokens of rows; the number per row, or None for no
+        draft token. The step has `num_tokens` without them."""
         table, costs, limit = self._table, self.costs, self._recompute_at
-        # A guess must yield as many tokens per time as the step without it.
+        # A draft token must yield as many tokens per time as the step without it.
         price = len(rows) * costs.token_ns / (costs.single_ns + num_tokens * costs.token_ns)
 
         def limits_of(asked: Ints) -> Ints:
             lens = table.lens[asked]
-            # Limited by blocks and by max_new_tokens, of which one comes without a guess.
+            # Limited by blocks and by max_new_tokens, of which one comes without a draft token.
             room = np.minimum(table.covered(asked) - lens, table.longest[asked] - lens - 1)
             if limit is not None:
                 # A row can be recomputed only between two steps.
@@ -114,15 +114,15 @@ class Planner:
             limits: Ints = np.clip(room - 1, 0, longest)
             return limits
 
-        return self._guesser.guess(table, rows, limits_of, price)
+        return self._drafter.draft(table, rows, limits_of, price)
 
-    def forget_guesses(self) -> None:
-        """Reset the trust in the guesses of all rows."""
-        self._guesser.forget_all()
+    def forget_draft_tokens(self) -> None:
+        """Reset the acceptance rates of all rows."""
+        self._drafter.forget_all()
 
     def learn(self, samples: SampledPositions, right: Ints) -> None:
-        """The first `right` [R] guesses of each row were right."""
-        self._guesser.learn(samples.owners, samples.ends - samples.firsts - 1, right)
+        """The first `right` [R] draft tokens of each row were right."""
+        self._drafter.learn(samples.owners, samples.ends - samples.firsts - 1, right)
 
     def plan(
         self,
@@ -134,7 +134,7 @@ class Planner:
         """The whole step, in one pass unless its inputs are too long; `rows`: of new requests."""
         table, (decoding, inputs) = self._table, running
         for row, request in zip(rows, requests, strict=True):
-            self._guesser.forget(row)
+            self._drafter.forget(row)
             inputs[row] = (request.num_cached_tokens, request.first_end)
         if decoding is None and not inputs:
             raise BatchError("there is nothing to compute: every request rests")
@@ -166,7 +166,7 @@ class Planner:
 
     def start_grammars(self, plan: Plan) -> None:
         """Start the grammars' work on the CPU. The table holds the tokens of the previous step and
-        the guesses of this one."""
+        the draft tokens of this one."""
         table, samples, constrained = self._table, plan.samples, list[ConstrainedRow]()
         if not (table.constraints and self._fixed.follows_grammars):
             return
@@ -174,6 +174,6 @@ class Planner:
         for row, first, end in zip(*columns, strict=True):
             if (constraint := table.constraints.get(row)) is not None:
                 known = int(samples.positions[first])
-                guesses = table.token_ids[row, known : known + end - first - 1].tolist()
-                constrained.append(ConstrainedRow(constraint, first, guesses))
+                draft_tokens = table.token_ids[row, known : known + end - first - 1].tolist()
+                constrained.append(ConstrainedRow(constraint, first, draft_tokens))
         plan.grammars = self._masks.start(constrained)

@@ -109,7 +109,7 @@ class StepInput:
     grown: Sequence[tuple[int, int]] = ()
     # (request id, number of its next input tokens to compute).
     chunks: Sequence[tuple[int, int]] = ()
-    # Most tokens guessed per row.
+    # Most tokens drafted per row.
     speculate: int = 0
     # Sent before the previous step was answered: some requests may have ended.
     is_ahead: bool = False

@@ -59,7 +59,7 @@ def longest_context(limits: WarmupLimits, max_position: int) -> int:
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, limits: WarmupLimits) -> int:
-    """Estimated bytes of the largest step in `dtype`, for a device that does not rehearse it: the
+    """Estimated bytes of the largest step in `dtype`, for a device that does not profile it: the
     full prefill budget beside all decoding rows, then sampling for all with all parameters."""
     tokens = limits.max_prefill_tokens + limits.max_batch_size
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -184,7 +184,7 @@ class Result(Protocol):
 
 
 class Launches(Steps, Protocol):
-    """The part of the engine that rehearses. No other request may run meanwhile."""
+    """The part of the engine that profiles. No other request may run meanwhile."""
 
     def launch(self, step: StepInput) -> Result:
         """See Engine."""
@@ -204,11 +204,11 @@ def largest_steps(
     return [step for index, step in enumerate(found) if step not in found[:index]]
 
 
-def rehearse(engine: Launches, largest: LargestStep) -> None:
+def profile_memory(engine: Launches, largest: LargestStep) -> None:
     """Run three steps, each behind the other if the device can: rows decode; the largest step; all
     rows decode. All sampling parameters and prompt log-probabilities are in use.
 
-    All rows share the first block, so the results are meaningless. Grammars are not rehearsed:
+    All rows share the first block, so the results are meaningless. Grammars are not profiled:
     their masks are freed before penalties take more memory.
     """
     num_rows, num_prompts, num_tokens, context = largest

@@ -70,14 +70,16 @@ class Constraint:
         """Whether an end token is allowed beside other tokens after `count` more tokens."""
         return self._num_tokens + count >= self._min_new_tokens
 
-    def allowed(self, guesses: Sequence[int]) -> Sequence[int]:
-        """The longest allowed prefix of the guesses, without end tokens."""
+    def allowed(self, draft_tokens: Sequence[int]) -> Sequence[int]:
+        """The longest allowed prefix of the draft tokens, without end tokens."""
         if self.failure:
             return ()
-        if self.matcher is None or not guesses:
-            return guesses
-        ends = [place for place, token in enumerate(guesses) if token in self.eos_ids]
-        return guesses[: self.matcher.validate_tokens(list(guesses[: ends[0] if ends else None]))]
+        if self.matcher is None or not draft_tokens:
+            return draft_tokens
+        ends = [place for place, token in enumerate(draft_tokens) if token in self.eos_ids]
+        return draft_tokens[
+            : self.matcher.validate_tokens(list(draft_tokens[: ends[0] if ends else None]))
+        ]
 
     def settle(self, token: int) -> int:
         """Write `token`, or the one that must replace it; returns the written token.

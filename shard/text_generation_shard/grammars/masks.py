@@ -23,8 +23,8 @@ class ConstrainedRow:
     constraint: Constraint
     # Its first position among the step's sampled positions.
     place: int
-    # The guesses at these positions, which the grammar allows; one more position follows.
-    guesses: Sequence[int] = ()
+    # The draft tokens at these positions, which the grammar allows; one more position follows.
+    draft_tokens: Sequence[int] = ()
 
 
 class GrammarMasks:
@@ -43,7 +43,7 @@ class GrammarMasks:
         """Start to compute a step's masks."""
         if not rows:
             return None
-        num_masks = sum(len(row.guesses) + 1 for row in rows)
+        num_masks = sum(len(row.draft_tokens) + 1 for row in rows)
         masks = torch.zeros(num_masks, -(-self._vocab_size // 32), dtype=torch.int32)
         job = self._thread.submit(self._fill, rows, masks)
         return StepGrammars(rows, job, self._vocab_size, self._device, self._forbidden)
@@ -51,21 +51,21 @@ class GrammarMasks:
     @torch.inference_mode()
     def _fill(self, rows: Sequence[ConstrainedRow], masks: Tensor) -> Tensor:
         """Fill the masks of all positions; a row without a mask gets all bits."""
-        firsts = list(accumulate((len(row.guesses) + 1 for row in rows), initial=0))
+        firsts = list(accumulate((len(row.draft_tokens) + 1 for row in rows), initial=0))
         work = [
-            (matcher, first, list(row.guesses))
+            (matcher, first, list(row.draft_tokens))
             for row, first in zip(rows, firsts, strict=False)
             if (matcher := row.constraint.matcher) is not None and not row.constraint.failure
         ]
-        guessed = [item for item in work if item[2]]
-        plain = [(matcher, first) for matcher, first, guesses in work if not guesses]
+        drafted = [item for item in work if item[2]]
+        plain = [(matcher, first) for matcher, first, draft_tokens in work if not draft_tokens]
         memory = masks.data_ptr(), masks.shape[1] * 4, masks.shape[0]
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *memory)
-        if guessed:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *memory)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
         for row, first in zip(rows, firsts, strict=False):
-            item, own = row.constraint, masks[first : first + len(row.guesses) + 1]
+            item, own = row.constraint, masks[first : first + len(row.draft_tokens) + 1]
             if not item.failure and item.matcher is not None and item.matcher.is_error():
                 item.failure = sentence(item.matcher.get_error())
             if not item.failure and not own[0].any():
@@ -103,7 +103,7 @@ class StepGrammars:
         self._forbidden = forbidden
         self._rows = rows
         self.places: Ints = np.array(
-            [row.place + index for row in rows for index in range(len(row.guesses) + 1)]
+            [row.place + index for row in rows for index in range(len(row.draft_tokens) + 1)]
         )
         self._job = job
         self._vocab_size = vocab_size
@@ -121,7 +121,7 @@ class StepGrammars:
         is_out = forbidden.view(torch.bool).view(len(octets), -1)[:, : self._vocab_size]
         first = 0
         for row in self._rows:
-            count = len(row.guesses) + 1
+            count = len(row.draft_tokens) + 1
             logits[row.place : row.place + count].masked_fill_(
                 is_out[first : first + count], float("-inf")
             )
@@ -134,16 +134,16 @@ class StepGrammars:
         self._rows = [replace(row, place=index[row.place]) for row in self._rows]
 
     def settle(self, choice: Choice) -> Choice:
-        """Advance each row's grammar by its chosen tokens: those that equal their guesses, and one
-        more. Returns the choice with tokens that grammars replaced."""
+        """Advance each row's grammar by its chosen tokens: those that equal their draft tokens, and
+        one more. Returns the choice with tokens that grammars replaced."""
         forced: dict[int, int] = {}
         for row in self._rows:
-            for place, guess in enumerate((*row.guesses, None), row.place):
+            for place, draft in enumerate((*row.draft_tokens, None), row.place):
                 chosen = int(choice.token_ids[place])
                 token = row.constraint.settle(chosen)
                 if token != chosen:
                     forced[place] = token
-                if token != guess or row.constraint.failure:
+                if token != draft or row.constraint.failure:
                     break
         return choice.force(forced) if forced else choice
 

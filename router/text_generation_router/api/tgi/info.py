@@ -24,7 +24,7 @@ def features(services: Services) -> dict[str, str]:
             config.disable_prefill_chunking, "--disable-prefill-chunking was given"
         ),
         "speculation": (
-            f"on: up to {config.speculate} guessed tokens per request and step"
+            f"on: up to {config.speculate} draft tokens per request and step"
             if config.speculate
             else "off: start with --speculate N"
         ),

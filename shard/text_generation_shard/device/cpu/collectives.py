@@ -15,7 +15,7 @@ from text_generation_shard.device.cpu import host
 from text_generation_shard.device.cpu.kernels import exchange
 from text_generation_shard.device.cpu.kernels.vector import tensor_address
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.meeting import JOIN_S, Meeting, try_out
+from text_generation_shard.rendezvous import JOIN_S, Rendezvous, try_out
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +31,20 @@ class SharedMemory:
     """Owns this process's mapping of the shared memory of all ranks. The memory has no name in the
     file system; the system frees it with the last process, even after a kill."""
 
-    def __init__(self, meeting: Meeting, nbytes: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, nbytes: int) -> None:
         """All ranks call this at the same time. All of the memory is allocated here. Raises
         ModelError if there is too little; RankError if another rank fails."""
         descriptor, sent = -1, ""
         try:
-            if meeting.rank == 0:
-                descriptor = _create(nbytes, meeting.size)
+            if rendezvous.rank == 0:
+                descriptor = _create(nbytes, rendezvous.size)
                 os.pwrite(descriptor, name := uuid4().hex.encode(), 0)
                 sent = json.dumps([os.getpid(), descriptor, name.decode()])
-            process, number, name = json.loads(meeting.gather("shared memory", sent)[0])
+            process, number, name = json.loads(rendezvous.gather("shared memory", sent)[0])
             self.bytes = _map(f"/proc/{process}/fd/{number}", name, nbytes)
-            meeting.all_here("shared memory of all")
+            rendezvous.all_here("shared memory of all")
         except ModelError as error:
-            meeting.fail(str(error))
+            rendezvous.fail(str(error))
             raise
         finally:
             if descriptor >= 0:
@@ -119,19 +119,19 @@ class SharedMemoryCollectives:
         rows = memory[slots - start :][: 2 * size * slot_bytes]
         self._slots = rows.view(size, 2, slot_bytes)
         self._number, self._count = 0, 0
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
 
     @classmethod
-    def meet(cls, meeting: Meeting, slot_bytes: int) -> "SharedMemoryCollectives":
-        """Connect all ranks of a meeting, each of which sends at most `slot_bytes` at once; returns
-        after a successful trial operation."""
-        memory = SharedMemory(meeting, memory_bytes(meeting.size, slot_bytes))
-        deadline_s = min(JOIN_S, meeting.deadline_s)
-        found = cls(memory.bytes, meeting.rank, meeting.size, slot_bytes, deadline_s)
-        # Rank 0 serves the store as long as its meeting exists.
-        found._meeting = meeting
-        try_out(found, meeting)
-        found.wait_at_most(meeting.deadline_s)
+    def meet(cls, rendezvous: Rendezvous, slot_bytes: int) -> "SharedMemoryCollectives":
+        """Connect all ranks of a rendezvous, each of which sends at most `slot_bytes` at once;
+        returns after a successful trial operation."""
+        memory = SharedMemory(rendezvous, memory_bytes(rendezvous.size, slot_bytes))
+        deadline_s = min(JOIN_S, rendezvous.deadline_s)
+        found = cls(memory.bytes, rendezvous.rank, rendezvous.size, slot_bytes, deadline_s)
+        # Rank 0 serves the store as long as its rendezvous exists.
+        found._rendezvous = rendezvous
+        try_out(found, rendezvous)
+        found.wait_at_most(rendezvous.deadline_s)
         return found
 
     def wait_at_most(self, seconds: float) -> float:

@@ -22,8 +22,8 @@ from text_generation_shard.device.reference.attention import TorchAttention
 from text_generation_shard.device.reference.device import DTYPES, TorchDevice, refuse_determinism
 from text_generation_shard.device.reference.linear import FloatTable, GatedMatrix
 from text_generation_shard.errors import ModelError
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
+from text_generation_shard.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -140,18 +140,18 @@ class CpuDevice(TorchDevice):
         """See Device."""
         return CpuRunner(model, None)
 
-    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
         """See Device; uses the estimate. All ranks share this machine's memory equally."""
         own = host.free_bytes() // self._num_ranks
-        return base.Room(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
+        return base.MemoryBudget(max(0, int((own - step_bytes) * _CACHE_SHARE)), step_bytes)
 
-    def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
+    def left_bytes(self, cache_bytes: int, memory_budget: base.MemoryBudget) -> int:
         """See Device. Pages of the cache count as free memory until they are written."""
-        return max(0, host.free_bytes() // self._num_ranks - cache_bytes - room.step)
+        return max(0, host.free_bytes() // self._num_ranks - cache_bytes - memory_budget.step)
 
-    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """See Device."""
-        return SharedMemoryCollectives.meet(meeting, slot_bytes)
+        return SharedMemoryCollectives.meet(rendezvous, slot_bytes)
 
     def serve(self) -> None:
         """See Device."""

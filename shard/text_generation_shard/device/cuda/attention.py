@@ -72,7 +72,7 @@ class TritonAttention:
         """[layers, 2, slots, kv_heads, head_dim]."""
 
     def workspace_bytes(self, shape: CacheShape) -> int:
-        """See Attention: 0, because the rehearsal measures it."""
+        """See Attention: 0, because the memory profile measures it."""
         return 0
 
     def allocate(self, shape: CacheShape, num_blocks: int) -> int:

@@ -9,7 +9,7 @@ from torch._C import _distributed_c10d
 
 from text_generation_shard.arrays import Ints
 from text_generation_shard.errors import RankError
-from text_generation_shard.meeting import Meeting, try_out
+from text_generation_shard.rendezvous import Rendezvous, try_out
 
 
 class NcclCollectives:
@@ -23,23 +23,23 @@ class NcclCollectives:
 
     name = "nccl"
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """All ranks call this at the same time. device: the GPU of this rank."""
         nccl: Any = _distributed_c10d.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = timedelta(seconds=meeting.deadline_s)
-        self.rank, self.size, self._device = meeting.rank, meeting.size, device
-        self._group: Any = nccl(meeting.store, meeting.rank, meeting.size, options)
+        options._timeout = timedelta(seconds=rendezvous.deadline_s)
+        self.rank, self.size, self._device = rendezvous.rank, rendezvous.size, device
+        self._group: Any = nccl(rendezvous.store, rendezvous.rank, rendezvous.size, options)
         self._number = 0
-        self._deadline_s = meeting.deadline_s
-        # Rank 0 serves the store as long as its meeting exists.
-        self._meeting = meeting
+        self._deadline_s = rendezvous.deadline_s
+        # Rank 0 serves the store as long as its rendezvous exists.
+        self._rendezvous = rendezvous
 
     @classmethod
-    def meet(cls, meeting: Meeting, device: torch.device) -> "NcclCollectives":
-        """Connect all ranks of a meeting; returns after a successful trial operation."""
-        found = cls(meeting, device)
-        try_out(found, meeting, str(device))
+    def meet(cls, rendezvous: Rendezvous, device: torch.device) -> "NcclCollectives":
+        """Connect all ranks of a rendezvous; returns after a successful trial operation."""
+        found = cls(rendezvous, device)
+        try_out(found, rendezvous, str(device))
         return found
 
     def wait_at_most(self, seconds: float) -> float:

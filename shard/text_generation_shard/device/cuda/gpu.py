@@ -6,14 +6,14 @@ from functools import partial
 
 import torch
 
-from text_generation_shard.device.base import DeviceOptions, Model, Room, WeightCopies
+from text_generation_shard.device.base import DeviceOptions, MemoryBudget, Model, WeightCopies
 from text_generation_shard.device.cuda.collectives import NcclCollectives
 from text_generation_shard.device.cuda.operators import TritonDevice
 from text_generation_shard.device.cuda.runner import CudaStream, StreamRunner
 from text_generation_shard.device.cuda.staging import PinnedBuffer, Uploads, pinned_copies
 from text_generation_shard.errors import ModelError
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
+from text_generation_shard.rendezvous import Rendezvous
 
 
 class CudaDevice(TritonDevice):
@@ -42,9 +42,9 @@ class CudaDevice(TritonDevice):
                 "larger GPU"
             )
 
-    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """See Device; there are no slots."""
-        return NcclCollectives.meet(meeting, self.torch_device)
+        return NcclCollectives.meet(rendezvous, self.torch_device)
 
     def weight_copies(self) -> AbstractContextManager[WeightCopies]:
         """See Device. A float matrix is loaded in its final dtype, so that the GPU never holds more
@@ -59,11 +59,11 @@ class CudaDevice(TritonDevice):
         self._graphs = found.graphs
         return found
 
-    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
-        """See Device. Reserves the peak of the rehearsal, and the memory of all graphs,
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> MemoryBudget:
+        """See Device. Reserves the peak of the memory profile, and the memory of all graphs,
         extrapolated from two."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
-        rehearse()
+        profile_memory()
         held = torch.cuda.memory_allocated(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device) - held
         graphs = self._graphs.bytes_of_all(self._held)
@@ -71,11 +71,11 @@ class CudaDevice(TritonDevice):
         # 5 % reserve for fragmentation and allocations of libraries.
         kept = (1.0 - self._memory_fraction * 0.95) * total
         cache = max(0, int(free - peak - graphs - kept))
-        return Room(cache, peak, graphs, self._graphs.note)
+        return MemoryBudget(cache, peak, graphs, self._graphs.note)
 
-    def left_bytes(self, cache_bytes: int, room: Room) -> int:
+    def left_bytes(self, cache_bytes: int, memory_budget: MemoryBudget) -> int:
         """See Device."""
-        return max(0, self._free_and_total()[0] - room.step - room.graphs)
+        return max(0, self._free_and_total()[0] - memory_budget.step - memory_budget.graphs)
 
     def release_memory(self) -> None:
         """See Device."""

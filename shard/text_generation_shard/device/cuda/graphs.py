@@ -1,6 +1,6 @@
 """CUDA graphs of passes that sample after every token; one graph for each of a few sizes.
 
-Every token is a row of its own here, so that decoding rows and guessed tokens are treated alike. A
+Every token is a row of its own here, so that decoding rows and draft tokens are treated alike. A
 pass is padded to its size with tokens of no request. A pass without a graph yet is computed in the
 same way, operator by operator.
 """

@@ -18,8 +18,8 @@ from text_generation_shard.device.reference.linear import (
 )
 from text_generation_shard.device.reference.runner import EagerForward, TorchRunner
 from text_generation_shard.errors import ModelError
-from text_generation_shard.meeting import Meeting
 from text_generation_shard.parallel import Collectives
+from text_generation_shard.rendezvous import Rendezvous
 
 
 class PlainCopies:
@@ -147,15 +147,15 @@ class TorchDevice:
         """See Device."""
         return TorchRunner(EagerForward(model))
 
-    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> base.Room:
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> base.MemoryBudget:
         """See Device: a fixed size."""
-        return base.Room(_REFERENCE_CACHE_BYTES, step_bytes)
+        return base.MemoryBudget(_REFERENCE_CACHE_BYTES, step_bytes)
 
-    def left_bytes(self, cache_bytes: int, room: base.Room) -> int:
+    def left_bytes(self, cache_bytes: int, memory_budget: base.MemoryBudget) -> int:
         """See Device."""
         return 0
 
-    def collectives(self, meeting: Meeting, slot_bytes: int) -> Collectives:
+    def collectives(self, rendezvous: Rendezvous, slot_bytes: int) -> Collectives:
         """See Device: these operators serve one rank."""
         raise ModelError(f"{self.name} computes with one shard; use --num-shard 1")
 

@@ -15,7 +15,7 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 
-class Lane:
+class Executor:
     """A thread pool for one kind of work, first come, first served.
 
     Work that is cancelled while it waits gives its place back. Work that has begun in a thread runs
@@ -51,7 +51,7 @@ class Lane:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class Room:
+class MemoryBudget:
     """Owns the number of bytes that all long answers together may hold while they are sent."""
 
     def __init__(self, num_bytes: int) -> None:

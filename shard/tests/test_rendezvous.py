@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.errors import ModelError, RankError
-from text_generation_shard.meeting import Meeting
+from text_generation_shard.rendezvous import Rendezvous
 
 
 def free_port() -> int:
@@ -29,12 +29,12 @@ def config_of(rank: int, size: int, port: int, deadline_s: float = 10.0) -> Shar
     )
 
 
-def join(config: ShardConfig, within_s: float = 5.0) -> Meeting:
-    return Meeting.join(config, within_s)
+def join(config: ShardConfig, within_s: float = 5.0) -> Rendezvous:
+    return Rendezvous.join(config, within_s)
 
 
 @contextmanager
-def meet(size: int, deadline_s: float = 10.0) -> Iterator[list[Meeting]]:
+def meet(size: int, deadline_s: float = 10.0) -> Iterator[list[Rendezvous]]:
     """`size` ranks that have met."""
     port = free_port()
     with ThreadPoolExecutor(size) as pool:
@@ -43,29 +43,29 @@ def meet(size: int, deadline_s: float = 10.0) -> Iterator[list[Meeting]]:
     try:
         yield found
     finally:
-        for meeting in found:
-            meeting.close()
+        for rendezvous in found:
+            rendezvous.close()
 
 
 def test_all_give_and_all_get() -> None:
-    with meet(3) as meetings, ThreadPoolExecutor(3) as pool:
+    with meet(3) as rendezvous, ThreadPoolExecutor(3) as pool:
         for what in ("first", "second"):
-            given = [pool.submit(one.gather, what, f"{what} of {one.rank}") for one in meetings]
+            given = [pool.submit(one.gather, what, f"{what} of {one.rank}") for one in rendezvous]
             found = [one.result() for one in given]
             assert found == [[f"{what} of {rank}" for rank in range(3)]] * 3
 
 
 def test_only_this_address_is_listened_on() -> None:
-    with meet(2) as meetings:
-        port = int(meetings[0]._place.rpartition(":")[2])
+    with meet(2) as rendezvous:
+        port = int(rendezvous[0]._place.rpartition(":")[2])
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.2", port), timeout=5).close()
 
 
 def test_a_failed_rank_is_named_with_the_reason() -> None:
-    with meet(3) as meetings, ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(meetings[rank].all_here, "loaded") for rank in (0, 2)]
-        meetings[1].fail("no weights here")
+    with meet(3) as rendezvous, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(rendezvous[rank].all_here, "loaded") for rank in (0, 2)]
+        rendezvous[1].fail("no weights here")
         for one in waiting:
             with pytest.raises(RankError, match=r"^shard 1 has failed: no weights here$") as error:
                 one.result(timeout=10)
@@ -73,11 +73,11 @@ def test_a_failed_rank_is_named_with_the_reason() -> None:
 
 
 def test_values_that_are_complete_after_a_failure_do_not_count() -> None:
-    with meet(2) as meetings:
-        meetings[1]._store.set("loaded/1", "")
-        meetings[1].fail("it waited too long")
+    with meet(2) as rendezvous:
+        rendezvous[1]._store.set("loaded/1", "")
+        rendezvous[1].fail("it waited too long")
         with pytest.raises(RankError, match=r"^shard 1 has failed: it waited too long$"):
-            meetings[0].all_here("loaded")
+            rendezvous[0].all_here("loaded")
 
 
 def test_a_missing_rank_is_named() -> None:
@@ -104,9 +104,9 @@ def test_an_unknown_host_name() -> None:
         join(replace(config_of(0, 2, 29500), master_addr="nowhere.invalid"))
 
 
-def test_nothing_of_a_meeting_runs_when_it_is_closed() -> None:
-    with meet(2) as meetings:
-        threads = [one._thread for one in meetings]
+def test_nothing_of_a_rendezvous_runs_when_it_is_closed() -> None:
+    with meet(2) as rendezvous:
+        threads = [one._thread for one in rendezvous]
     for thread in threads:
         thread.join(timeout=10)
         assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""What warm-up rehearses if a device measures its memory: no later step takes more."""
+"""What warm-up profiles if a device measures its memory: no later step takes more."""
 
 import logging
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from text_generation_shard.device.base import Launched, Model, Room, ScheduledTokens
+from text_generation_shard.device.base import Launched, MemoryBudget, Model, ScheduledTokens
 from text_generation_shard.device.cuda import attention, flash, gpu
 from text_generation_shard.device.cuda.rows import HeadShape
 from text_generation_shard.device.cuda.runner import StreamRunner
@@ -56,14 +56,14 @@ class MeasuringDevice(StreamDevice):
         found.heaviest_keys = KEYS  # type: ignore[attr-defined]
         return found
 
-    def free_bytes(self, step_bytes: int, rehearse: Callable[[], None]) -> Room:
+    def free_bytes(self, step_bytes: int, profile_memory: Callable[[], None]) -> MemoryBudget:
         self.launches.clear()
         if self.peak:
-            rehearse()
+            profile_memory()
         else:
-            _, self.peak = peak_of(rehearse)
-        self.rehearsed = list(self.launches)
-        return Room(2**26, self.peak)
+            _, self.peak = peak_of(profile_memory)
+        self.profiled = list(self.launches)
+        return MemoryBudget(2**26, self.peak)
 
     def runner(self, model: Model) -> StreamRunner:  # type: ignore[override]
         runner = super().runner(model)
@@ -132,10 +132,10 @@ def split(item: ScheduledTokens) -> tuple[list[tuple[int, int]], list[tuple[int,
     return [pair for pair in pairs if pair[0] == 1], [pair for pair in pairs if pair[0] > 1]
 
 
-def test_the_largest_steps_are_rehearsed(engine: Engine, device: MeasuringDevice) -> None:
+def test_the_largest_steps_are_profiled(engine: Engine, device: MeasuringDevice) -> None:
     """A chunk after the longest prefix beside all other rows, in one pass; all choices use all
     sampling parameters."""
-    largest = [item for item in device.rehearsed if split(item.passes[-1])[1]]
+    largest = [item for item in device.profiled if split(item.passes[-1])[1]]
     assert [len(item.passes) for item in largest] == [1, 1]
     assert all(item.wants_hidden for item in largest)
     # The longest contexts come last.
@@ -148,19 +148,17 @@ def test_the_largest_steps_are_rehearsed(engine: Engine, device: MeasuringDevice
     assert KEYS - 2 * len(prompts) <= sum(context for _, context in prompts) <= KEYS
     for item in largest:
         assert item.num_under_way == ROWS - len(split(item.passes[0])[1]), "scores are held"
-    for item in device.rehearsed:
+    for item in device.profiled:
         count = len(item.positions)
         assert item.flags and item.is_early
         assert item.num_watermarked == item.num_biased == item.num_with_top_tokens == count
     # All rows decode while the scores of all are held, up to the end of their contexts.
-    last = device.rehearsed[-1]
+    last = device.profiled[-1]
     assert last.num_under_way == len(last.positions) == ROWS
     assert set(last.positions) == {LONGEST - 1} and last.passes[0].is_decode
 
 
-def test_nothing_takes_more_than_what_was_rehearsed(
-    engine: Engine, device: MeasuringDevice
-) -> None:
+def test_nothing_takes_more_than_what_was_profiled(engine: Engine, device: MeasuringDevice) -> None:
     driver = Driver(engine)
     sampling = {
         **{"temperature": 1.3, "do_sample": True, "top_k": 200, "top_p": 0.9, "typical_p": 0.9},
@@ -221,7 +219,7 @@ def test_a_gpu_gathers_keys_up_to_a_number() -> None:
     [WarmupLimits(16, 1, max_total_tokens=2), WarmupLimits(16, 3, max_total_tokens=3)],
 )
 @pytest.mark.usefixtures("is_unmeasured")
-def test_the_smallest_limits_can_be_rehearsed(engine: Engine, limits: WarmupLimits) -> None:
+def test_the_smallest_limits_can_be_profiled(engine: Engine, limits: WarmupLimits) -> None:
     assert engine.warmup(limits).max_total_tokens == limits.max_total_tokens
     assert engine.num_rows_taken == 0
 
@@ -231,17 +229,17 @@ def test_before_the_cache_is_known_a_request_is_as_long_as_the_model_allows(
     engine: Engine, device: MeasuringDevice
 ) -> None:
     result = engine.warmup(WarmupLimits(TOKENS, 2))
-    assert {item.max_total_tokens for item in device.rehearsed} == {
+    assert {item.max_total_tokens for item in device.profiled} == {
         engine.model.config.max_position,
         KEYS,
     }
     assert result.max_total_tokens == engine.model.config.max_position
     engine.warmup(WarmupLimits(TOKENS, 2, max_batch_total_tokens=160))
-    assert {item.max_total_tokens for item in device.rehearsed} == {160}
+    assert {item.max_total_tokens for item in device.profiled} == {160}
 
 
 @pytest.mark.usefixtures("is_unmeasured")
-def test_a_rehearsal_without_memory_names_the_flags(
+def test_a_memory_profile_without_memory_names_the_flags(
     engine: Engine, device: MeasuringDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "most", TOKENS)
@@ -255,8 +253,8 @@ def test_a_rehearsal_without_memory_names_the_flags(
 def test_what_recorded_steps_hold_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = Room(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
-    monkeypatch.setattr(engine.device, "free_bytes", lambda *_: room)
+    memory_budget = MemoryBudget(2**26, 2**20, 5 * 10**8, "decode steps of 1 to 64 rows")
+    monkeypatch.setattr(engine.device, "free_bytes", lambda *_: memory_budget)
     with caplog.at_level(logging.INFO):
         engine.warmup(WarmupLimits(TOKENS, ROWS, max_total_tokens=LONGEST))
     (line,) = [line for line in caplog.messages if line.startswith("memory: graphs")]
@@ -264,24 +262,24 @@ def test_what_recorded_steps_hold_is_told(
 
 
 class Card:
-    """What torch says of a GPU of 80 GB, 16 of which are weights. The rehearsal takes 10 more at
-    its peak, keeps 4 for later, and leaves recorded steps of 2, which can not be given back."""
+    """What torch says of a GPU of 80 GB, 16 of which are weights. The memory profile takes 10 more
+    at its peak, keeps 4 for later, and leaves recorded steps of 2, which can not be given back."""
 
     total, weights, peak, kept, graphs = (count * 10**9 for count in (80, 16, 10, 4, 2))
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.is_rehearsed = False
+        self.is_profiled = False
         for name in (
             *("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"),
             *("memory_reserved", "mem_get_info", "empty_cache"),
         ):
             patch.setattr(torch.cuda, name, getattr(self, name))
 
-    def rehearse(self) -> None:
-        self.is_rehearsed = True
+    def profile_memory(self) -> None:
+        self.is_profiled = True
 
     def reset_peak_memory_stats(self, *_: Any) -> None:
-        assert not self.is_rehearsed
+        assert not self.is_profiled
 
     def max_memory_allocated(self, *_: Any) -> int:
         return self.weights + self.peak
@@ -306,12 +304,12 @@ def test_a_gpu_gives_the_rest_to_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     device._graphs = SimpleNamespace(  # type: ignore[assignment]
         bytes_of_all=lambda held: 3 * 10**9 if held() else 0, note="at most 3 steps"
     )
-    room = device.free_bytes(1000, card.rehearse)
-    assert card.is_rehearsed
+    memory_budget = device.free_bytes(1000, card.profile_memory)
+    assert card.is_profiled
     # Of 80 GB: a tenth is for others, and 8, 16, 10, 2 and 3 are taken.
-    assert room.step == 10e9 and room.cache == pytest.approx(
+    assert memory_budget.step == 10e9 and memory_budget.cache == pytest.approx(
         (80 - 8 - 16 - 10 - 2 - 3) * 10**9, abs=2
     )
-    assert (room.graphs, room.graphs_note) == (3 * 10**9, "at most 3 steps")
-    card.weights += room.cache
-    assert device.left_bytes(room.cache, room) == pytest.approx(8 * 10**9, abs=2)
+    assert (memory_budget.graphs, memory_budget.graphs_note) == (3 * 10**9, "at most 3 steps")
+    card.weights += memory_budget.cache
+    assert device.left_bytes(memory_budget.cache, memory_budget) == pytest.approx(8 * 10**9, abs=2)

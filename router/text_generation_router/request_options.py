@@ -1,4 +1,4 @@
-"""The terms of a request, its deadline and priority, and their headers."""
+"""The options of a request, its deadline and priority, and their headers."""
 
 import asyncio
 import math
@@ -77,7 +77,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestOptions:
     """What the headers of a request ask for."""
 
     deadline: Deadline | None = None
@@ -85,36 +85,38 @@ class Terms:
     priority: int | None = None
 
 
-NO_TERMS = Terms()
+NO_OPTIONS = RequestOptions()
 
 
 # The key of a request's arrival in its scope, in the time of the event loop.
 ARRIVAL = "text_generation_router.arrival"
-_TERMS = "text_generation_router.terms"
+_OPTIONS = "text_generation_router.request_options"
 _TIMEOUT, _PRIORITY = b"x-request-timeout", b"x-priority"
 MOST_PRIORITY = 100
 _SHOWN = 32
 
 
-def read_terms(scope: Scope) -> Terms:
-    """The terms of a request, noted for `terms_of`. Raises ValidationError."""
+def read_options(scope: Scope) -> RequestOptions:
+    """The options of a request, noted for `options_of`. Raises ValidationError."""
     found = [pair for pair in scope["headers"] if pair[0] == _TIMEOUT or pair[0] == _PRIORITY]
     most_s = scope["app"].state.config.request_timeout
     if not found and most_s is None:
-        return NO_TERMS
+        return NO_OPTIONS
     times = [value for name, value in found if name == _TIMEOUT]
     ranks = [value for name, value in found if name == _PRIORITY]
     is_timed = times or most_s is not None
     deadline = _deadline(scope, times, most_s) if is_timed else None
-    scope[_TERMS] = terms = Terms(deadline, _priority(ranks) if ranks else None)
-    return terms
+    scope[_OPTIONS] = request_options = RequestOptions(
+        deadline, _priority(ranks) if ranks else None
+    )
+    return request_options
 
 
-def terms_of(scope: Scope) -> Terms:
-    """The terms that `read_terms` found; none on routes that do not read them."""
-    terms = scope.get(_TERMS, NO_TERMS)
-    assert isinstance(terms, Terms)
-    return terms
+def options_of(scope: Scope) -> RequestOptions:
+    """The terms that `read_options` found; none on routes that do not read them."""
+    request_options = scope.get(_OPTIONS, NO_OPTIONS)
+    assert isinstance(request_options, RequestOptions)
+    return request_options
 
 
 def _deadline(scope: Scope, sent: list[bytes], most_s: float | None) -> Deadline:

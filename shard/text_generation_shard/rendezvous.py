@@ -22,12 +22,12 @@ JOIN_S: Final = 10.0
 _BEAT_S = 1.0
 _LOOK_S = 0.02
 # How long a failed rank waits until the other ranks have read its error.
-_LAST_WORDS_S = 1.0
+_ERROR_READ_S = 1.0
 # Longer than a process takes to end.
 _NEVER = timedelta(hours=1)
 
 
-class Meeting:
+class Rendezvous:
     """Owns this rank's connection to rank 0's key-value store, and a thread that sends heartbeats
     until `close`.
 
@@ -52,20 +52,20 @@ class Meeting:
         self._asked: list[Callable[[], None]] = []
         self._failure = ""
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="meeting", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
     @classmethod
-    def join(cls, config: ShardConfig, within_s: float = JOIN_S) -> "Meeting":
+    def join(cls, config: ShardConfig, within_s: float = JOIN_S) -> "Rendezvous":
         """Meet all ranks of a launch. ModelError if rank 0 can not listen."""
         connect = _host if config.rank == 0 else _find
-        meeting = cls(connect(config, within_s), config, within_s)
+        rendezvous = cls(connect(config, within_s), config, within_s)
         try:
-            meeting.all_here("all have come")
+            rendezvous.all_here("all have come")
         except RankError:
-            meeting.close()
+            rendezvous.close()
             raise
-        return meeting
+        return rendezvous
 
     @property
     def store(self) -> Store:
@@ -107,7 +107,7 @@ class Meeting:
             self._is_closed = True
             self._changed.notify_all()
         # A thread that returns from torch while Python exits would abort this process.
-        self._thread.join(2 * _LAST_WORDS_S)
+        self._thread.join(2 * _ERROR_READ_S)
 
     def _reason(self, what: str) -> str:
         """Why this rank must stop waiting; empty: it can wait."""
@@ -153,11 +153,11 @@ class Meeting:
             self._asked.append(publish)
             self._changed.notify_all()
         if self._thread.is_alive():
-            done.wait(2 * _LAST_WORDS_S)
+            done.wait(2 * _ERROR_READ_S)
 
     def _linger(self, name: str, count: int) -> None:
         """Rank 0 waits until a counter reaches `count`, at most for _LAST_WORDS_S."""
-        end = time.monotonic() + _LAST_WORDS_S
+        end = time.monotonic() + _ERROR_READ_S
         while self.rank == 0 and time.monotonic() < end:
             if self._store.add(name, 0) >= count:
                 return
@@ -266,14 +266,14 @@ def _find(config: ShardConfig, within_s: float) -> TCPStore:
     return stores[0]
 
 
-def try_out(collectives: Collectives, meeting: Meeting, device: str = "cpu") -> None:
+def try_out(collectives: Collectives, rendezvous: Rendezvous, device: str = "cpu") -> None:
     """Test the collectives with a sum of known result. ModelError if the result is wrong."""
     collectives.begin(0)
-    numbers = torch.full((64,), meeting.rank + 1.0, device=device)
+    numbers = torch.full((64,), rendezvous.rank + 1.0, device=device)
     found = collectives.all_reduce(numbers).tolist()
-    expected = meeting.size * (meeting.size + 1) / 2
+    expected = rendezvous.size * (rendezvous.size + 1) / 2
     if found != [expected] * len(found):
         raise ModelError(
-            f"{meeting.size} shards added their numbers by {collectives.name}, and shard "
-            f"{meeting.rank} has {found[0]:g} for {expected:g}: their connection is not reliable"
+            f"{rendezvous.size} shards added their numbers by {collectives.name}, and shard "
+            f"{rendezvous.rank} has {found[0]:g} for {expected:g}: their connection is not reliable"
         )
