@@ -18,17 +18,15 @@ from text_generation_shard.grammars.grammar import Grammar, Tried, sentence, sou
 from integration_tests.schemas import closed
 from shard.tests.test_grammar import EMBEDDED, schema_text
 
-# Takes four seconds.
-ENDLESS_RULES = [f'r{number}: r{number + 1} r{number + 1} | "a{number}"' for number in range(1500)]
-
 
 def regex(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": f"start: /{text}/"}]})
 
 
 def slow(number: int) -> str:
-    """A grammar that takes seconds to try."""
-    return "\n".join([f'start: "{number}" r0', *ENDLESS_RULES, 'r1500: "x"'])
+    """A grammar that takes four seconds to try: each of its patterns may exclude each other."""
+    patterns = {f"^(.*a{at}.*)-{number}{at}$": {"type": "null"} for at in range(220)}
+    return schema_text({"type": "object", "patternProperties": patterns})
 
 
 @pytest.fixture
