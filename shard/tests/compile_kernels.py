@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
 
-from shard.tests.test_attention import make_batch, to_device
+from shard.tests.device.test_attention import make_batch, to_device
 
 CAPABILITIES = (80, 89, 90, 100)
 # Heads, KV heads, features of a head, hidden size.

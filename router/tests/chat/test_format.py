@@ -1,0 +1,100 @@
+"""The table of formats, and which row a template asks for."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from text_generation_process.flags import OPTIONS
+from text_generation_router.chat.format import AUTO, FORMATS, ToolSpec, detect_format
+from text_generation_router.chat.parser import ChatParser, ToolCallArguments, ToolCallStart
+from text_generation_router.cli import create_parser
+
+DIRECTORY = Path(__file__).parents[1] / "chat_templates"
+THINK = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "reasoning", "describes_tools"),
+    [
+        ("chatml", "generic", None, False),
+        ("deepseek-r1", "generic", THINK, False),
+        ("gemma2", "generic", None, False),
+        ("gemma3", "generic", None, False),
+        ("llama3.1", "llama3", None, True),
+        ("mistral-args", "mistral-args", ("[THINK]", "[/THINK]"), True),
+        ("mistral-v0.3", "mistral", None, True),
+        ("phi3", "generic", None, False),
+        ("phi4-mini", "generic", None, False),
+        ("qwen2.5", "hermes", None, True),
+        ("qwen3", "hermes", THINK, True),
+        ("smollm2", "generic", None, False),
+        ("smollm3", "hermes", THINK, True),
+    ],
+)
+def test_formats_are_found_from_templates(
+    template: str, name: str, reasoning: tuple[str, str] | None, describes_tools: bool
+) -> None:
+    source = (DIRECTORY / f"{template}.jinja").read_text()
+    found = detect_format(source)
+    assert (found.name, found.reasoning, found.describes_tools) == (
+        name,
+        reasoning,
+        describes_tools,
+    )
+    assert replace(found, reasoning=None, describes_tools=False) == FORMATS[name]
+    forced = detect_format(source, "mistral")
+    assert (forced.name, forced.reasoning) == ("mistral", reasoning)
+
+
+def test_every_template_has_an_expectation() -> None:
+    [mark] = test_formats_are_found_from_templates.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in mark.args[1]} == {path.stem for path in DIRECTORY.glob("*.jinja")}
+
+
+def test_without_a_template_the_format_is_generic() -> None:
+    assert detect_format(None) == FORMATS["generic"]
+    assert detect_format(None, "hermes") == FORMATS["hermes"]
+    assert detect_format("{{ tools }}<tool_call>\n<function=f>") == FORMATS["generic"]
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_the_prompt_shows_tools_and_the_form_of_calls(form) -> None:
+    tools = [ToolSpec("get_wéather", "Says it.", {"type": "object"}), ToolSpec("now")]
+    prompt = form.tools_prompt(tools)
+    for tool in tools:
+        assert json.dumps(tool.as_openai(), ensure_ascii=False) in prompt
+    # The example in the prompt is what the parser reads.
+    example = form.write_calls([("<function name>", "{<its arguments>}")])
+    assert example in prompt
+    parser = ChatParser(form, parses_tools=True)
+    events = [*parser.feed(example.replace("<function name>", "f")), *parser.finish()]
+    assert events == [ToolCallStart(0, "f"), ToolCallArguments(0, "{<its arguments>}")]
+
+
+def test_tools_as_the_api_spells_them() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    described = {"name": "f", "description": "d", "parameters": schema}
+    assert ToolSpec("f", "d", schema).as_openai() == {"type": "function", "function": described}
+    bare = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert ToolSpec("f").as_openai() == {"type": "function", "function": bare}
+
+
+def test_prompts_that_end_in_reasoning() -> None:
+    form = replace(FORMATS["hermes"], reasoning=THINK)
+    assert form.starts_in_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not form.starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not FORMATS["hermes"].starts_in_reasoning("<think>")
+
+
+def test_both_command_lines_have_every_format() -> None:
+    [action] = [a for a in create_parser()._actions if "--chat-format" in a.option_strings]
+    assert isinstance(action, argparse.Action)
+    assert action.choices == (AUTO, *FORMATS)
+    assert action.default == AUTO
+    [option] = [option for option in OPTIONS if option.name == "chat-format"]
+    for name in (AUTO, *FORMATS):
+        assert option.parse(name) == name
+    with pytest.raises(ValueError, match=f"one of {', '.join((AUTO, *FORMATS))}$"):
+        option.parse("nope")

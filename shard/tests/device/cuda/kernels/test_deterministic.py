@@ -1,0 +1,158 @@
+"""With `is_deterministic`, a token gets the same bits in any pass of the CUDA device's
+attention."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from text_generation_shard.device.base import ALL, DeviceOptions, Matrix
+from text_generation_shard.device.cuda import attention as own_attention
+from text_generation_shard.device.cuda.attention import TritonAttention
+from text_generation_shard.device.cuda.operators import TritonDevice
+from text_generation_shard.device.cuda.rows import HeadShape
+from text_generation_shard.device.forward import Attention, CacheShape
+from text_generation_shard.device.reference.linear import FloatMatrix
+from text_generation_shard.engine import engine as own_engine
+from text_generation_shard.engine.warmup import Costs
+from torch import Tensor
+
+from shard.tests import interpreted
+from shard.tests.device.cuda.kernels.test_attention import check, on_place, put
+from shard.tests.device.test_attention import NO_ANGLES
+from shard.tests.driver import Driver, load_engine
+from shard.tests.interpreted import CAPABILITY, FLOAT8, PLACE
+
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
+SHAPE = HeadShape(3, 1, 64, 0.125)
+# Tokens of two rows, one longer than a split of the interpreter, and tokens computed before.
+CONTEXTS, BEFORE = (67, 4), (62, 0)
+# How the remaining tokens are split into passes.
+WHOLE = [(5, 4)]
+PARTS = [(2, 0), (1, 3), (2, 1)]
+DECODED = [(1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
+
+
+def attended(
+    attention: TritonAttention,
+    rows: Sequence[Tensor],
+    passes: Sequence[tuple[int, int]],
+    window: int | None,
+) -> list[Tensor]:
+    """Results of the tokens of each row of heads: [tokens, num_heads * head_dim] each."""
+    found: list[list[Tensor]] = [[] for _ in rows]
+    whole, ends = on_place(list(CONTEXTS), list(CONTEXTS)), list(BEFORE)
+    slots = whole.slots.split(CONTEXTS)
+    for counts in passes:
+        taken = [(row, ends[row], count) for row, count in enumerate(counts) if count]
+        ends = [end + count for end, count in zip(ends, counts, strict=True)]
+        batch = replace(
+            on_place([ends[row] for row, _, _ in taken], [count for _, _, count in taken]),
+            block_tables=whole.block_tables[[row for row, _, _ in taken]],
+            slots=torch.cat([slots[row][start : start + count] for row, start, count in taken]),
+        )
+        heads = torch.cat([rows[row][start : start + count] for row, start, count in taken])
+        answer = attention.forward(heads, 0, window, False, attention.plan(batch, NO_ANGLES))
+        parts = answer.split([count for _, _, count in taken])
+        for (row, _, _), part in zip(taken, parts, strict=True):
+            found[row].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+@pytest.mark.parametrize(("window", "kept"), [(None, torch.bfloat16), (20, FLOAT8[-1])])
+def test_bit_for_bit(window: int | None, kept: torch.dtype) -> None:
+    """In one pass, in parts together with another row, and token by token."""
+    torch.manual_seed(0)
+    rows = [torch.randn(count, 5, 64).to(PLACE, torch.bfloat16) for count in CONTEXTS]
+    answers = []
+    for passes in (WHOLE, PARTS, DECODED):
+        attention = TritonAttention(SHAPE, PLACE, CAPABILITY, is_deterministic=True)
+        attention.allocate(CacheShape(1, SHAPE.num_kv_heads, SHAPE.head_dim, 16, kept), 16)
+        put(attention, on_place(list(CONTEXTS), list(CONTEXTS)), torch.cat(rows)[:, 3:])
+        answers.append(torch.cat(attended(attention, rows, passes, window)).view(torch.int16))
+    assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+def test_it_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In as many launches as the memory bound requires; torch's attention is not called."""
+    monkeypatch.setattr(own_attention, "_MOST_SPLITS", 16)
+    options = {"takes_flash": True, "is_deterministic": True}
+    check(SHAPE, torch.bfloat16, [1, 1, 9, 1, 6], 40, **options)
+
+
+def test_a_program_is_the_same_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding a token does not compile another kernel."""
+    seen = []
+
+    def launch(kernel: object, grid: object, *arguments: object, **options: object) -> None:
+        kinds = [item.dtype if isinstance(item, Tensor) else item is None for item in arguments]
+        seen.append((kernel, kinds, options))
+
+    monkeypatch.setattr(own_attention, "launch", launch)
+    attention = TritonAttention(SHAPE, PLACE, CAPABILITY, is_deterministic=True)
+    attention.allocate(CacheShape(1, SHAPE.num_kv_heads, SHAPE.head_dim, 16, torch.float16), 16)
+    found = []
+    for lengths in ([5, 1], [1, 1]):
+        seen.clear()
+        heads = torch.zeros(sum(lengths), 5, 64, dtype=torch.float16, device=PLACE)
+        batch = on_place([40, 9], lengths)
+        attention.forward(heads, 0, None, False, attention.plan(batch, NO_ANGLES))
+        found.append(list(seen))
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+class RowByRow(FloatMatrix):
+    """A product that does not depend on the number of rows."""
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.cat([super(RowByRow, self).__call__(row, bias) for row in hidden.split(1)])
+
+
+class DeterministicDevice(TritonDevice):
+    """A device with RowByRow products and deterministic attention."""
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> Matrix:
+        return RowByRow(weight.to(self.dtype))
+
+    def attention(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float
+    ) -> Attention:
+        shape = HeadShape(num_heads, num_kv_heads, head_dim, scale)
+        place = self.torch_device, self.capability
+        return TritonAttention(shape, *place, upload=self.upload, is_deterministic=True)
+
+
+def test_a_model_says_the_same_bit_for_bit(
+    tiny_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in one pass, in parts together with another request, and extended by its decoded
+    tokens."""
+    monkeypatch.setattr(own_engine, "measure", lambda *_: Costs(1, 1, 1, 0))
+    device = DeterministicDevice(PLACE, torch.float32, DeviceOptions("float32", "float32"))
+    device.capability = CAPABILITY
+    limits = {"max_prefill_tokens": 16, "max_batch_size": 4, "max_total_tokens": 16}
+    driver = Driver(load_engine(tiny_model_path, device=device, **limits))
+    options = {"ignore_eos_token": True, "prefill_logprobs": True}
+    ids = list(range(40, 46))
+    driver.add([driver.request(0, ids, max_new_tokens=3, **options)])
+    driver.run()
+    driver.add([driver.request(1, [5], max_new_tokens=5, **options)])
+    part = replace(driver.request(2, ids, max_new_tokens=3, **options), chunk_len=3)
+    driver.add([part], driver.advance({}))
+    driver.step({2: 1})
+    driver.step({2: 2})
+    driver.run()
+    known = ids + driver.tokens[0][:2]
+    driver.add([driver.request(3, known, max_new_tokens=1, **options)])
+    driver.run()
+    assert driver.tokens[2] == driver.tokens[0] and driver.logprobs[2] == driver.logprobs[0]
+    assert driver.prefill_logprobs[2][1:] == driver.prefill_logprobs[0][1:]
+    assert driver.prefill_logprobs[3][1 : len(ids)] == driver.prefill_logprobs[0][1:]
+    assert driver.tokens[3] == driver.tokens[0][2:] and driver.logprobs[3] == driver.logprobs[0][2:]

@@ -1,0 +1,413 @@
+"""The CUDA device's matrices: floats by one tile, int8, int4 and fp8, compared to the
+definitions."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from text_generation_shard.checkpoint.config import ModelConfig
+from text_generation_shard.device.base import (
+    ALL,
+    Activation,
+    DeviceOptions,
+    EmbeddingTable,
+    Matrix,
+)
+from text_generation_shard.device.cuda import matrices, operators
+from text_generation_shard.device.cuda.device import FIRST_WITH_FLOAT8, check_quantization
+from text_generation_shard.device.cuda.matrices import quantized_float8
+from text_generation_shard.device.forward import CacheShape
+from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.device.reference.linear import FloatMatrix, FloatTable
+from text_generation_shard.device.reference.quantized import (
+    GROUP,
+    quantize_groups,
+    quantize_rows,
+    quantize_rows_float8,
+)
+from text_generation_shard.errors import ModelError
+from text_generation_shard.models.registry import load_model
+from text_generation_shard.parallel import World
+from torch import Tensor
+
+from shard.tests import interpreted
+from shard.tests.device.test_attention import make_batch, to_device
+from shard.tests.driver import reference_device
+from shard.tests.interpreted import CAPABILITY, HAS_GPU, PLACE
+
+pytestmark = [*interpreted.MARKS, pytest.mark.slow]
+# The interpreter truncates to bfloat16.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+TYPES = pytest.mark.parametrize("dtype", TOLERANCE)
+# None: floats, by one tile.
+QUANTIZED = pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+NEEDS_FLOAT8 = pytest.mark.skipif(
+    HAS_GPU and CAPABILITY < FIRST_WITH_FLOAT8, reason="this GPU computes nothing in fp8"
+)
+
+
+def weight_of(outputs: int, inputs: int) -> Tensor:
+    """Rows of different sizes, as in trained matrices."""
+    generator = torch.Generator().manual_seed(outputs)
+    sizes = torch.rand(outputs, 1, generator=generator) + 0.1
+    return (torch.randn(outputs, inputs, generator=generator) * sizes).to(PLACE)
+
+
+def rows_of(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, inputs, generator=generator).to(PLACE, dtype)
+
+
+def defined(weight: Tensor, quantize: str | None, dtype: torch.dtype) -> Tensor:
+    """The dequantized weight in float32, by the reference."""
+    if quantize == "int8":
+        numbers, scale = quantize_rows(weight, dtype)
+        return numbers.float() * scale.float()[:, None]
+    if quantize == "fp8":
+        numbers, scale = quantize_rows_float8(weight)
+        return numbers.float() * scale[:, None]
+    if quantize == "int4":
+        numbers, scale, zero = quantize_groups(weight, dtype)
+        groups = numbers.view(len(weight), -1, GROUP).float() - 8
+        return (groups * scale.float()[..., None] + zero.float()[..., None]).flatten(1)
+    return weight.to(dtype).float()
+
+
+def matrix_of(
+    weight: Tensor, quantize: str | None, dtype: torch.dtype, is_deterministic: bool = False
+) -> Matrix:
+    options = {"quantize": quantize, "deterministic": is_deterministic or quantize is None}
+    return interpreted.device(dtype, **options).matrix(weight, quantize)
+
+
+def check(weight: Tensor, quantize: str | None, dtype: torch.dtype, count: int) -> None:
+    matrix, (outputs, inputs) = matrix_of(weight, quantize, dtype), weight.shape
+    hidden, bias = rows_of(count, inputs, dtype), rows_of(1, outputs, dtype)[0]
+    wanted = hidden.double() @ defined(weight, quantize, dtype).double().t() + bias.double()
+    found = matrix(hidden, bias)
+    assert found.dtype == dtype and found.shape == (count, outputs)
+    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * wanted.norm()
+
+
+@QUANTIZED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_every_tile(quantize: str | None, dtype: torch.dtype) -> None:
+    """Rows, outputs and inputs that fill no whole tile and no int4 block."""
+    for count in (1, 17, 257) if quantize and dtype != torch.float32 else (3, 70):
+        check(weight_of(33, 160), quantize, dtype, count)
+
+
+@QUANTIZED
+@pytest.mark.parametrize("shape", [(1, 32), (70, 64), (30, 416)])
+def test_products_of_every_size(quantize: str | None, shape: tuple[int, int]) -> None:
+    check(weight_of(*shape), quantize, torch.float16, 2)
+
+
+def test_floats_have_any_number_of_inputs() -> None:
+    check(weight_of(21, 37), None, torch.float32, 4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_numbers_are_the_references_bit_for_bit(quantize: str) -> None:
+    """One-hot rows return the dequantized weight, rounded to the dtype of the rows; with zeros,
+    equal and tiny weights."""
+    weight = weight_of(40, 192)
+    weight[0], weight[1], weight[2, :32] = 0.0, 0.25, -3.0
+    weight[3], weight[3, 5] = 0.0, 1e-6
+    found = matrix_of(weight, quantize, torch.float16)(
+        torch.eye(192, dtype=torch.float16, device=PLACE)
+    )
+    assert torch.equal(found.t(), defined(weight, quantize, torch.float16).half())
+
+
+def test_large_matrices_are_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hidden = weight_of(144, 64), rows_of(2, 64, torch.float32)
+    whole = [matrix_of(weight, kind, torch.float32)(hidden) for kind in ("int8", "int4", "fp8")]
+    monkeypatch.setattr("text_generation_shard.device.cuda.matrices._FITTED_NUMBERS", 64 * 64)
+    for kind, wanted in zip(("int8", "int4", "fp8"), whole, strict=True):
+        assert torch.equal(matrix_of(weight, kind, torch.float32)(hidden), wanted)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_gated_products(quantize: str, has_bias: bool) -> None:
+    weight, hidden = weight_of(68, 96), rows_of(3, 96, torch.float32)
+    bias = rows_of(1, 68, torch.float32)[0] if has_bias else None
+    device = interpreted.device(torch.float32, quantize=quantize)
+    matrix = device.gated_matrix(weight, quantize, Activation.SILU, has_bias)
+    assert matrix.kind == quantize
+    gate, up = F.linear(hidden, defined(weight, quantize, torch.float32), bias).chunk(2, dim=1)
+    assert torch.allclose(matrix(hidden, bias), F.silu(gate) * up, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "quantize", "kind", "obstacle"),
+    [
+        ((50, 64), "int8", "int8", ""),
+        ((64, 24), "int8", "bfloat16", "24 inputs are not a multiple of 16"),
+        ((50, 64), "int4", "int4", ""),
+        ((64, 48), "int4", "int8", "48 inputs are not a multiple of 32"),
+        ((64, 24), "int4", "bfloat16", "24 inputs are not a multiple of 32"),
+        ((64, 48), "fp8", "fp8", ""),
+        ((64, 24), "fp8", "bfloat16", "24 inputs are not a multiple of 16"),
+        ((50, 64), "fp8", "bfloat16", "50 outputs are not a multiple of 16"),
+        ((64, 64), None, "bfloat16", ""),
+    ],
+)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_what_a_matrix_becomes(
+    shape: tuple[int, int],
+    quantize: str | None,
+    kind: str,
+    obstacle: str,
+    is_deterministic: bool,
+) -> None:
+    if quantize == "fp8" and is_deterministic:
+        return
+    weight = weight_of(*shape)
+    options = {"quantize": quantize, "deterministic": is_deterministic}
+    matrix = interpreted.device(torch.bfloat16, **options).matrix(weight, quantize)
+    assert (matrix.kind, matrix.obstacle) == (kind, obstacle)
+    # int4 blocks have 128 inputs in 4 groups.
+    blocks = shape[0] * -(-shape[1] // 128)
+    assert (
+        matrix.nbytes
+        == {
+            "int8": weight.numel() + 2 * shape[0],
+            "int4": blocks * (64 + 4 * 4),
+            "fp8": weight.numel() + 4 * shape[0],
+            "bfloat16": 2 * weight.numel(),
+        }[kind]
+    )
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8"])
+def test_vectors_and_scores_of_a_vocabulary_are_int8(quantize: str) -> None:
+    weight, ids = weight_of(50, 64), torch.tensor([3, 49, 3, 0], device=PLACE)
+    device = interpreted.device(torch.float32, quantize=quantize)
+    table = device.embedding(weight, quantize)
+    matrix, nbytes = table.as_matrix()
+    assert (table.kind, table.obstacle, nbytes) == ("int8", "", 0)
+    spelled = defined(weight, "int8", torch.float32)
+    assert torch.equal(table.lookup(ids), spelled[ids])
+    hidden = rows_of(2, 64, torch.float32)
+    assert torch.allclose(matrix(hidden), hidden @ spelled.t(), rtol=1e-4, atol=1e-5)
+    odd = device.embedding(weight_of(50, 24), quantize)
+    assert (odd.kind, odd.obstacle) == ("float32", "24 inputs are not a multiple of 16")
+
+
+def test_a_tied_float_head_takes_no_memory() -> None:
+    device = interpreted.device(torch.float32, deterministic=True)
+    _, nbytes = device.embedding(weight_of(50, 64), None).as_matrix()
+    assert nbytes == 0
+
+
+@TYPES
+@NEEDS_FLOAT8
+def test_rows_in_fp8_are_those_of_the_reference(dtype: torch.dtype) -> None:
+    """Zeros, tiny and large numbers; NaN stays NaN."""
+    hidden = rows_of(6, 100, dtype)
+    hidden[1], hidden[2], hidden[3] = 0.0, hidden[2] * 1e-5, hidden[3] * 1e4
+    hidden[4, 7] = float("nan")
+    numbers, scales = quantized_float8(hidden)
+    wanted = hidden.float()
+    wanted[4, 7] = 0.0
+    kept, scale = quantize_rows_float8(wanted)
+    assert torch.equal(scales[:, 0], scale)
+    assert numbers[4, 7].float().isnan()
+    numbers[4, 7] = 0.0
+    assert torch.equal(numbers.view(torch.uint8), kept.view(torch.uint8))
+
+
+@TYPES
+@NEEDS_FLOAT8
+def test_products_in_fp8(dtype: torch.dtype) -> None:
+    """Compared to the product of the dequantized operands, rounded to bfloat16."""
+    weight = weight_of(48, 160)
+    matrix, bias = matrix_of(weight, "fp8", dtype), rows_of(1, 48, dtype)[0]
+    for count in (1, 5, 17):
+        hidden = rows_of(count, 160, dtype)
+        wanted = defined(hidden.float(), "fp8", dtype) @ defined(weight, "fp8", dtype).t()
+        for added in (None, bias):
+            wanted = wanted if added is None else wanted + added.float()
+            found = matrix(hidden, added)
+            assert found.dtype == dtype
+            assert (found.float() - wanted).norm() <= 5e-3 * wanted.norm()
+        plain = hidden.float() @ weight.t() + bias.float()
+        assert (wanted - plain).norm() < 0.05 * plain.norm()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
+@TYPES
+def test_one_tile_serves_every_number_of_rows(
+    quantize: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile is a compile-time constant; without --deterministic the number of rows selects the
+    tile."""
+    used: set[tuple[tuple[str, Any], ...]] = set()
+
+    def launch(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        used.add(tuple(options.items()))
+
+    monkeypatch.setattr(matrices, "launch", launch)
+    for is_deterministic in (True, False):
+        used.clear()
+        matrix = matrix_of(weight_of(64, 64), quantize, dtype, is_deterministic)
+        for count in (1, 2, 16, 17, 64, 65, 256, 257, 5000):
+            matrix(torch.empty(count, 64, dtype=dtype, device=PLACE))
+        is_one = is_deterministic or quantize is None or dtype == torch.float32
+        assert len(used) == (1 if is_one else 3)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype"),
+    [(None, torch.float32), ("int8", torch.bfloat16), ("int4", torch.float16)],
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    quantize: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not HAS_GPU:
+        # On some processors, the interpreter's product sums a row in an order that depends on its
+        # place in the tile.
+        monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))
+    matrix = matrix_of(weight_of(40, 160), quantize, dtype, is_deterministic=True)
+    hidden = rows_of(67, 160, dtype)
+    together = matrix(hidden)
+    for first, last in ((0, 1), (66, 67), (3, 20), (60, 67)):
+        assert torch.equal(matrix(hidden[first:last]), together[first:last])
+
+
+@pytest.mark.gpu
+@QUANTIZED
+@TYPES
+def test_a_row_has_the_same_bits_in_large_matrices(
+    quantize: str | None, dtype: torch.dtype
+) -> None:
+    """Sizes of real layers, on a GPU only: with as many rows as prompts have."""
+    matrix = matrix_of(weight_of(4096, 4096), quantize, dtype, is_deterministic=True)
+    hidden = rows_of(1000, 4096, dtype)
+    together = matrix(hidden)
+    for first, last in ((0, 1), (999, 1000), (130, 147), (3, 300)):
+        assert torch.equal(matrix(hidden[first:last]), together[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (1000, 4096)])
+def test_large_products(quantize: str | None, shape: tuple[int, int]) -> None:
+    """Sizes of real layers, on a GPU only, by every tile."""
+    if quantize == "fp8" and (CAPABILITY < FIRST_WITH_FLOAT8 or shape[0] % 16):
+        pytest.skip("not in fp8")
+    for count in (1, 16, 64, 300):
+        weight, hidden = weight_of(*shape), rows_of(count, shape[1], torch.bfloat16)
+        found = matrix_of(weight, quantize, torch.bfloat16)(hidden)
+        wanted = hidden.double() @ defined(weight, quantize, torch.bfloat16).double().t()
+        bound = 0.05 if quantize == "fp8" else 1e-2
+        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+class Spelled:
+    """See `Matrix`: a product with a dequantized weight; in fp8 also with dequantized rows."""
+
+    obstacle = ""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        self.kind, self._spelled = kind, defined(weight, kind, torch.float32)
+        self.nbytes = self._spelled.nbytes
+
+    def __call__(self, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.kind != "fp8":
+            return F.linear(hidden, self._spelled, bias)
+        return (
+            F.linear(defined(hidden, "fp8", torch.float32), self._spelled, bias).bfloat16().float()
+        )
+
+
+class SpellingDevice(TorchDevice):
+    """The reference with weights quantized to int8, int4 or fp8, and dequantized."""
+
+    def matrix(
+        self,
+        weight: Tensor,
+        quantize: str | None,
+        columns: slice = ALL,
+        part: int | None = None,
+    ) -> Matrix:
+        assert quantize is not None
+        return Spelled(weight, "int8" if quantize == "int4" and weight.shape[1] % 32 else quantize)
+
+    def embedding(self, weight: Tensor, quantize: str | None) -> EmbeddingTable:
+        spelled = defined(weight, "int8", torch.float32)
+        return FloatTable(spelled, lambda table: FloatMatrix(table))
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [
+        # int8 for the head, and for weights without whole groups.
+        ("qwen2", "int4"),
+        pytest.param("phi3", "fp8", marks=NEEDS_FLOAT8),
+    ],
+)
+def test_a_model_says_what_its_numbers_say(
+    family: str, quantize: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Tied and untied heads, biases, fused projections."""
+    path, found = checkpoint(family), []
+    config = ModelConfig.from_hf(path)
+    for device in (
+        reference_device(SpellingDevice),
+        interpreted.device(torch.float32, quantize=quantize),
+    ):
+        model, _ = load_model(path, config, device, World(), quantize)
+        heads = config.num_kv_heads, config.head_dim
+        model.attention.allocate(CacheShape(config.num_layers, *heads, 16, torch.float32), 4)
+        batch = to_device(make_batch([3], [3], False), str(device.torch_device))
+        batch.input_ids.copy_(torch.arange(3) * 41)
+        found.append(model.logits(model.forward(batch)).cpu())
+    assert (found[0] - found[1]).abs().max() < {"fp8": 0.05}.get(quantize, 1e-4)
+
+
+def test_determinism_is_claimed_where_it_was_asked_for() -> None:
+    for quantize in (None, "int8", "int4", "fp8"):
+        assert not interpreted.device(torch.bfloat16, quantize=quantize).is_deterministic
+        if quantize != "fp8":
+            options = {"quantize": quantize, "deterministic": True}
+            assert interpreted.device(torch.float16, **options).is_deterministic
+    with pytest.raises(ModelError, match="is not supported with --quantize fp8 on"):
+        interpreted.device(torch.bfloat16, quantize="fp8", deterministic=True)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_attention_is_told_and_must_keep_it(
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Attention:
+        name = "made up"
+        is_deterministic = False
+
+        def __init__(self, *arguments: Any, is_deterministic: bool, **options: Any) -> None:
+            assert is_deterministic == is_asked
+
+    monkeypatch.setattr(operators, "TritonAttention", Attention)
+    device = interpreted.device(torch.bfloat16, deterministic=is_asked)
+    if not is_asked:
+        assert isinstance(device.attention(4, 2, 16, 0.25), Attention)
+        return
+    with pytest.raises(ModelError, match="is not supported with the attention made up on"):
+        device.attention(4, 2, 16, 0.25)
+    monkeypatch.setattr(Attention, "is_deterministic", True)
+    assert isinstance(device.attention(4, 2, 16, 0.25), Attention)
+
+
+def test_fp8_needs_a_gpu_that_computes_in_it() -> None:
+    for quantize, capability in (("fp8", 89), ("fp8", 100), ("int8", 80), ("int4", 80)):
+        check_quantization(DeviceOptions(None, "float32", quantize), capability)
+    sentence = "--quantize fp8 needs a GPU of compute capability 8.9 or newer, and this one has 8.0"
+    with pytest.raises(ModelError, match=f"^{sentence}; use int8 or int4$"):
+        check_quantization(DeviceOptions(None, "float32", "fp8"), 80)

@@ -1,0 +1,433 @@
+"""Steps that run out of memory: all requests get the same tokens as with enough memory, and only a
+request that does not fit alone fails."""
+
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_generation_shard.device.base import Launched, ScheduledTokens, StepPlan
+from text_generation_shard.device.forward import ForwardBatch
+from text_generation_shard.device.reference.device import TorchDevice
+from text_generation_shard.engine import out_of_memory
+from text_generation_shard.engine.engine import Engine
+from text_generation_shard.engine.plan import Plan
+from text_generation_shard.engine.step import FinishReason, StepInput, StepOutput
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.sampling.sampler import Choice, top_tokens
+from torch import Tensor
+
+from shard.tests.driver import Driver, load_engine, reference_device
+from shard.tests.engine.test_engine_behind import tokens_of
+from shard.tests.engine.test_mixed_steps import make_wanted, run_mixed
+from shard.tests.stream_device import StreamDevice
+
+BAD = 77
+"""A pass with this token always runs out of memory."""
+LONG: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos_token": True}
+# Where a device can run out of memory.
+PLACES = [
+    (TorchDevice, "forward"),
+    (StreamDevice, "forward"),
+    (StreamDevice, "logits"),
+    (StreamDevice, "result"),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model_path: Path) -> dict[type[TorchDevice], Engine]:
+    # Without graphs: a recorded step allocates no memory.
+    return {
+        kind: load_engine(tiny_model_path, device=reference_device(kind, cuda_graphs=()))
+        for kind in (TorchDevice, StreamDevice)
+    }
+
+
+@pytest.fixture
+def engines(loaded: dict[type[TorchDevice], Engine]) -> dict[type[TorchDevice], Engine]:
+    """By device; without running requests."""
+    for engine in loaded.values():
+        engine.clear()
+    return loaded
+
+
+class Memory:
+    """Limits an engine's memory: passes have at most `most` tokens, and half as many scores. A
+    larger pass, or one with the token `bad`, runs out of memory at `place`. Asserts that nothing of
+    such a pass is held afterwards."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        patch: pytest.MonkeyPatch,
+        place: str = "forward",
+        most: int = 400,
+        bad: int | None = None,
+    ) -> None:
+        self.most, self.num_short, self.num_released = most, 0, 0
+        self._place, self._is_short, self._bad = place, False, bad
+        self._held: list[weakref.ref[Tensor]] = []
+        runner: Any = engine._runner
+        self._launch, self._forward, self._logits = (
+            runner.launch,
+            engine.model.forward,
+            engine.model.logits,
+        )
+        patch.setattr(runner, "launch", self.launch)
+        patch.setattr(engine.model, "forward", self.forward)
+        patch.setattr(engine.model, "logits", self.logits)
+        patch.setattr(engine.device, "release_memory", self.release)
+        if place == "choice":
+            self._begin = runner.begin
+            patch.setattr(runner, "begin", self.begin)
+
+    def release(self) -> None:
+        self.num_released += 1
+        assert not any(held() is not None for held in self._held)
+
+    def _check(self, place: str, held: Tensor) -> None:
+        if self._is_short and place == self._place:
+            self._held.append(weakref.ref(held))
+            self.num_short += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def _is_large(self, num_tokens: int, num_scores: int) -> bool:
+        return num_tokens > self.most or num_scores > max(1, self.most // 2)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        self._is_short = self._place == "launch" and any(
+            self._is_large(int(item.counts.sum()), int(item.num_sampled.sum()))
+            for item in plan.passes
+        )
+        self._check("launch", torch.empty(0))
+        launched = self._launch(plan)
+        if not (self._is_short and self._place == "result"):
+            return launched
+
+        def result() -> Any:
+            found = launched.result()
+            self._is_short = True
+            self._check("result", found.choice.scores if found.choice else torch.empty(0))
+
+        return SimpleNamespace(wait=launched.wait, result=result)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        hidden = self._forward(batch)
+        wanted = batch.logits_indices
+        num_scores = len(hidden) if wanted is None else len(wanted)
+        is_large = self._is_large(len(hidden), num_scores)
+        self._is_short |= is_large or self._bad in batch.input_ids.tolist()
+        self._check("forward", hidden)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._check("logits", hidden)
+        return self._logits(hidden)
+
+    def begin(self, scores: Tensor, *rest: Any) -> Tensor:
+        self._check("choice", scores)
+        return self._begin(scores, *rest)
+
+
+# With longrope a row that comes back has another input, by whose length its prompt is rotated.
+@pytest.mark.parametrize(
+    ("family", "has_same_prompts"), [("llama3", True), ("phi3-longrope", False)]
+)
+def test_the_same_tokens_with_little_memory(
+    family: str,
+    has_same_prompts: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunked prompts, draft tokens, penalties, seeds, log-probabilities, preempted rows, and with
+    longrope recomputed rows; bit for bit if products do not depend on the batch."""
+    engine = load_engine(checkpoint(family), 40)
+    draw = random.Random(1)
+    requests = make_wanted(Driver(engine), draw, 14)
+    memory, driver = Memory(engine, monkeypatch, "launch", most=7), Driver(engine)
+    run_mixed(driver, requests, draw)
+    for number, wanted in enumerate(requests):
+        assert driver.tokens[number] == wanted.tokens
+        assert driver.reasons[number] == wanted.reason
+        if not has_same_prompts:
+            continue
+        assert driver.logprobs[number] == wanted.logprobs
+        served = driver.prefill_logprobs.get(number, [])
+        assert served[1 : len(wanted.ids)] == wanted.prefill_logprobs[1:]
+    assert engine.num_rows_taken == 0 and not engine._table.prompt_logprobs
+    assert sorted(driver.free) == list(range(len(driver.free)))
+    assert memory.num_released >= memory.num_short > 200
+
+
+@pytest.mark.parametrize("place", ["forward", "logits", "choice", "result"])
+def test_steps_ahead_are_computed_behind_it(
+    place: str, engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Driver(engines[TorchDevice])
+    expected = tokens_of(plain, behind=False)
+    engine = engines[StreamDevice]
+    memory, driver = Memory(engine, monkeypatch, place, most=3), Driver(engine)
+    assert tokens_of(driver, behind=True) == expected
+    assert driver.reasons == plain.reasons and engine.num_rows_taken == 0
+    assert memory.num_short > 10
+
+
+def test_a_row_that_fails_is_not_in_the_steps_behind(
+    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that arrives with one of them is not affected."""
+    engine = engines[StreamDevice]
+    driver = Driver(engine)
+    alone, late = range(3, 12), range(30, 50)
+    for number, ids in ((0, alone), (3, late)):
+        driver.add([driver.request(number, ids, **LONG)])
+        driver.run()
+    Memory(engine, monkeypatch, "result", bad=BAD)
+    bad = {**LONG, "sampling": {"logit_bias": ((BAD, 1000.0),)}}
+    first = [driver.request(1, alone, **LONG), driver.request(2, range(50, 60), **bad)]
+    handles = [engine.launch(StepInput(first, runs_on=False))]
+    in_parts = replace(driver.request(3, late, **LONG), chunk_len=5)
+    handles += [engine.launch(StepInput()), engine.launch(StepInput([in_parts]))]
+    outputs = [handle.result() for handle in handles]
+    assert [item.request_ids for item in outputs] == [[1, 2], [1, 2], [1]]
+    assert [item.running_ids for item in outputs] == [[1, 2], [1], [1, 3]]
+    assert outputs[1].finish_reasons == [FinishReason.NONE, FinishReason.ERROR]
+    ((number, sentence),) = outputs[1].errors
+    assert number == 2 and "not enough memory" in sentence and "--max-batch-total" in sentence
+    tokens = [item.token_ids[0] for item in outputs]
+    driver.tokens[1], driver.running, driver.left = tokens, [1, 3], {1: 0, 3: 15}
+    driver.known[1] += tokens
+    driver.tokens[3] = []
+    driver.step({3: 15})
+    driver.run()
+    assert driver.tokens[1] == driver.tokens[0] and len(driver.tokens[3]) == 9
+    assert engine.num_rows_taken == 0
+
+
+@pytest.mark.parametrize(("kind", "place"), PLACES)
+@pytest.mark.parametrize("chunk_len", [0, 20])
+def test_a_request_that_does_not_fit_alone_fails_alone(
+    kind: type[TorchDevice],
+    place: str,
+    chunk_len: int,
+    engines: dict[type[TorchDevice], Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With its whole prompt in the step, or with a chunk that samples no token."""
+    driver = Driver(engines[kind])
+    ids, other = list(range(3, 43)), list(range(80, 110))
+    for number, prompt in ((0, ids), (1, other)):
+        driver.add([driver.request(number, prompt, **LONG)])
+        driver.run()
+    memory = Memory(driver.engine, monkeypatch, place, bad=BAD)
+    driver.add([driver.request(2, ids, **LONG)])
+    bad = [5] * 14 + [BAD] + [6] * 30
+    new = [
+        replace(driver.request(3, bad, prefill_logprobs=True, **LONG), chunk_len=chunk_len),
+        driver.request(4, other, **LONG),
+    ]
+    result = driver.engine.step(replace(driver.advance({}), new_requests=new))
+    ((number, sentence),) = result.errors
+    assert number == 3 and "behind 14 of its tokens" in sentence
+    whole = dict(zip(result.request_ids, result.finish_reasons, strict=True))
+    failed = {} if chunk_len else {3: FinishReason.ERROR}
+    assert whole == {2: FinishReason.NONE, 4: FinishReason.NONE, **failed}
+    assert result.running_ids == [2, 4] and driver.engine.num_rows_taken == 2
+    driver.left |= {4: 0}
+    for request_id, token in zip(result.request_ids, result.token_ids, strict=True):
+        driver.tokens[request_id].append(token)
+        driver.known[request_id].append(token)
+    driver.running = [2, 4]
+    driver.run()
+    assert driver.tokens[2] == driver.tokens[0] and driver.tokens[4] == driver.tokens[1]
+    assert memory.num_short > 5
+
+
+def test_a_prompt_that_fails_in_one_part_is_not_in_the_next(
+    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines[StreamDevice]
+    driver = Driver(engine)
+    first = driver.request(0, range(3, 12), **LONG)
+    bad = replace(driver.request(1, [5] * 14 + [BAD] + [6] * 30, **LONG), chunk_len=10)
+    engine.step(StepInput([first, bad], runs_on=False))
+    Memory(engine, monkeypatch, "result", bad=BAD)
+    handles = [engine.launch(StepInput(chunks=[(1, count)])) for count in (10, 20)]
+    outputs = [handle.result() for handle in handles]
+    assert [[number for number, _ in item.errors] for item in outputs] == [[1], []]
+    assert [item.request_ids for item in outputs] == [[0], [0]] and engine.num_rows_taken == 1
+
+
+def test_a_row_computes_the_shared_blocks_that_a_failed_row_was_to_write(
+    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(engines[TorchDevice])
+    ids = list(range(3, 60))
+    driver.add([driver.request(0, ids, **LONG)])
+    driver.run()
+    driver.add([driver.request(5, [9, 8], **LONG)])
+
+    batch = Plan.batch
+
+    def no_memory(self: Plan, scheduled: ScheduledTokens, *rest: Any) -> ForwardBatch:
+        if 1 in self._fixed.table.ids(scheduled.rows.tolist()):
+            raise MemoryError
+        return batch(self, scheduled, *rest)
+
+    monkeypatch.setattr(Plan, "batch", no_memory)
+    # Blocks that were not written.
+    driver.free.reverse()
+    # There is never memory for it; the others have its first two blocks.
+    leader = driver.request(1, ids, **LONG)
+    others = [driver.request(number, ids, **LONG) for number in (2, 3)]
+    others = [
+        replace(
+            item,
+            block_table=[*leader.block_table[:2], *item.block_table[2:]],
+            num_cached_tokens=32,
+            chunk_len=chunk_len,
+        )
+        for item, chunk_len in zip(others, (0, 10), strict=True)
+    ]
+    result = driver.engine.step(StepInput([leader, *others]))
+    assert [number for number, _ in result.errors] == [1]
+    assert dict(zip(result.request_ids, result.token_ids, strict=True))[2] == driver.tokens[0][0]
+    result = driver.engine.step(StepInput(chunks=[(3, 15)]))
+    assert dict(zip(result.request_ids, result.token_ids, strict=True)) == {
+        5: result.token_ids[0],
+        2: driver.tokens[0][1],
+        3: driver.tokens[0][0],
+    }
+
+
+@pytest.mark.parametrize("kind", [TorchDevice, StreamDevice])
+def test_grammars_and_their_neighbours(
+    kind: type[TorchDevice],
+    engines: dict[type[TorchDevice], Engine],
+    tiny_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engines[kind]
+    model = engine.model.config
+    compiler = GrammarCompiler(tiny_model_path, model.vocab_size, model.eos_token_ids)
+    try:
+        grammar = compiler.compile_now("start: /([0-4]{3} )+/")
+    finally:
+        compiler.close()
+    drawn = {"do_sample": True, "temperature": 1.5}
+
+    def tokens(driver: Driver) -> list[list[int]]:
+        driver.add(
+            [
+                driver.request(
+                    number,
+                    range(3, 14 + number),
+                    max_new_tokens=14,
+                    grammar=None if number == 1 else grammar,
+                    sampling={**drawn, "seed": number},
+                )
+                for number in range(4)
+            ]
+        )
+        while driver.running:
+            driver.step(speculate=3)
+        return [driver.tokens[number] for number in range(4)]
+
+    expected = tokens(Driver(engine))
+    memory = Memory(engine, monkeypatch, most=2)
+    assert tokens(Driver(engine)) == expected
+    assert memory.num_short > 10
+
+
+def test_another_error_in_a_part_leaves_what_was_there(
+    engines: dict[type[TorchDevice], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(engines[TorchDevice])
+    ids = list(range(3, 53))
+    driver.add([driver.request(0, ids, **LONG)])
+    driver.run()
+    driver.add([driver.request(1, ids, **LONG)])
+    with monkeypatch.context() as patch:
+        memory = Memory(driver.engine, patch, most=20)
+        launch = memory.launch
+
+        def fail_late(plan: StepPlan) -> Launched:
+            if len(plan.passes[0].rows) == 1 and plan.passes[0].starts[0] == 20:
+                # The parts before it are computed.
+                raise ZeroDivisionError
+            return launch(plan)
+
+        patch.setattr(driver.engine._runner, "launch", fail_late)
+        with pytest.raises(ZeroDivisionError):
+            driver.add([driver.request(2, [5] * 40, **LONG)], driver.advance({}))
+    assert driver.engine.num_rows_taken == 1
+    driver.run()
+    assert driver.tokens[1] == driver.tokens[0]
+
+
+def test_top_tokens_are_found_on_the_host_where_the_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scores = torch.tensor([[0.5, 2.0, 1.0, 2.0]])
+    choice = Choice(np.array([1]), np.zeros(1, dtype=np.float32), scores)
+    expected, topk, calls = top_tokens(choice, 0, 2), Tensor.topk, 0
+
+    def no_memory(self: Tensor, count: int) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return topk(self, count)
+
+    monkeypatch.setattr(Tensor, "topk", no_memory)
+    assert top_tokens(choice, 0, 2) == expected and calls == 2
+
+
+def scheduled(*rows: tuple[int, int, int, int], is_decode: bool = False) -> ScheduledTokens:
+    """(row, start, count, sampled) of each."""
+    own, starts, counts, sampled = np.array(rows, dtype=np.int64).T
+    return ScheduledTokens(own, starts, counts, sampled, starts + counts, is_decode)
+
+
+def spans(item: ScheduledTokens) -> list[tuple[int, int, int, int]]:
+    assert (item.ends == item.starts + item.counts).all()
+    columns = item.rows, item.starts, item.counts, item.num_sampled
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_what_decodes_is_cut_from_a_prompt_first() -> None:
+    rows = [(0, 9, 1, 1), (1, 5, 1, 1), (2, 7, 3, 3), (3, 16, 50, 1), (4, 0, 40, 0)]
+    first, second = out_of_memory.cut(scheduled(*rows))
+    assert spans(first) == rows[:4] and spans(second) == rows[4:]
+    first, second = out_of_memory.cut(first)
+    assert spans(first) == rows[:3] and spans(second) == rows[3:4]
+    decoding = scheduled((0, 9, 1, 1), (1, 5, 1, 1), (2, 7, 1, 1), is_decode=True)
+    assert [(len(item.rows), item.is_decode) for item in out_of_memory.cut(decoding)] in (
+        [(1, True), (2, True)],
+        [(2, True), (1, True)],
+    )
+
+
+def test_a_row_is_cut_into_its_beginning_and_its_end() -> None:
+    first, second = out_of_memory.cut(scheduled((3, 16, 51, 1)))
+    assert spans(first) == [(3, 16, 25, 0)] and spans(second) == [(3, 41, 26, 1)]
+    assert [spans(item) for item in out_of_memory.cut(scheduled((2, 7, 4, 4)))] == [[(2, 7, 1, 1)]]
+    assert out_of_memory.cut(scheduled((2, 7, 1, 1))) == []
+
+
+def test_outputs_of_parts_are_one() -> None:
+    first = StepOutput([4], [0], [7, 8], [-1.0, -2.0], token_counts=[2])
+    second = StepOutput([5], [1], [9], [-3.0], top_token_counts=[1], top_token_ids=[9])
+    second.top_token_logprobs, second.prefill_logprobs = [-3.0], [(5, [0.0])]
+    whole = out_of_memory.merged([first, second, out_of_memory.failure(6, 3, gets_token=False)])
+    assert (whole.request_ids, whole.finish_reasons) == ([4, 5], [0, 1])
+    assert (whole.token_ids, whole.logprobs) == ([7, 8, 9], [-1.0, -2.0, -3.0])
+    assert (whole.token_counts, whole.top_token_counts) == ([2, 1], [0, 0, 1])
+    assert (whole.top_token_ids, whole.top_token_logprobs) == ([9], [-3.0])
+    assert whole.prefill_logprobs == [(5, [0.0])] and [item[0] for item in whole.errors] == [6]

@@ -1,0 +1,104 @@
+"""A corpus of realistic grammars: each has a text, or is refused for the expected reason.
+
+`corpus/regexes.txt` and `corpus/schemas.json` hold a part of the reason beside a refused grammar.
+Texts are checked by other implementations of regular expressions and schemas.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+from jsonschema import Draft202012Validator
+from text_generation_router.errors import GrammarError
+from text_generation_router.grammar import write
+from text_generation_router.request import Grammar as Asked
+from text_generation_shard.grammars.compiler import GrammarCompiler
+from text_generation_shard.grammars.grammar import Grammar
+from tokenizers import Tokenizer
+
+from shard.tests.grammar_formats import FORMATS
+from shard.tests.grammars.test_grammar import EMBEDDED, walk
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+SPARE = (0, 1, 9, 30)
+
+
+def regexes() -> list[tuple[str, str]]:
+    """Expressions, each with the reason if it is refused."""
+    found = []
+    for line in (CORPUS / "regexes.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("!\t"):
+            _, source, reason = line.split("\t")
+            found.append((source, reason))
+        elif not line.startswith("# ") or line.startswith("# ["):
+            found.append((line, ""))
+    return found
+
+
+SCHEMAS: list[Any] = json.loads((CORPUS / "schemas.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Callable[[Asked], Grammar]:
+    compiler = GrammarCompiler(EMBEDDED, 4096, [2, 0])
+
+    def compile_asked(asked: Asked) -> Grammar:
+        try:
+            return compiler.compile_now(write(asked))
+        except GrammarError as error:
+            return Grammar(str(error))
+
+    return compile_asked
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+
+
+def texts(grammar: Grammar, tokenizer: Tokenizer) -> list[str]:
+    """The ending that was found, and random texts of few tokens and of more."""
+    draw = random.Random(1)
+    written = [walk(grammar, grammar.min_tokens + spare, draw) for spare in SPARE]
+    all_tokens = [list(grammar.ending), *written]
+    return [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in all_tokens]
+
+
+def test_it_is_large_enough() -> None:
+    assert len({source for source, reason in regexes() if not reason}) >= 300
+    assert len({name for name, *_ in SCHEMAS}) == len(SCHEMAS)
+
+
+@pytest.mark.slow
+def test_every_regular_expression(
+    compiled: Callable[[Asked], Grammar], tokenizer: Tokenizer
+) -> None:
+    for source, reason in regexes():
+        grammar = compiled(Asked("regex", source))
+        assert bool(grammar.error) == bool(reason), f"{source}: {grammar.error}"
+        assert reason in grammar.error, f"{source}: {grammar.error}"
+        if not reason:
+            # `regex` does not know how Rust writes codes.
+            plain = re.sub(r"\\[xu]\{(\w+)\}", lambda code: chr(int(code[1], 16)), source)
+            for text in texts(grammar, tokenizer):
+                assert regex.fullmatch(plain, text, regex.V1), f"{source}: {text!r}"
+
+
+@pytest.mark.parametrize("case", SCHEMAS, ids=[case[0] for case in SCHEMAS])
+def test_schema(
+    case: list[Any], compiled: Callable[[Asked], Grammar], tokenizer: Tokenizer
+) -> None:
+    schema, reason = case[1], (*case[2:], "")[0]
+    grammar = compiled(Asked("json_schema", json.dumps(schema)))
+    assert bool(grammar.error) == bool(reason), grammar.error
+    assert reason in grammar.error
+    if not reason:
+        checker = Draft202012Validator(schema, format_checker=FORMATS)
+        for text in texts(grammar, tokenizer):
+            errors = [error.message for error in checker.iter_errors(json.loads(text))]
+            assert not errors, f"{text}: {errors}"
