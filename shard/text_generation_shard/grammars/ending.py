@@ -24,7 +24,7 @@ _PRINTABLE = tuple(map(chr, (*range(32, 127), 10)))
 # repetitions, which are left out, and what is between words.
 _PART = re.compile(
     r"""\\(?P<escaped>[^\w\s])|\\(?P<control>[nrtdws])|\\.|(?P<plain>[^\\[\](){}*+?|.^$"/])"""
-    r"|\[(?P<first>[^\\\]^])(?:\\.|[^\\\]])*\]|(?P<again>[*+?])|.",
+    r'|\[(?P<first>[^\\\]^"{])(?:\\.|[^\\\]"])*\]|(?P<again>[*+?])|.',
     re.S,
 )
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s": " "}
@@ -32,6 +32,8 @@ _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s": " "}
 _SPECIAL = re.compile(r"<\[(\d+)\]>")
 # Bounds of what is tried: words and signs of a grammar, and tokens of one state.
 _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
+# Characters beyond ASCII that are tried before words.
+_NUM_RARE = 8
 # Steps of the walk that always takes the first step that is possible, which closes what is open.
 _CLOSING_STEPS = 300
 # Steps of the first random walks, and how often each of them takes the first step.
@@ -84,7 +86,9 @@ class EndingSearch:
             elif words[-1] and not part["again"]:
                 words.append("")
         several = [word for word in dict.fromkeys(words) if 1 < len(word) <= _LONGEST_WORD]
-        signs = dict.fromkeys([*_CLOSING, *several[:_MOST_WORDS], *"".join(words), *_PRINTABLE])
+        characters = dict.fromkeys("".join(words))
+        rare = [character for character in characters if not character.isascii()][:_NUM_RARE]
+        signs = dict.fromkeys([*_CLOSING, *rare, *several[:_MOST_WORDS], *characters, *_PRINTABLE])
         for sign in [*signs][:_MOST_SIGNS]:
             yield self._tokenizer.greedy_tokenize(sign)
 
