@@ -351,7 +351,7 @@ def test_weights_that_can_not_be_read_are_one_sentence(
     with pytest.raises(ModelError, match="not a readable safetensors file"):
         load(ShardConfig(model_path=corrupt, device="cpu"))
     (corrupt / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"no \*.safetensors weights"):
+    with pytest.raises(ModelError, match="holds no weights at all"):
         load(ShardConfig(model_path=corrupt, device="cpu"))
     partial = copy_of(checkpoint("llama-sharded"), tmp_path / "partial")
     gone = sorted(partial.glob("model-*.safetensors"))[1]

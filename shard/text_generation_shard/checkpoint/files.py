@@ -73,7 +73,7 @@ def weight_names(where: str, names: Collection[str], directory: Path) -> list[st
         return pickle_names(names)
     if "model.safetensors" in names:
         return ["model.safetensors"]
-    weights = [name for name in names if name.endswith(".safetensors")]
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
     return [name for name in weights if not name.startswith("consolidated")] or weights
 
 
