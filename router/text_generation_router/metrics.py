@@ -138,7 +138,7 @@ class _Distribution:
     """Observations of one histogram series; `counts` has one more entry than there are bounds."""
 
     counts: list[int]
-    sum: float = 0.0
+    sum: float
 
 
 class Histogram(_Metric):
@@ -146,10 +146,18 @@ class Histogram(_Metric):
 
     kind = "histogram"
 
-    def __init__(self, description: str, bounds: Sequence[float], label: Label = _NO_LABEL) -> None:
+    def __init__(
+        self,
+        description: str,
+        bounds: Sequence[float],
+        label: Label = _NO_LABEL,
+        *,
+        zero: float = 0.0,
+    ) -> None:
+        """`zero`: where the sum begins; of whole numbers it is one, if this is an int."""
         super().__init__(description, label)
         self._bounds = tuple(bounds)
-        self._series = {v: _Distribution([0] * (len(bounds) + 1)) for v in label.values}
+        self._series = {v: _Distribution([0] * (len(bounds) + 1), zero) for v in label.values}
 
     def observe(self, value: float, times: int = 1, **labels: str) -> None:
         """Counts `value`, `times` times, in the first bucket whose bound is not below it."""
@@ -183,7 +191,7 @@ class Summary(_Metric):
 
     def __init__(self, description: str, bounds: Sequence[float]) -> None:
         super().__init__(description)
-        self._all = Histogram(description, bounds)
+        self._all = Histogram(description, bounds, zero=0)
         self._recent: deque[float] = deque(maxlen=1024)
 
     def observe(self, value: float, times: int = 1) -> None:
