@@ -1,6 +1,7 @@
 """Calls that work, hang, die and grow, in processes that can be killed."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -176,3 +177,14 @@ worker.call("sleep", b"", 60)
         assert server is not None
         parent.kill()
     wait_until(lambda: not is_running(server.pid) and not is_running(runner.pid))
+
+
+def test_a_process_without_descriptors_is_told_so(worker: Worker) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        with pytest.raises(WorkerStartError, match="Too many open files"):
+            worker.call("pid", b"", 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert pid_of(worker)

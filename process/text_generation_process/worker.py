@@ -126,7 +126,10 @@ class Worker:
                 if not _has_ended(connection):
                     return connection
                 connection.close()
-        connection, theirs = socket.socketpair()
+        try:
+            connection, theirs = socket.socketpair()
+        except OSError as error:
+            raise WorkerStartError(f"can not start a process: {error}") from error
         try:
             with theirs, self._starting:
                 if self._server is None or not self._server.is_alive:
