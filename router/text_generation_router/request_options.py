@@ -113,7 +113,7 @@ def read_options(scope: Scope) -> RequestOptions:
 
 
 def options_of(scope: Scope) -> RequestOptions:
-    """The terms that `read_options` found; none on routes that do not read them."""
+    """The options that `read_options` found; none on routes that do not read them."""
     request_options = scope.get(_OPTIONS, NO_OPTIONS)
     assert isinstance(request_options, RequestOptions)
     return request_options

@@ -53,7 +53,6 @@ class GrammarCompiler:
         arguments = json.dumps([str(self._file.path), vocab_size, list(eos_ids)]).encode()
         module = "text_generation_shard.grammars.trial"
         self._worker = Worker(module, arguments, memory_bytes=_MEMORY_BYTES)
-        # The kernel ends the worker's processes together with the thread that started them.
         self._threads = ThreadPoolExecutor(_NUM_SHORT + _NUM_LONG, thread_name_prefix="grammar")
         self._num_long = 0
         self._tasks: dict[str, asyncio.Task[Grammar]] = {}
