@@ -227,9 +227,13 @@ def main() -> None:
     """Forks a runner for each socket that comes, until the parent closes its end."""
     name, memory_bytes = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as control:
+    # The parent may end at any time, before it sends its argument or reads an answer.
+    with socket.socket(fileno=0) as control, suppress(ConnectionError):
         module = importlib.import_module(name)
-        _, argument = _next_call(control)
+        try:
+            _, argument = _next_call(control)
+        except EOFError:
+            return
         prepared = module.prepare(argument) or module
         _send(control, b"", has_more=True)
         gc.freeze()
