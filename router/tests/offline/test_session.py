@@ -38,6 +38,11 @@ def test_the_launcher_gets_the_options_of_shards(model, given, flags):
     assert read_options(found, {}, Mode.SHARDS) is not None
 
 
+def test_a_switch_is_a_boolean_and_the_launcher_refuses_anything_else():
+    flags, _ = sort_options(None, {"trust_remote_code": "false"})
+    assert flags == ("--trust-remote-code=false",)
+
+
 def test_the_router_gets_its_options():
     given = {"max_batch_size": 3, "revision": "v1", "step_deadline": 7.5}
     flags, options = sort_options("a/b", given | {"tokenizer_config_path": Path("/t.json")})

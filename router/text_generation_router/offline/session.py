@@ -62,11 +62,11 @@ def sort_options(
             router[name] = str(value) if isinstance(value, Path) else value
         if option.to == (Child.ROUTER,):
             continue
-        if not option.switch:
+        if option.switch and isinstance(value, bool):
+            shard_flags += [flag(name)] * value
+        else:
             written = str(value).lower() if isinstance(value, bool) else value
             shard_flags.append(f"{flag(name)}={written}")
-        elif value:
-            shard_flags.append(flag(name))
     router_config(router, ShardsAddress("", "", ""))  # validates before the model is loaded
     return tuple(shard_flags), router
 
