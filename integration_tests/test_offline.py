@@ -332,3 +332,20 @@ def test_control_c_ends_what_is_generated_and_not_the_model(tiny_model_path: Pat
         timeout=60,
     )
     assert (done.stdout, done.stderr) == ("interrupted\n1\n", "")
+
+
+FORKED = """
+import os, signal, sys
+from text_generation_router import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32")
+if not (child := os.fork()):
+    signal.alarm(20)
+    sys.exit()
+print(os.waitpid(child, 0)[1], len(llm.generate("the cat", SamplingParams(max_tokens=2))))
+"""
+
+
+def test_a_fork_ends_without_the_model(tiny_model_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tiny_model_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("0 1\n", 0)

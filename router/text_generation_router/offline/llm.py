@@ -1,5 +1,6 @@
 """`LLM`: a model in Python, with the server's scheduler and shards but without HTTP."""
 
+import ctypes
 import os
 import sys
 import weakref
@@ -221,7 +222,10 @@ class LLM:
 
 def _close(running: ExitStack, calls: set[Future[Any]], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork does not own the model
+        # A fork does not own the model, and has no thread with its event loop. The stack must never
+        # be freed: that would leave its contexts, which wait for this thread.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(running))
+        return
     for call in list(calls):
         call.cancel()
     running.close()
