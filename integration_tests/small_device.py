@@ -69,7 +69,7 @@ class SmallDevice:
     check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
     weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
     free_bytes, then = (
-        (lambda _, step, profile_memory: MemoryBudget(2**26, step)),
+        (lambda _, step, run: MemoryBudget(2**26, step)),
         (lambda _, action: action()),
     )
 

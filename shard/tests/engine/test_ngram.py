@@ -1,5 +1,4 @@
-"""Draft tokens change the speed of tokens, never the tokens: found, trusted, limited, cut,
-verified."""
+"""Draft tokens change the speed of tokens, never the tokens: found, limited, cut, verified."""
 
 import random
 from pathlib import Path

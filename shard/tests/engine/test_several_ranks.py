@@ -205,7 +205,7 @@ async def run(shards: Shards, joins: Callable[[Shards], None] | None = None) -> 
         grown = {"speculate": 3}
         # What they draft next must be the same.
         states = [vars(rank._engine._planner._drafter) for rank in shards.ranks]
-        for name in ("_trust", "_rest", "_last_rest", "_misses"):
+        for name in ("_rate", "_backoff", "_last_backoff", "_misses"):
             assert states[0][name].tolist() == states[1][name].tolist()
     answer = note(await shards.all("Prefill", shards.prefill(second, 1, **grown)))
     while answer.batch.request_ids:

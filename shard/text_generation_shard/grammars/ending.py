@@ -34,8 +34,6 @@ _SPECIAL = re.compile(r"<\[(\d+)\]>")
 _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
 # Characters beyond ASCII that are tried before words.
 _NUM_RARE = 8
-# Steps of the walk that always takes the first step that is possible, which closes what is open.
-_CLOSING_STEPS = 300
 # Steps of the first random walks, and how often each of them takes the first step.
 _WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
 # The characters of an ending that may become zeros.
@@ -118,7 +116,8 @@ class _Search:
         for ending in known or ():
             if len(ending) <= self._limit and ends(self._start, ending, self._eos):
                 return list(ending)
-        first = self._walk(min(_CLOSING_STEPS, self._num_steps // 2), 1.0)
+        # The first step that is possible closes what is open; a long array needs many.
+        first = self._walk(self._num_steps // 2, 1.0)
         if first is not None and len(first) <= self._limit and known is not None:
             return first
         found = min(filter(None, (first, self._nearest(known or ()))), key=len, default=None)
