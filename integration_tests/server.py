@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,17 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout_s} s still not so: {what}"
         time.sleep(0.02)
+
+
+def workers_of(module: str) -> list[psutil.Process]:
+    """The processes of this process's own `Worker`s for a module, and not those of the servers that
+    other tests share with this process."""
+    found = list[psutil.Process]()
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if module in child.cmdline():
+                found += [child, *child.children()]
+    return [one for one in found if not has_ended(one)]
 
 
 def has_ended(process: psutil.Process) -> bool:

@@ -68,10 +68,7 @@ class SmallDevice:
     upload, num_spare_blocks = staticmethod(lambda arrays: [*map(torch.from_numpy, arrays)]), 0
     check_room = serve = left_bytes = release_memory = staticmethod(lambda *_: 0)
     weight_copies, quantized_form = (lambda it: nullcontext(it)), (lambda *_: Form(None, ""))
-    free_bytes, then = (
-        (lambda _, step, run: MemoryBudget(2**26, step)),
-        (lambda _, action: action()),
-    )
+    free_bytes, then = (lambda _, n, run: MemoryBudget(2**26, n)), (lambda _, action: action())
 
     def add_norm(self, hidden: Any, delta: Any, scale: float, weight: Any, eps: float) -> Any:
         added = hidden.add_(0 if delta is None else delta * scale)

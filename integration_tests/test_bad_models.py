@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle
+from integration_tests.server import LauncherHandle, has_ended
 
 Change = Callable[[Path], object]
 
@@ -110,7 +110,7 @@ def assert_refused(handle: LauncherHandle, *fragments: str) -> None:
     assert "Traceback" not in log, log
     for fragment in fragments:
         assert fragment in errors[0], log
-    assert not any(process.is_running() for process in family)
+    assert all(map(has_ended, family))
 
 
 # One of each file, and of each process that reads them: the shard's own tests have the others.

@@ -241,8 +241,8 @@ def test_no_process_is_left_behind(start: Start, podman: Podman, data: Path) -> 
     def inside() -> list[str]:
         return podman.run("top", container.name, "hpid").split()[1:]
 
-    # Launcher, router, shard, template worker and grammar process.
-    wait_until(lambda: len(inside()) == 5, 20, "five processes run")
+    # Launcher, router and shard; and two workers, each a server and a process that it has forked.
+    wait_until(lambda: len(inside()) == 7, 20, "seven processes run")
     processes = inside()
     container.signal("KILL")
     assert container.wait_for_exit() == 137

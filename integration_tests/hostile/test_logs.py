@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-from integration_tests.server import LauncherHandle, wait_until
+from integration_tests.server import LauncherHandle, has_ended, wait_until
 
 # Requests that are refused are a line of the log, too.
 REFUSED = {"inputs": "a", "parameters": {"max_new_tokens": 0}}
@@ -106,7 +106,7 @@ def test_nobody_ever_reads(tiny_model_path: Path) -> None:
         started = time.monotonic()
         handle.process.send_signal(signal.SIGTERM)
         assert handle.wait_for_exit(20) == 0
-        assert not [process for process in family if process.is_running()]
+        assert all(map(has_ended, family))
         assert time.monotonic() - started < 15
         assert b"Options: " in os.read(reader, 1 << 16)
 

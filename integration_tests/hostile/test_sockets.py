@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from integration_tests.conftest import Launch
-from integration_tests.server import LauncherHandle, free_port, wait_until
+from integration_tests.server import LauncherHandle, free_port, has_ended, wait_until
 
 NOBODY = 65534
 # Python itself may be in root's home, where another user can not read it: so it is begun by root.
@@ -90,7 +90,7 @@ def test_a_killed_launcher_leaves_nothing_behind_the_next(
     folder = open_socket(handle).parent
     family = handle.family()
     handle.process.kill()
-    wait_until(lambda: not any(p.is_running() for p in family), 20, "its children end with it")
+    wait_until(lambda: all(map(has_ended, family)), 20, "its children end with it")
     assert folder.exists()
     again = launch(tiny_model_path, chooses_sockets=False, TMPDIR="/tmp")
     wait_until(lambda: not folder.exists(), 20, "the next one removes what it left")

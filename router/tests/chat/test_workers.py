@@ -18,6 +18,8 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 
+from integration_tests.server import workers_of
+
 # Renders the first message, or runs what it names.
 TEMPLATE = """
 {%- set it = messages[0].content -%}
@@ -46,8 +48,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemplateWorkers]:
 
 def processes() -> list[psutil.Process]:
     """The processes that render for this one."""
-    name = "text_generation_router.chat.rendering"
-    return [one for one in psutil.Process().children(True) if name in one.cmdline()]
+    return workers_of("text_generation_router.chat.rendering")
 
 
 async def render(workers: TemplateWorkers, content: Any = "hi", **kwargs: Any) -> str:

@@ -16,6 +16,7 @@ from text_generation_shard.grammars.constraint import Constraint
 from text_generation_shard.grammars.grammar import Grammar, Tried, sentence, source_of
 
 from integration_tests.schemas import closed
+from integration_tests.server import workers_of
 from shard.tests.grammars.test_grammar import EMBEDDED, schema_text
 
 
@@ -39,9 +40,7 @@ async def compiler() -> AsyncIterator[GrammarCompiler]:
 
 def workers() -> list[psutil.Process]:
     """The processes that try grammars."""
-    name = "text_generation_shard.grammars.trial"
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if name in child.cmdline()]
+    return workers_of("text_generation_shard.grammars.trial")
 
 
 async def until(condition: Callable[[], bool]) -> None:

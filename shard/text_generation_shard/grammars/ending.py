@@ -28,12 +28,16 @@ _PART = re.compile(
     re.S,
 )
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "d": "0", "w": "a", "s": " "}
+# A text between quotes with a slash, which `_PART` takes for the border of a pattern: `"</think>"`.
+_WITH_SLASH = re.compile(r'"([^"\\\n]*/[^"\\\n]*)"')
 # A special token in Lark.
 _SPECIAL = re.compile(r"<\[(\d+)\]>")
 # Bounds of what is tried: words and signs of a grammar, and tokens of one state.
 _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
 # Characters beyond ASCII that are tried before words.
 _NUM_RARE = 8
+# What the walk that closes what is open takes of the steps of the other searches, at most.
+_CLOSING_STEPS = 300
 # Steps of the first random walks, and how often each of them takes the first step.
 _WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
 # The characters of an ending that may become zeros.
@@ -83,6 +87,7 @@ class EndingSearch:
                 words[-1] += character
             elif words[-1] and not part["again"]:
                 words.append("")
+        words = [*_WITH_SLASH.findall(source), *words]
         several = [word for word in dict.fromkeys(words) if 1 < len(word) <= _LONGEST_WORD]
         characters = dict.fromkeys("".join(words))
         rare = [character for character in characters if not character.isascii()][:_NUM_RARE]
@@ -116,8 +121,11 @@ class _Search:
         for ending in known or ():
             if len(ending) <= self._limit and ends(self._start, ending, self._eos):
                 return list(ending)
-        # The first step that is possible closes what is open; a long array needs many.
-        first = self._walk(self._num_steps // 2, 1.0)
+        # The first step that is possible closes what is open. A long array needs many, and `.*`
+        # may never end.
+        budget = self._num_steps
+        first = self._walk(budget // 2, 1.0)
+        self._num_steps = max(self._num_steps, budget - _CLOSING_STEPS)
         if first is not None and len(first) <= self._limit and known is not None:
             return first
         found = min(filter(None, (first, self._nearest(known or ()))), key=len, default=None)
@@ -175,7 +183,7 @@ class _Search:
             steps = self._steps(matcher)
             if not steps:
                 return None
-            if self._random.random() < share:
+            if share == 1.0 or self._random.random() < share:
                 step = steps[0]
             elif step not in steps or self._random.random() > _AGAIN:
                 # Half of the time one of the grammar itself.
