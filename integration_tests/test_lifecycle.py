@@ -139,8 +139,8 @@ def test_environment_json_log_and_secrets(launch: Launch, tiny_model_path: Path)
     environment = {"MODEL_ID": str(tiny_model_path), "JSON_OUTPUT": "true", "MAX_BEST_OF": "3"}
     flags = ("--max-stop-sequences", "7", "--api-key", "hunter2", "--api-key=hunter4")
     handle = ready(launch, None, *flags, **environment, HF_TOKEN="hf_hunter3")
-    # The shard, the router, what renders chats and what tries grammars.
-    wait_until(lambda: len(handle.family()) == 4, 10, "all children have been started")
+    # The shard and the router, each with a worker: a server and a process that it has forked.
+    wait_until(lambda: len(handle.family()) == 6, 10, "all children have been started")
     for process in (psutil.Process(handle.process.pid), *handle.family()):
         assert "hunter" not in " ".join(process.cmdline())
     for key, status in (("hunter2", 200), ("hunter4", 200), ("xxxxxxx", 401)):
