@@ -36,8 +36,9 @@ _SPECIAL = re.compile(r"<\[(\d+)\]>")
 _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
 # Characters beyond ASCII that are tried before words.
 _NUM_RARE = 8
-# What the walk that closes what is open takes of the steps of the other searches, at most.
-_CLOSING_STEPS = 300
+# Steps of the walk that always takes the first step that is possible, which closes what is open;
+# and of those for long texts, where nothing else has found one.
+_CLOSING_STEPS, _LONG_STEPS = 300, 4096
 # Steps of the first random walks, and how often each of them takes the first step.
 _WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
 # The characters of an ending that may become zeros.
@@ -121,11 +122,7 @@ class _Search:
         for ending in known or ():
             if len(ending) <= self._limit and ends(self._start, ending, self._eos):
                 return list(ending)
-        # The first step that is possible closes what is open. A long array needs many, and `.*`
-        # may never end.
-        budget = self._num_steps
-        first = self._walk(budget // 2, 1.0)
-        self._num_steps = max(self._num_steps, budget - _CLOSING_STEPS)
+        first = self._walk(min(_CLOSING_STEPS, self._num_steps // 2), 1.0)
         if first is not None and len(first) <= self._limit and known is not None:
             return first
         found = min(filter(None, (first, self._nearest(known or ()))), key=len, default=None)
@@ -133,6 +130,11 @@ class _Search:
             found = self._with_zeros(self._shortened(self._units(wide)))
         elif found is not None and (known is None or len(found) > self._limit):
             found = min(found, self._with_zeros(self._units(found)), key=len)
+        if found is None and known is None:
+            self._num_steps = 2 * _LONG_STEPS
+            walks = (self._walk(_LONG_STEPS, 1.0, preferred) for preferred in (" ", ""))
+            written = [self._tokens(self._units(walk)) for walk in walks if walk is not None]
+            found = min(written, key=len, default=None)
         return None if found is None or len(found) > self._limit else found
 
     def _nearest(self, known: Sequence[Sequence[int]]) -> list[int] | None:
@@ -175,16 +177,18 @@ class _Search:
             most = most * 5 // 4
         return None
 
-    def _walk(self, most: int, share: float) -> list[int] | None:
-        """At most `most` random steps; `share`: how often the first that is possible is taken."""
+    def _walk(self, most: int, share: float, preferred: str = "") -> list[int] | None:
+        """At most `most` random steps; `share`: how often the first that is possible is taken, or
+        the `preferred` one."""
         matcher, tokens, step = self._start.deep_copy(), list[int](), list[int]()
+        before_all = self._tokenizer.greedy_tokenize(preferred)
         for _ in range(min(most, self._num_steps)):
             self._num_steps -= 1
             steps = self._steps(matcher)
             if not steps:
                 return None
-            if share == 1.0 or self._random.random() < share:
-                step = steps[0]
+            if self._random.random() < share:
+                step = before_all if before_all in steps else steps[0]
             elif step not in steps or self._random.random() > _AGAIN:
                 # Half of the time one of the grammar itself.
                 is_own = self._random.random() < 0.5
