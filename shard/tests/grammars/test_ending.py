@@ -45,6 +45,9 @@ def matching() -> LLTokenizer:
         ("[à-ü]{2}", "é", 1),
         ("日本[à-ü]?語", "日", 2),
         (r"(?s:.*)<answer>\d+</answer>", "x <answer>", 18),
+        (r"([a-z]+ ){20}\.", "", 61),
+        (r"(- [A-Z][a-z ]+\n){9}", "", 45),
+        (r"([a-z]{1,9} ){30,90}", "", 60),
     ],
 )
 def test_an_ending_is_short(matching: LLTokenizer, source: str, written: str, longest: int) -> None:

@@ -3,7 +3,8 @@
 Tokens are tried on copies of the matcher: first to states with new masks, nearest first; then in
 random walks, as different states can have the same mask, as in `.*\\.py`. Words and characters that
 the grammar itself contains are tried before others. An ending that was found is made shorter by
-leaving out parts of it. Finding none proves nothing.
+leaving out parts of it. Where these find none, a walk leaves one repetition after another. Finding
+none proves nothing.
 
 The same search finds the same ending: its random numbers have a fixed seed, and its limit is a
 number of tried tokens.
@@ -11,6 +12,7 @@ number of tried tokens.
 
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
@@ -37,8 +39,10 @@ _MOST_WORDS, _LONGEST_WORD, _MOST_SIGNS, _MOST_TRIED = 64, 32, 200, 24
 # Characters beyond ASCII that are tried before words.
 _NUM_RARE = 8
 # Steps of the walk that always takes the first step that is possible, which closes what is open;
-# and of those for long texts, where nothing else has found one.
+# and tokens that are tried for a long text, where nothing else has found one.
 _CLOSING_STEPS, _LONG_STEPS = 300, 4096
+# A longer ending may have a shorter one that only the searches for long texts find.
+_SHORT = 64
 # Steps of the first random walks, and how often each of them takes the first step.
 _WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
 # The characters of an ending that may become zeros.
@@ -126,16 +130,24 @@ class _Search:
         if first is not None and len(first) <= self._limit and known is not None:
             return first
         found = min(filter(None, (first, self._nearest(known or ()))), key=len, default=None)
-        if found is None and self._has_more and (wide := self._wander()) is not None:
+        wide = self._wander() if found is None and self._has_more else None
+        if wide is not None:
             found = self._with_zeros(self._shortened(self._units(wide)))
         elif found is not None and (known is None or len(found) > self._limit):
             found = min(found, self._with_zeros(self._units(found)), key=len)
-        if found is None and known is None:
-            self._num_steps = 2 * _LONG_STEPS
-            walks = (self._walk(_LONG_STEPS, 1.0, preferred) for preferred in (" ", ""))
-            written = [self._tokens(self._units(walk)) for walk in walks if walk is not None]
-            found = min(written, key=len, default=None)
+        if known is None and (found is None or wide is not None or len(found) > _SHORT):
+            found = min(filter(None, (found, self._long(wide is None))), key=len, default=None)
         return None if found is None or len(found) > self._limit else found
+
+    def _long(self, is_first: bool) -> list[int] | None:
+        """An ending by leaving repetitions; before, if it is the first, by closing what is open,
+        words first."""
+        self._num_steps = 2 * _LONG_STEPS * is_first
+        walks = (self._walk(_LONG_STEPS, 1.0, preferred) for preferred in (" ", ""))
+        found = [self._tokens(self._units(walk)) for walk in walks if walk is not None]
+        if found or (left := self._leave(_LONG_STEPS)) is None:
+            return min(found, key=len, default=None)
+        return self._tokens(self._units(left))
 
     def _nearest(self, known: Sequence[Sequence[int]]) -> list[int] | None:
         """A best-first search by the number of tokens, in which each mask is visited once."""
@@ -198,6 +210,28 @@ class _Search:
             if matcher.is_accepting():
                 return tokens
         return None
+
+    def _leave(self, tries: int) -> list[int] | None:
+        """A walk to the masks that it has seen least often: it leaves each repetition, such as
+        `[a-z]+` in a pattern with many of them."""
+        matcher, tokens, seen = self._start.deep_copy(), list[int](), Counter[bytes]()
+        while not matcher.is_accepting():
+            best: tuple[int, list[int], LLMatcher, bytes] | None = None
+            for step in self._steps(matcher)[:_MOST_TRIED]:
+                tries -= 1
+                following = matcher.deep_copy()
+                following.consume_tokens(step)
+                mask = b"" if following.is_accepting() else following.compute_bitmask()
+                if not following.is_error() and (best is None or seen[mask] < best[0]):
+                    best = seen[mask], step, following, mask
+                    if not best[0]:
+                        break
+            if best is None or tries <= 0 or len(tokens) > self._limit:
+                return None
+            _, step, matcher, mask = best
+            tokens += step
+            seen[mask] += 1
+        return tokens
 
     def _steps(self, matcher: LLMatcher) -> list[list[int]]:
         """Tokens that may follow: forced ones, or those of signs, or some of all."""
