@@ -156,7 +156,7 @@ class Rendezvous:
             done.wait(2 * _ERROR_READ_S)
 
     def _linger(self, name: str, count: int) -> None:
-        """Rank 0 waits until a counter reaches `count`, at most for _LAST_WORDS_S."""
+        """Rank 0 waits until a counter reaches `count`, at most for _ERROR_READ_S."""
         end = time.monotonic() + _ERROR_READ_S
         while self.rank == 0 and time.monotonic() < end:
             if self._store.add(name, 0) >= count:
