@@ -324,6 +324,12 @@ def test_files_that_arrived_before_a_failure_are_kept(hub, tmp_path, monkeypatch
     assert not left_by_another.exists()
 
 
+def test_files_that_do_not_arrive_are_missed(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert "config.json of some/model has not arrived" in error_of(hub, tmp_path)
+    assert not [*tmp_path.rglob("refs")]
+
+
 def test_a_cache_that_cannot_be_written(hub, tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert "cannot write" in error_of(hub, tmp_path / "file")

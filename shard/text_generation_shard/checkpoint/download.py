@@ -155,7 +155,7 @@ class _HubModel:
         snapshot = folder / "snapshots" / commit
         check_config(self._repo_id, sizes)
         small = _absent(snapshot, (name for name in sizes if name.endswith(SMALL_SUFFIXES)))
-        self._download(commit, small)
+        self._download(snapshot, small)
         weights = _absent(snapshot, weight_names(self._repo_id, sizes, snapshot))
         if (snapshot / pickles.CONVERTED_NAME).exists():
             # The user may have deleted converted pickles.
@@ -172,7 +172,7 @@ class _HubModel:
             )
         what = weights[0] if len(weights) == 1 else f"{len(weights)} weight files"
         with _progress(folder / "blobs", what, needed):
-            self._download(commit, weights)
+            self._download(snapshot, weights)
         reference = folder / "refs" / self._revision
         if commit != self._revision:
             reference.parent.mkdir(parents=True, exist_ok=True)
@@ -180,16 +180,21 @@ class _HubModel:
         logger.info("downloaded %s to %s", self._repo_id, snapshot)
         return snapshot
 
-    def _download(self, commit: str, names: list[str]) -> None:
+    def _download(self, snapshot: Path, names: list[str]) -> None:
         from huggingface_hub import snapshot_download
 
         if names:
             snapshot_download(
                 self._repo_id,
-                revision=commit,
+                revision=snapshot.name,
                 cache_dir=self._cache_dir,
                 endpoint=self._api.endpoint,
                 allow_patterns=names,
+            )
+        # Where the hub can not be asked again, older versions return what there is.
+        if absent := _absent(snapshot, names):
+            raise ModelError(
+                f"{absent[0]} of {self._repo_id} has not arrived: check the network and start again"
             )
 
     def _explained(self, error: Exception) -> ModelError:
