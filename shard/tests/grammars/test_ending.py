@@ -76,6 +76,17 @@ def test_an_ending_is_not_longer_than_its_limit(matching: LLTokenizer) -> None:
     assert search.find(matcher, 1, 300) is None
 
 
+def test_a_long_ending_takes_no_more_time_during_a_generation(
+    matching: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f'start: "{"ab" * 300}"'
+    matcher, search = LLMatcher(matching, source), EndingSearch(matching, source)
+    found = search.find(matcher, 999, 150)
+    assert found is not None and len(found) > 200
+    monkeypatch.setattr("text_generation_shard.grammars.ending._Search._with_zeros", pytest.fail)
+    assert search.find(matcher, len(found) - 1, 150, [[]]) is None
+
+
 def test_an_ending_of_another_state_is_tried(matching: LLTokenizer) -> None:
     source = "start: /[^z]*qqz/"
     matcher, search = LLMatcher(matching, source), EndingSearch(matching, "")

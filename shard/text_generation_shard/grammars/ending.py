@@ -47,6 +47,8 @@ _SHORT = 64
 _WALK_STEPS, _SHARES = 32, (0.5, 0.0, 0.25, 0.0)
 # The characters of an ending that may become zeros.
 _NUM_ZEROS = 100
+# During a generation, longer endings get none: a try takes 1 ms for 1800 tokens, and a step waits.
+_LONGEST_ZEROED = 200
 # How often a random walk repeats its last step: patterns repeat characters.
 _AGAIN = 0.3
 
@@ -133,7 +135,7 @@ class _Search:
         wide = self._wander() if found is None and self._has_more else None
         if wide is not None:
             found = self._with_zeros(self._shortened(self._units(wide)))
-        elif found is not None and (known is None or len(found) > self._limit):
+        elif found is not None and (known is None or self._limit < len(found) <= _LONGEST_ZEROED):
             found = min(found, self._with_zeros(self._units(found)), key=len)
         if known is None and (found is None or wide is not None or len(found) > _SHORT):
             found = min(filter(None, (found, self._long(wide is None))), key=len, default=None)
