@@ -1,6 +1,7 @@
 """Admission of requests, between uvicorn and the application."""
 
 import asyncio
+from collections import deque
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,7 +30,7 @@ class Front:
     Large answers go out in pieces, and every answer has the id of its request.
 
     Starts at most `STARTS_PER_TURN` POSTs in one turn of the event loop; a single one does not
-    wait. Gives streams the server's own `send` (`DIRECT_SEND`).
+    wait. Owns the queue of waiting POSTs. Gives streams the server's own `send` (`DIRECT_SEND`).
     """
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
@@ -37,8 +38,12 @@ class Front:
         self._refuse = refuse
         self._is_closed = False
         self.num_running = 0
-        """POSTs that wait in the line or whose answer has not ended."""
-        self._starts = asyncio.Semaphore(STARTS_PER_TURN)
+        """POSTs that wait or whose answer has not ended."""
+        # A semaphore would start them in every second turn only.
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_started = 0
+        # Whether `_turn` is scheduled.
+        self._is_turning = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,13 +66,36 @@ class Front:
         scope[ARRIVAL] = asyncio.get_running_loop().time()
         scope[DIRECT_SEND] = send
         try:
-            await self._starts.acquire()
-            asyncio.get_running_loop().call_soon(self._starts.release)
+            await self._start()
             await self._app(scope, receive, in_pieces(send_named))
         finally:
             self.num_running -= 1
             # The server's `send` holds the scope: a reference cycle.
             del scope[DIRECT_SEND]
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._is_turning:
+            self._is_turning = True
+            loop.call_soon(self._turn, loop)
+        if self._num_started < STARTS_PER_TURN and not self._waiting:
+            self._num_started += 1
+            return
+        self._waiting.append(place := loop.create_future())
+        await place
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Starts the next few; repeats every turn until one starts none."""
+        self._num_started = 0
+        while self._waiting and self._num_started < STARTS_PER_TURN:
+            place = self._waiting.popleft()
+            # A request that is cancelled leaves its place in the queue.
+            if not place.done():
+                place.set_result(None)
+                self._num_started += 1
+        self._is_turning = self._num_started > 0
+        if self._is_turning:
+            loop.call_soon(self._turn, loop)
 
 
 def in_pieces(send: Send) -> Send:
