@@ -56,6 +56,10 @@ class WorkerClosedError(WorkerError):
     """The worker is closed."""
 
 
+class _ServerDiedError(WorkerError):
+    """A call has no answer, because the server died, and its runners with it."""
+
+
 class Worker:
     """Owns a server process and its runners: as many as there are calls at a time.
 
@@ -70,18 +74,25 @@ class Worker:
         self._module, self._argument, self._memory_bytes = module, argument, memory_bytes
         self._starting = threading.Lock()
         self._server: _Server | None = None
-        self._idle: list[socket.socket] = []
-        """Connections to runners without a call."""
+        self._idle: list[tuple[socket.socket, _Server]] = []
+        """Connections to runners without a call, each with the server that forked it."""
         self._is_closed = False
 
     def start(self) -> None:
         """Returns when a runner is ready; without it, the first call waits for that. Raises
         WorkerStartError and WorkerClosedError."""
-        self._release(self._take())
+        self._release(*self._take())
 
     def call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
-        """What the method or function of this name returns. Raises WorkerError."""
-        connection = self._take()
+        """What the method or function of this name returns. Raises WorkerError. A call whose server
+        died is repeated once: no call can end the server of another, but the system may."""
+        try:
+            return self._call(function, argument, timeout_s)
+        except _ServerDiedError:
+            return self._call(function, argument, timeout_s)
+
+    def _call(self, function: str, argument: bytes, timeout_s: float) -> bytes:
+        connection, server = self._take()
         began = time.monotonic()
         try:
             answer, has_more = _ask(connection, function, argument, timeout_s)
@@ -93,9 +104,10 @@ class Worker:
                 self._end()
             if time.monotonic() - began >= timeout_s:
                 raise WorkerTimeoutError(f"{function} did not end in {timeout_s:g} s") from error
-            raise WorkerError(f"the process of {function} died") from error
+            kind = WorkerError if server.is_alive else _ServerDiedError
+            raise kind(f"the process of {function} died") from error
         if has_more:
-            self._release(connection)
+            self._release(connection, server)
         else:
             connection.close()
         return answer
@@ -111,20 +123,21 @@ class Worker:
             server.end()
         with suppress(IndexError):
             while True:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
 
-    def _release(self, connection: socket.socket) -> None:
-        self._idle.append(connection)
+    def _release(self, connection: socket.socket, server: "_Server") -> None:
+        self._idle.append((connection, server))
         if self._is_closed:
             self._end()
 
-    def _take(self) -> socket.socket:
-        """A connection to a runner for one call. Raises WorkerStartError and WorkerClosedError."""
+    def _take(self) -> tuple[socket.socket, "_Server"]:
+        """A connection to a runner for one call, and its server. Raises WorkerStartError and
+        WorkerClosedError."""
         with suppress(IndexError):
             while True:
-                connection = self._idle.pop()
-                if not _has_ended(connection):
-                    return connection
+                connection, server = self._idle.pop()
+                if server.is_alive and not _has_ended(connection):
+                    return connection, server
                 connection.close()
         try:
             connection, theirs = socket.socketpair()
@@ -132,16 +145,16 @@ class Worker:
             raise WorkerStartError(f"can not start a process: {error}") from error
         try:
             with theirs, self._starting:
-                if self._server is None or not self._server.is_alive:
-                    self._server = self._new_server()
-                socket.send_fds(self._server.connection, [b"r"], [theirs.fileno()])
-        except (OSError, EOFError, AttributeError) as error:
+                present = self._server
+                server = present if present and present.is_alive else self._new_server()
+                socket.send_fds(server.connection, [b"r"], [theirs.fileno()])
+        except (OSError, EOFError) as error:
             connection.close()
             self._end()
             if self._is_closed:
                 raise WorkerClosedError("the worker is closed") from error
             raise WorkerStartError(f"can not start a process: {error}") from error
-        return connection
+        return connection, server
 
     def _new_server(self) -> "_Server":
         """Raises OSError and EOFError."""
@@ -174,8 +187,11 @@ class _Server:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self._process.poll() is None
+        """Whether it runs. Its socket is closed before its runners end."""
+        try:
+            return self._process.poll() is None and not _has_ended(self.connection)
+        except ValueError:  # `end` has closed it meanwhile
+            return False
 
     def end(self) -> None:
         """Kills it, waits until it is gone, and closes the connection. May be repeated."""
@@ -214,7 +230,7 @@ def _receive(connection: socket.socket, num_bytes: int, until: float | None = No
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether the runner of an idle connection has ended: it sends nothing else."""
+    """Whether the other side has ended: an idle one sends nothing else."""
     poller = select.poll()  # not `select`, which takes no descriptor above 1023
     poller.register(connection, select.POLLIN)
     return bool(poller.poll(0))
