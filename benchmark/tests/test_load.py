@@ -113,7 +113,8 @@ def test_each_failure_is_counted_and_ends_nothing(tmp_path: Path, capsys):
     good, text = completion(4), event({"choices": [{"index": 0, "text": "x"}]})
     script = iter(
         [
-            *(good, good),
+            good,
+            good,
             json_reply({"error": {"message": "slow | down"}}, 429),
             json_reply({"error": "broken", "error_type": "generation"}, 500),
             Reply(pieces=[text, event({"error": {"message": "out of memory"}})]),

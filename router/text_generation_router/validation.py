@@ -273,7 +273,7 @@ class Validation:
 
     def _checked_length(self, asked: GenerateParameters, count: int, is_least: bool = False) -> int:
         """The most tokens of the answer to a prompt of `count` tokens, if both are valid.
-        `is_least`: the prompt was not tokenized, and has so many or more."""
+        `is_least`: the prompt was not tokenized, and has at least `count` tokens."""
         limits, new_tokens = self.limits, asked.max_new_tokens
         if new_tokens is None:
             new_tokens = max(1, limits.max_total_tokens - count)

@@ -29,7 +29,7 @@ TOKENIZER_NAME = "tokenizer.json"
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 SMALL_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 HUB_TIMEOUT_S = 10.0  # as huggingface_hub's own for a download
-PROGRESS_S = 3.0  # often enough that nobody thinks it hangs
+PROGRESS_S = 3.0  # often enough to show that it goes on
 _STALE_S = 600.0  # a download that lives writes at least every HUB_TIMEOUT_S
 # By the names of huggingface_hub's errors: its import is slow, and local directories need none.
 _HUB_ERRORS = {

@@ -129,8 +129,11 @@ class Engine:
             unused_ids=few_writes(model.config.unused_ids, self.device.upload),
         )
         self._planner = Planner(
-            *(self._fixed, Drafter(capacity, self.world.broadcast), self._masks),
-            *(self._max_prefill_tokens, self._costs),
+            fixed=self._fixed,
+            drafter=Drafter(capacity, agree=self.world.broadcast),
+            masks=self._masks,
+            max_prefill_tokens=self._max_prefill_tokens,
+            costs=self._costs,
         )
 
     def warmup(self, limits: WarmupLimits) -> WarmupResult:
@@ -157,13 +160,15 @@ class Engine:
         self._planner.costs = self._costs
         self._splits = self.world.size == 1
         ledger = Ledger(
-            self._weights_bytes,
-            cache_bytes,
-            f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
-            memory_budget.step,
-            f"{limits.max_prefill_tokens} prompt tokens beside {limits.max_batch_size} rows",
-            *(memory_budget.graphs, memory_budget.graphs_note),
-            self.device.left_bytes(cache_bytes, memory_budget),
+            weights=self._weights_bytes,
+            cache=cache_bytes,
+            blocks=f"{num_blocks} blocks of {shape.block_size} tokens in {shape.dtype_name}",
+            activations=memory_budget.step,
+            largest_step=f"{limits.max_prefill_tokens} prompt tokens beside "
+            f"{limits.max_batch_size} rows",
+            graphs=memory_budget.graphs,
+            graphs_note=memory_budget.graphs_note,
+            left=self.device.left_bytes(cache_bytes, memory_budget),
         )
         for line in ledger.lines():
             logger.info("%s", line)

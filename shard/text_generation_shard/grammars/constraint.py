@@ -17,8 +17,8 @@ from text_generation_shard.grammars.tokenizer import GrammarError
 _NUM_STEPS = 150
 # Most searches without success during a generation: each delays other requests.
 _MOST_FAILED = 8
-# With at most so many tokens left, a text fails without a known ending; with at most so many beyond
-# twice a known ending, it follows that one rather than to go on without.
+# _FEW: with no more tokens left, a text fails if no ending is known. _NEAR: with no more tokens
+# left than this beyond twice a known ending, the text follows it and does not go on without one.
 _FEW, _NEAR = 8, 64
 # Parts of an ending that are tried in other states.
 _MOST_PARTS = 100

@@ -30,8 +30,8 @@ _NO_TEXT = (
     "no text matches it: its parts exclude one another, or contain one another without an end; "
     "change these parts"
 )
-# A grammar is refused if no text is found of so many tokens with so many tried ones, which takes
-# half a second.
+# A grammar is refused if no text of at most LONGEST_ENDING tokens is found. The first searches try
+# _NUM_STEPS tokens, those for long texts four times LONGEST_ENDING more: half a second at most.
 LONGEST_ENDING, _NUM_STEPS = 4096, 5000
 # Most processor time of one of the first masks: 100 times what those of the corpus take.
 _NUM_TIMED, _MOST_MASK_S = 64, 0.1
@@ -54,7 +54,7 @@ class Grammar:
     eos_ids: tuple[int, ...] = ()
     # The tokens of a short text.
     ending: tuple[int, ...] = ()
-    # With more tokens left, a text needs no known ending: no token asks for so many others.
+    # With more tokens left, a text needs no known ending: no token needs that many behind it.
     far: int = 0
     # Not 0: it was not compiled, and may be requested again after this many seconds.
     retry_after_s: int = 0
@@ -176,9 +176,8 @@ def _not_found(matcher: LLMatcher) -> str:
         if matcher.is_error():
             return sentence(matcher.get_error())
     return (
-        f"no text matches it, or none was found among {_NUM_STEPS} beginnings with at most "
-        f"{LONGEST_ENDING} tokens; make it smaller, or change parts that exclude one another, or "
-        "contain one another without an end"
+        f"no text matches it, or none of at most {LONGEST_ENDING} tokens was found; make it "
+        "smaller, or change parts that exclude one another, or contain one another without an end"
     )
 
 
