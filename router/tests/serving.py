@@ -17,7 +17,7 @@ from text_generation_router.chat.template import ChatTemplate
 from text_generation_router.chat.workers import TemplateWorkers
 from text_generation_router.config import RouterConfig
 from text_generation_router.edge.certificate import Certificate
-from text_generation_router.edge.connection import ConnectionLimits
+from text_generation_router.edge.connection import ConnectionLimits, Connections
 from text_generation_router.edge.front import Front
 from text_generation_router.server import bind, server_config
 from text_generation_router.services import Services, assemble, load_template
@@ -125,11 +125,15 @@ async def serve(
     services = assemble_scripted(directory, text, **options)
     app = create_app(services.config, services)
     front = Front(app, create_refusal(services.config))
-    config = server_config(front, services, limits, certificate)
+    limits = limits or ConnectionLimits.of(services.config.payload_limit)
+    connections = Connections(limits, services.metrics.connections_refused)
+    config = server_config(front, connections, certificate)
     config.load()
     server = uvicorn.Server(config)
     # What `Server.serve` does, without its signal handlers and its sleeps.
     server.lifespan = config.lifespan_class(config)
+    lifespan = app.router.lifespan_context(app)
+    await lifespan.__aenter__()
     with bind("127.0.0.1", 0) as listener:
         # Small, so that a client that does not read is noticed soon.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -145,7 +149,7 @@ async def serve(
     finally:
         for listening in server.servers:
             listening.close()
-        await server.lifespan.shutdown()
+        await lifespan.__aexit__(None, None, None)
         services.tokenizer.close()
         for connection in list(server.server_state.connections):
             connection.shutdown()

@@ -36,7 +36,7 @@ from text_generation_router.errors import (
     UnhealthyError,
 )
 from text_generation_router.keys import Keys
-from text_generation_router.request_id import TRACE, named
+from text_generation_router.request_id import TRACE
 from text_generation_router.services import Services
 from text_generation_router.state import ServerState
 
@@ -140,7 +140,7 @@ def create_starting(config: RouterConfig, state: ServerState) -> ASGIApp:
             response = _respond(Request(scope), UnhealthyError(), config)
         else:
             response = _respond(Request(scope), StartingError(state.phase), config)
-        await response(scope, receive, named(scope, send))
+        await response(scope, receive, send)
 
     return answer
 

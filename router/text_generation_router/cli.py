@@ -23,7 +23,7 @@ from text_generation_router.edge.front import Front
 from text_generation_router.keys import Keys
 from text_generation_router.launcher_pipes import Heartbeat, Progress
 from text_generation_router.logs import configure_logs
-from text_generation_router.server import Server, answering, bind, server_config
+from text_generation_router.server import Server, bind
 from text_generation_router.services import StartError, start
 from text_generation_router.state import ServerState
 
@@ -131,26 +131,24 @@ async def serve(
         progress = Progress(config.progress_fd, state)
         stack.callback(progress.close)
         progress.begin()
-        starting = create_starting(config, state)
-        hand_over = await stack.enter_async_context(
-            answering(sockets, starting, config, certificate)
-        )
+        front = Front(create_starting(config, state), create_refusal(config))
+        around = front if tracing is None else tracing.around(front)
+        server = Server(around, front, config, state, certificate)
+        serving = await stack.enter_async_context(server.serving(sockets))
         services = await stack.enter_async_context(start(config, tracing, state))
         services.watch.report_loss = heartbeat.lost
         services.metrics.log_lines_dropped.read = num_lines_dropped
-        front = Front(create_app(config, services, keys), create_refusal(config))
-        patience_s = config.graceful_termination_timeout
-        app = front if tracing is None else tracing.around(front)
-        settings = server_config(app, services, certificate=certificate)
-        server = Server(settings, front, services, patience_s, certificate)
+        app = create_app(config, services, keys)
+        await stack.enter_async_context(app.router.lifespan_context(app))
+        server.open(app, services)
         # uvicorn raises the signal that stopped it again at its end, which must not kill us.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _announce)
         address, port = sockets[0].getsockname()[:2]
         logger.info("Serving %s on %s port %d", config.served_model_id, address, port)
         logger.info("Connected")
-        hand_over()
-        await server.serve(sockets=sockets)
+        with server.capture_signals():
+            await serving
     if server.failure is not None:
         logger.error("%s; the server exits so that it can be restarted", server.failure)
         return 1

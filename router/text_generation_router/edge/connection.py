@@ -89,7 +89,8 @@ class Connections:
         self.limits = limits
         self.now = 0.0
         """The loop's time at the last tick."""
-        self._refused = refused
+        self.refused = refused
+        """Counts by reason; another counter may take its place."""
         self._open: set[Connection] = set()
         self._timer: asyncio.TimerHandle | None = None
         # Bytes of incomplete bodies, oldest first.
@@ -131,7 +132,7 @@ class Connections:
 
     def count(self, reason: str) -> None:
         """Counts a connection that was refused or aborted."""
-        self._refused.inc(reason=reason)
+        self.refused.inc(reason=reason)
 
     def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = loop.time()

@@ -34,7 +34,8 @@ class Front:
     """
 
     def __init__(self, app: ASGIApp, refuse: ASGIApp) -> None:
-        self._app = app
+        self.app = app
+        """What answers; another one may take its place at any time."""
         self._refuse = refuse
         self._is_closed = False
         self.num_running = 0
@@ -47,13 +48,13 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         send_named = named(scope, send)
         if self._is_closed and scope["path"] not in ALWAYS_OPEN:
             await self._refuse(scope, receive, send_named)
         elif scope["method"] != "POST":
-            await self._app(scope, receive, in_pieces(send_named))
+            await self.app(scope, receive, in_pieces(send_named))
         else:
             await self._run(scope, receive, send, send_named)
 
@@ -67,7 +68,7 @@ class Front:
         scope[DIRECT_SEND] = send
         try:
             await self._start()
-            await self._app(scope, receive, in_pieces(send_named))
+            await self.app(scope, receive, in_pieces(send_named))
         finally:
             self.num_running -= 1
             # The server's `send` holds the scope: a reference cycle.
