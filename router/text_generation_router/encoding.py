@@ -1,15 +1,11 @@
 """The ids of one text in packed arrays: a token takes a few bytes and no Python objects."""
 
-import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-# One, two or four bytes: enough for ids and for offsets in a text.
-_CODES = (("B", 1 << 8), ("H", 1 << 16), ("I", 1 << 32))
-# Number of tokens, length of the arrays, and their type codes (0: no such array).
-_HEAD = struct.Struct("<II3sx")
+_NUMBER: Final = "I"  # 32 bits: any id, and any offset in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +22,21 @@ class Encoding:
         """From an `Encoding` of the tokenizers library."""
         offsets = made.offsets
         return cls(
-            _packed(made.ids),
-            _packed([start for start, _ in offsets]),
-            _packed([stop - start for start, stop in offsets]),
+            array(_NUMBER, made.ids),
+            array(_NUMBER, [start for start, _ in offsets]),
+            array(_NUMBER, [stop - start for start, stop in offsets]),
         )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Encoding":
-        """From `to_bytes` of another process."""
-        _, (ids, starts, lengths) = _read(data)
-        return cls(ids, starts, lengths)
+        """From `to_bytes` of another process, without a copy."""
+        numbers = memoryview(data).cast(_NUMBER)
+        num = len(numbers) // 3
+        return cls(numbers[:num], numbers[num : 2 * num], numbers[2 * num :])
 
     def to_bytes(self) -> bytes:
         """For another process of this machine."""
-        return _written(len(self.ids), self.ids, self.starts, self.lengths)
+        return b"".join((self.ids, self.starts, self.lengths))
 
     @property
     def offsets(self) -> Iterator[tuple[int, int]]:
@@ -69,31 +66,9 @@ class TokenIds:
     @classmethod
     def from_bytes(cls, data: bytes) -> "TokenIds":
         """From `to_bytes` of another process."""
-        count, (ids,) = _read(data)
+        count, *ids = memoryview(data).cast(_NUMBER)
         return cls(count, tuple(ids))
 
     def to_bytes(self) -> bytes:
         """For another process of this machine."""
-        return _written(self.count, _packed(self.ids))
-
-
-def _packed(values: Sequence[int]) -> "array[int]":
-    """Whole numbers >= 0 in the smallest item size."""
-    largest = max(values, default=0)
-    return array(next(code for code, end in _CODES if largest < end), values)
-
-
-def _written(count: int, *arrays: "array[int] | memoryview[int]") -> bytes:
-    codes = b"".join(memoryview(one).format.encode() for one in arrays)
-    return _HEAD.pack(count, len(arrays[0]), codes) + b"".join(map(bytes, arrays))
-
-
-def _read(data: bytes) -> "tuple[int, list[memoryview[int]]]":
-    """The number of tokens, and the arrays in place: a copy of millions of tokens is large."""
-    count, length, codes = _HEAD.unpack_from(data)
-    arrays, start = [], _HEAD.size
-    for code in codes.rstrip(b"\0").decode("ascii"):
-        stop = start + length * struct.calcsize(code)
-        arrays.append(memoryview(data)[start:stop].cast(code))
-        start = stop
-    return count, arrays
+        return array(_NUMBER, [self.count, *self.ids]).tobytes()

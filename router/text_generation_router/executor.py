@@ -1,9 +1,11 @@
 """Limits on large requests, so that they do not delay small ones: threads and memory."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 from text_generation_router.errors import OverloadedError
@@ -18,33 +20,26 @@ Made = TypeVar("Made")
 class Executor:
     """A thread pool for one kind of work, first come, first served.
 
-    Work that is cancelled while it waits gives its place back. Work that has begun in a thread runs
-    to its end.
+    Work that is cancelled while it waits is left out. Work that has begun runs to its end.
     """
 
     def __init__(self, name: str, num_threads: int, most_waiting: int | None = None) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._places = asyncio.Semaphore(num_threads)
-        self._most_waiting = most_waiting
-        self.num_waiting = 0
-        """Calls of `run` that wait for a thread."""
+        self._most = math.inf if most_waiting is None else num_threads + most_waiting
+        self._num_calls = 0
 
     async def run(
         self, work: Callable[Given, Made], *args: Given.args, **kwargs: Given.kwargs
     ) -> Made:
         """Returns or raises what `work` does. Raises OverloadedError if too many calls wait."""
-        if self._most_waiting is not None and self.num_waiting >= self._most_waiting:
+        if self._num_calls >= self._most:
             raise OverloadedError(_RETRY_AFTER_S)
-        self.num_waiting += 1
+        self._num_calls += 1
         try:
-            await self._places.acquire()
+            call = partial(work, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         finally:
-            self.num_waiting -= 1
-        done = self._threads.submit(work, *args, **kwargs)
-        # The place is free when the thread is, even if the caller was cancelled.
-        loop = asyncio.get_running_loop()
-        done.add_done_callback(lambda _: _call_in(loop, self._places.release))
-        return await asyncio.wrap_future(done)
+            self._num_calls -= 1
 
     def close(self) -> None:
         """Ends each thread after its present work."""
@@ -72,11 +67,3 @@ class MemoryBudget:
             yield
         finally:
             self.num_taken -= num_bytes
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Calls in the loop, or here if the loop is closed: then no task waits there."""
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:
-        call()
